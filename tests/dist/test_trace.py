@@ -462,22 +462,3 @@ def test_sums_over_microbatches_are_not_weighted(pool: Pool) -> None:
     for result in pool.run(2, sum_uneven):
         for name, grad in result["grads"].items():
             assert torch.allclose(grad, plain.get_parameter(name).grad, rtol=1e-12), name
-
-
-def mixed_sizes(rank: int) -> None:
-    import smp
-
-    init(CHAIN)
-    model = make_model(CHAIN)
-
-    @smp.step
-    def train(x: Tensor, other: Tensor) -> None:
-        model.backward(model(x).mean() * other.mean())
-
-    train(torch.randn(7, 6, dtype=torch.float64), torch.randn(8))
-
-
-def test_uneven_batches_of_several_sizes_have_no_weight_and_are_refused(pool: Pool) -> None:
-    driver, other = pool.outcomes(2, mixed_sizes, timeout=30)
-    assert driver.error == "ValueError" and "'x': 7" in driver.message, driver.traceback
-    assert "PeerFailure" in other.bases

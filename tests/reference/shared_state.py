@@ -479,11 +479,8 @@ def train_plain(model: nn.Module, steps: int, microbatches: int) -> dict[str, An
         optimizer.zero_grad()
         for part in batch(step).chunk(microbatches):
             loss = model(part)
-            loss.backward()
+            (loss / microbatches).backward()
             losses.append(loss.item())
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= microbatches
         grads.append(
             {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
         )

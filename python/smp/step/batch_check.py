@@ -27,6 +27,7 @@ from smp.observe.first_step.memory_needed import reason_not_to_fit_again
 from smp.observe.first_step.records import is_compiled
 from smp.partition.containers import Containers, reachable_from_hook
 from smp.partition.trace_guard import untouched
+from smp.partition.trace_state import KeptValues
 from smp.step.batches import Batch, Bodies
 from smp.step.run import StepRun
 from smp.step.weights import WeightRule
@@ -295,6 +296,8 @@ class BatchCheck:
         hub = self._current.pipeline
         with contextlib.ExitStack() as stack:
             stack.enter_context(untouched(modules, keep_values=True))
+            run.kept = KeptValues(modules)
+            stack.callback(run.kept.restore)
             stack.enter_context(running_again())
             stack.enter_context(run.replacing_backward())
             stack.enter_context(torch.no_grad())

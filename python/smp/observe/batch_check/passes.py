@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from collections import Counter
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import smp._C as _C
 from smp.dropout.by_sample import Drawn, DrawsBySample
 from smp.modules.flat import is_cache
+from smp.partition.trace_state import KeptValues
 from smp.pipeline.remote_modules import CallFailed
 from smp.pipeline.remote_tensor import localize
 
@@ -42,6 +44,7 @@ class BatchPass:
         eps: of the coarsest dtype of these.
         failure: in words why the pass says nothing; None: it ran.
         drawn: random numbers.
+        kept: copies of parameters that forwards have written to.
         shaken: shapes of what was moved.
     """
 
@@ -57,6 +60,7 @@ class BatchPass:
         self.eps = 0.0
         self.failure: str | None = None
         self.drawn = Drawn()
+        self.kept: KeptValues | None = None
         self.shaken: Counter[tuple[Any, ...]] = Counter()
 
     # ---- around code
@@ -66,7 +70,9 @@ class BatchPass:
         """The block computes for a microbatch: a body, or a module for another rank."""
         rounds = mb + 1 if self._rounds else None
         _C.seed_generators(1, str(self._device))  # for operators that do not say that they draw
-        with DrawsBySample(self._samples[mb], self.drawn, self._device, rounds):
+        # A mode is entered once in each thread.
+        kept = contextlib.nullcontext() if self.kept is None else copy.copy(self.kept)
+        with kept, DrawsBySample(self._samples[mb], self.drawn, self._device, rounds):
             yield
 
     @contextlib.contextmanager
