@@ -77,6 +77,11 @@ def train(rank: int, run: SplitRun, padded: tuple[str, ...]) -> Record:
     return Record(idx, losses, marked_values(model, "grad"), sum(masks), len(masks))
 
 
+def counted(batch: dict[str, Tensor]) -> Tensor:
+    """Returns the number of labels that count, of which the first of a sequence is none."""
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
 def check(pool: Pool, run: SplitRun, padded: tuple[str, ...], num_dropped: int) -> None:
     """Numbers of one process, and in how many microbatches there was no mask.
 
@@ -90,12 +95,13 @@ def check(pool: Pool, run: SplitRun, padded: tuple[str, ...], num_dropped: int) 
     records = pool.run(run.world_size, train, run, padded)
     with lifted_casts():
         model = build_split_family(run.case, run.dtype)
-        for idx, kind in enumerate(padded):
-            batch = make_batch(run.case, idx, kind)
+        batches = [make_batch(run.case, idx, kind) for idx, kind in enumerate(padded)]
+        total = sum(map(counted, batches))
+        for idx, batch in enumerate(batches):
             for mb in range(MICROBATCHES):
                 pieces = {name: x.chunk(MICROBATCHES)[mb] for name, x in batch.items()}
                 loss = model(**pieces)["loss"]
-                (loss / (MICROBATCHES * len(padded))).backward()
+                (loss * counted(pieces) / total).backward()
                 for record in (r for r in records if r.batch_idx == idx):
                     assert relative_difference(record.losses[mb], loss.detach()) <= 1e-9
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

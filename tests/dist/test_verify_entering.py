@@ -206,8 +206,7 @@ def test_sharding_over_a_part_of_the_replicas(pool: Pool, tmp_path: Path) -> Non
 
 def test_fault_with_sharding_over_a_part_of_the_replicas(pool: Pool, tmp_path: Path) -> None:
     (verdict,), _ = verify(pool, tmp_path, "lonely", "sdp2dp4")
-    assert verdict.answer == "differs", verdict
-    assert "'weight_decay' of group 0 differs" in verdict.text, verdict
+    assert verdict.answer == "failed" and "weight_decay" in verdict.text, verdict
     assert "on global_rank 2" in verdict.text, verdict
 
 

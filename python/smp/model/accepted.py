@@ -51,7 +51,9 @@ def refuse_around(model: nn.Module) -> None:
     for _ in range(_CALLS_INSIDE):
         if frame is None:
             return
-        around = frame.f_locals.get("self")
+        # Frames keep the dictionary of their locals, so those of scripts are not asked for it.
+        is_torch = str(frame.f_globals.get("__name__", "")).startswith("torch.")
+        around = frame.f_locals.get("self") if is_torch else None
         if isinstance(around, nn.Module) and (reason := reason_to_refuse(around)) is not None:
             raise ValueError(
                 f"{_C.rank_prefix()}the module around this {type(model).__name__} {reason}"

@@ -258,7 +258,10 @@ class _Bodies:
             with autocast.apply(self._autocast), explaining_derivatives(current):
                 return self._function(*own.args, **own.kwargs)
 
-        self.results[mb] = self._context.copy().run(run)
+        try:
+            self.results[mb] = self._context.copy().run(run)
+        finally:
+            self._shares[mb].outputs.clear()  # the graph may keep the context of its forward
 
     def output_weights(self) -> list[float] | None:
         """Returns weights of the microbatches' outputs, if they differ; after they have run."""
