@@ -110,7 +110,12 @@ def stacks_of(started: Started, *, removes: bool = False) -> dict[int, str]:
         if removes:
             file.unlink()
         for section in re.split(r"^(?=====)", text, flags=re.MULTILINE):
-            if match := re.match(r"==== \[global_rank (\d+)", section):
+            # While smp.init fails a process has no rank yet.
+            match = re.match(r"==== .*process (\d+)$", section, re.MULTILINE)
+            if match and int(match[1]) in started.pids:
+                rank = started.pids.index(int(match[1]))
+                found[rank] = found.get(rank, "\n") + section
+            elif match := re.match(r"==== \[global_rank (\d+)", section):
                 found[int(match[1])] = found.get(int(match[1]), "\n") + section
     return found
 

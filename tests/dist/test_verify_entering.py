@@ -206,8 +206,8 @@ def test_sharding_over_a_part_of_the_replicas(pool: Pool, tmp_path: Path) -> Non
 
 def test_fault_with_sharding_over_a_part_of_the_replicas(pool: Pool, tmp_path: Path) -> None:
     (verdict,), _ = verify(pool, tmp_path, "lonely", "sdp2dp4")
+    # The ranks notice it by themselves, at the step after the update.
     assert verdict.answer == "failed" and "weight_decay" in verdict.text, verdict
-    assert "on global_rank 2" in verdict.text, verdict
 
 
 @pytest.mark.parametrize("form", ["closure", "iterator"])

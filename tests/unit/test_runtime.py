@@ -186,17 +186,17 @@ def test_wrong_environment_is_refused_before_anything_starts(
 
 def test_private_folder_must_belong_to_this_user_alone(tmp_path: os.PathLike[str]) -> None:
     folder = os.path.join(tmp_path, "smp")
-    rendezvous._make_private(folder)
+    rendezvous.make_private(folder)
     assert os.stat(folder).st_mode & 0o777 == 0o700
-    rendezvous._make_private(folder)
+    rendezvous.make_private(folder)
     os.chmod(folder, 0o755)
     with pytest.raises(RuntimeError, match="0700"):
-        rendezvous._make_private(folder)
+        rendezvous.make_private(folder)
     link = os.path.join(tmp_path, "link")
     os.chmod(folder, 0o700)
     os.symlink(folder, link)
     with pytest.raises(RuntimeError, match="0700"):
-        rendezvous._make_private(link)
+        rendezvous.make_private(link)
 
 
 def test_each_init_has_keys_of_its_own() -> None:
