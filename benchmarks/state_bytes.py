@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from smp.modules.materialize import is_placeholder
 from smp.precision.holdings import holding_of
 
 
@@ -55,6 +56,8 @@ def _new_bytes(values: Iterable[Any], seen: set[int]) -> int:
     for tensor in _tensors(values):
         storage = tensor.untyped_storage()
         # Empty ones have no address.
+        if is_placeholder(tensor):
+            continue
         if storage.nbytes() > 0 and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total += storage.nbytes()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.losses.case import (
+    DIFFERENT,
     EQUAL_TOLD,
     SAMPLES,
     TOLD,
@@ -113,7 +114,11 @@ def triplet(model: Any, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
     return F.triplet_margin_loss(model(a), model(p), model(n))
 
 
-@case("triplet, mean over those with a loss", batch=triplets, default=TOLD)
+@case(
+    "triplet, mean over those with a loss",
+    batch=triplets,
+    default={"pp 2": DIFFERENT, "": TOLD},
+)
 def triplet_active(model: Any, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
     losses = F.triplet_margin_loss(model(a), model(p), model(n), margin=0.1, reduction="none")
     return losses.sum() / (losses > 0).sum().clamp(min=1)

@@ -11,7 +11,18 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from tests.losses.case import LENGTH, SAMPLES, TOLD, Batch, case, padding, randint, randn
+from tests.losses.case import (
+    DIFFERENT,
+    LENGTH,
+    SAMPLES,
+    TOLD,
+    TOLD_ALONE,
+    Batch,
+    case,
+    padding,
+    randint,
+    randn,
+)
 
 WORDS = 11
 
@@ -97,7 +108,7 @@ hf(
 )  # fmt: skip
 hf(
     "Mixtral, padded, with the balance of experts", "MixtralForCausalLM", "MixtralConfig", tokens,
-    default=TOLD, tolerance=1e-5, num_key_value_heads=1, num_local_experts=4,
+    default=DIFFERENT, tolerance=1e-5, num_key_value_heads=1, num_local_experts=4,
     output_router_logits=True, router_aux_loss_coef=0.5, **SMALL,
 )  # fmt: skip
 hf(
@@ -126,7 +137,8 @@ def answers() -> Batch:
 
 
 hf(
-    "BERT, question answering", "BertForQuestionAnswering", "BertConfig", answers, default=TOLD,
+    "BERT, question answering", "BertForQuestionAnswering", "BertConfig", answers,
+    default=TOLD_ALONE,
     weight="(start_positions < LENGTH).sum()",
     **SMALL, **NO_DROPOUT,
 )  # fmt: skip

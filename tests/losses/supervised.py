@@ -13,6 +13,7 @@ from tests.losses.case import (
     EQUAL_TOLD,
     SAMPLES,
     TOLD,
+    TOLD_ALONE,
     Batch,
     case,
     classes,
@@ -340,7 +341,7 @@ def detect(model: Any, images: list[Tensor], targets: list[dict[str, Tensor]]) -
     "detection lists, by boxes (DETR)",
     batch=detection,
     model=Detector,
-    default=TOLD,
+    default=TOLD_ALONE,
     weight="sum(len(target['boxes']) for target in targets)",
 )
 def detect_boxes(model: Any, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:

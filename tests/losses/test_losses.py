@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from tests.dist.pool import Pool
 from tests.losses.__main__ import chosen, expected, line
-from tests.losses.case import DIFFERENT, EQUAL, TOLD
+from tests.losses.case import EQUAL, TOLD
 from tests.losses.catalogue import CASES
 from tests.losses.running import LAYOUTS, Result, run
 
-HAS_CHECK = importlib.util.find_spec("smp.step.batch_check") is not None
 ROWS = chosen(list(CASES))
 NAMES = [f"{name} (weight)" if has_weight else name for name, has_weight in ROWS]
 
@@ -42,8 +39,6 @@ def test_a_loss_is_that_of_the_plain_script_or_the_difference_is_told(
     results: dict[tuple[str, str, bool], Result], layout: str, row: tuple[str, bool]
 ) -> None:
     result = results[row[0], layout, row[1]]
-    if not HAS_CHECK and (result.outcome, expected(result)) == (DIFFERENT, TOLD):
-        pytest.xfail("the check of the loss of the first step is not in this tree")
     assert result.outcome == expected(result), line(result)
 
 

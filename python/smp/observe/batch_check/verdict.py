@@ -119,8 +119,9 @@ def why_unknown(found: Sequence[Found]) -> str | None:
             return "backward begins more often for a batch than for its pieces, or less often"
     if all(not one.whole for one in found):
         return "no backward begins"
-    if not any(difference_of(one) for one in found):
-        return None
+    differences = [d for one in found if (d := difference_of(one)) is not None]
+    if not differences or any(math.isinf(difference.share) for difference in differences):
+        return None  # no random numbers make a loss that is none
     for one in found:
         if not one.draws:
             return f"random numbers on {one.place} are not those of samples"
