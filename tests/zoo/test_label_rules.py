@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import pytest
@@ -17,7 +18,8 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 
 def entries() -> list[Entry]:
-    return [e for own in families().values() for e in own if e.source == "transformers"]
+    found = [e for own in families().values() for e in own if e.source == "transformers"]
+    return found if os.environ.get("SMP_GRID") == "all" else found[::8]
 
 
 def counted(entry: Entry) -> tuple[str, float, float] | None:

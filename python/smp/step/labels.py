@@ -65,7 +65,10 @@ def rule_of(model: nn.Module) -> LabelRule | None:
     if library is None or not isinstance(base, library.PreTrainedModel):
         return None
     loss = getattr(base, "loss_function", None)
-    return _rule(type(base), loss if callable(loss) else None)  # type: ignore[arg-type]
+    found: LabelRule | None = _rule(type(base), loss if callable(loss) else None)  # type: ignore[arg-type]
+    if found is not None and getattr(base.config, "is_encoder_decoder", False):
+        return LabelRule(False, found.ignored)  # inputs of the decoder are shifted instead
+    return found
 
 
 @functools.lru_cache(maxsize=128)
@@ -79,7 +82,8 @@ def _rule(cls: Hashable, loss: Hashable) -> LabelRule | None:
             text += inspect.getsource(inspect.unwrap(loss))  # type: ignore[arg-type]
     except (OSError, TypeError):
         return None
-    if re.search("cross_entropy|CrossEntropyLoss", text) is None:
+    counts = re.search("cross_entropy|CrossEntropyLoss", text) is not None
+    if not counts or "argmax(labels" in text:  # one label of several numbers
         return None
     shifts = re.search(r"labels\[(\.\.\.|:), 1:", text) is not None
     known = re.search(r"ignore_index(?:: int)?\s*=\s*(-?\d+)", text)
