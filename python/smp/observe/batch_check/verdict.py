@@ -98,7 +98,8 @@ def _compare(one: Found, number: int) -> Difference | None:
     if one.rounded is not None:
         pairs = zip(one.weights, one.rounded, pieces, strict=True)
         moved = [w * abs(r[number] - loss) for w, r, loss in pairs if w]
-        rounding = max(rounding, _MARGIN * max(moved, default=0.0))
+        # Roundings of pieces are independent: their mean moves by less than the largest.
+        rounding = max(rounding, _MARGIN * math.hypot(*moved) * 2 / len(pieces))
     is_equal = abs(whole - mean) <= rounding
     # With sums the script has divided by a number, or it is a sum in one process as well.
     is_equal |= not one.averages and abs(whole - total) <= rounding
