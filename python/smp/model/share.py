@@ -51,7 +51,7 @@ class Share:
     def note_outputs(self, output: Any) -> None:
         """Notes where gradients of a model's output go; they are zero if the weight is."""
         if self.counts_nothing:
-            # What is not gathered yet has samples of other ranks, which do count.
+            # Logits that are not gathered yet have samples of other ranks, which do count.
             own = list(ready_entries(output).values()) if is_lazy(output) else output
             for leaf in pytree.tree_leaves(own):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:

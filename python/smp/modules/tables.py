@@ -117,7 +117,7 @@ class Table(dict[str, Any]):
         super().__delitem__(name)
 
     def read_all(self) -> dict[str, Any]:
-        """What a reader finds now, in a dictionary that neither swaps nor reports."""
+        """Returns what a reader finds now, in a dictionary that neither swaps nor reports."""
         return dict(self.items())
 
     def take_over(self, plain: Mapping[str, Any]) -> None:

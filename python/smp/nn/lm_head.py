@@ -164,7 +164,7 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
         losses, local = self.lm_head(hidden, layout.all_samples(targets), extent)
         counted = (targets != IGNORE_INDEX).sum()
         mean = layout.own_samples(losses).sum() / counted.clamp(min=1)
-        # As PyTorch's: NaN where nothing counts, and gradients of zero.
+        # PyTorch's loss is NaN where nothing counts, too, with gradients of zero.
         loss = torch.where(counted > 0, mean, float("nan"))
         return LMHeadOutput(loss, local, hidden, borders)
 

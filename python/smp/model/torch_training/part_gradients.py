@@ -276,7 +276,7 @@ class PartGradients:
         return id(parameter) in self._ids_and_memory()[0]
 
     def _ids_and_memory(self) -> tuple[set[int], set[int]]:
-        """What parameters of the models, and what is updated in their place, are known by."""
+        """Returns ids and addresses of parameters, and of what is updated in their place."""
         if self._known is None:
             known = known_parameters(self._wrapped).values()
             both = [tensor for p in known for tensor in (p, master_of(p))]
