@@ -76,8 +76,9 @@ PENALTIES: list[Callable[[Any, Any, Tensor], Tensor]] = [
 _UNUSED = "One of the differentiated Tensors appears to not have been used in the graph"
 #: by layout and penalty, with what is said; all others are right
 REFUSED = {
+    # Each rank meets a parameter of the other one; the first to fail is whom both name.
     **{
-        ("pipeline", name): "'last.weight' has no values here"
+        ("pipeline", name): "has no values here: it lives on pp_rank"
         for name in ("over_all", "norms", "through_modules")
     },
     **{("pipeline", f"of_{name}"): _UNUSED for name in ("gradient", "last_gradient")},

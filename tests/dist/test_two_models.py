@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -443,6 +444,46 @@ def test_a_forward_on_an_instance_is_there_again_after_the_pipeline(pool: Pool) 
     for loss, is_restored in pool.run(2, keep_own_forward):
         assert loss == pytest.approx(expected, rel=1e-10)
         assert is_restored
+
+
+def wrap_again(_: int, adds_a_module: bool) -> float:
+    """Evaluates with one wrapper, and trains with a second one."""
+    import smp
+
+    start(2)
+    plain = make_models(1)[0]
+    first = smp.DistributedModel(plain)
+
+    @smp.step
+    def evaluate(x: Tensor) -> Tensor:
+        return first(x)
+
+    with torch.no_grad():
+        evaluate(torch.ones(4, WIDTH, dtype=torch.float64))
+    del evaluate, first
+    gc.collect()
+    if adds_a_module:
+        plain.append(nn.Identity())
+    model = smp.DistributedModel(plain)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = make_step([model])
+    step(torch.ones(4, WIDTH, dtype=torch.float64))
+    optimizer.step()
+    num_local = sum(1 for _ in model.local_parameters())
+    assert 0 < num_local < len(list(plain.parameters()))
+    return float(step(torch.ones(4, WIDTH, dtype=torch.float64)).reduce_mean())
+
+
+def test_a_model_that_is_wrapped_a_second_time_keeps_its_partition(pool: Pool) -> None:
+    plain, x = make_models(1)[0], torch.ones(4, WIDTH, dtype=torch.float64)
+    plain(x).square().mean().backward()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter -= 0.1 * parameter.grad
+    expected = plain(x).square().mean().item()
+    assert pool.run(2, wrap_again, False) == pytest.approx([expected] * 2, rel=1e-10)
+    for outcome in pool.outcomes(2, wrap_again, True):
+        assert "was wrapped before with" in outcome.message
 
 
 def test_the_programs_use_all_their_models() -> None:

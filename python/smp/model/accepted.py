@@ -6,12 +6,11 @@ import sys
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 import smp._C as _C
 from smp.modules.foreign_wrappers import reason_to_refuse
+from smp.modules.materialize import memory_span
 from smp.world import runtime
 
 # Between code of a wrapper and the model that it calls or asks.
@@ -100,13 +99,15 @@ def _check_memory(module: nn.Module, current: runtime.Runtime) -> None:
     moves_all = (
         rank.sizes["pp"] > 1 or rank.sizes["shard"] > 1 or rank.config.half_dtype is not None
     )
-    tensors = {id(t): (name, t) for name, t in module.named_buffers() if _has_memory(t)}
-    tensors |= {id(p): (name, p) for name, p in module.named_parameters() if _has_memory(p)}
-    spans = sorted((_span(t), name) for name, t in tensors.values())
-    named = {name: tensor for name, tensor in tensors.values()}
-    end, last = (-1, 0), ""
-    for (storage, begin, stop), name in spans:
-        if (storage, begin) < end:
+    named = dict(module.named_buffers()) | dict(module.named_parameters())
+    spans = sorted(
+        (span, name)
+        for name, tensor in named.items()
+        if type(tensor) in (Tensor, nn.Parameter) and (span := memory_span(tensor)) is not None
+    )
+    end, last = 0, ""
+    for (begin, stop), name in spans:
+        if begin < end:
             pair = named[last], named[name]
             moves = moves_all or any(t.device != rank.device or not t.is_contiguous() for t in pair)
             if moves and any(isinstance(tensor, nn.Parameter) for tensor in pair):
@@ -115,19 +116,5 @@ def _check_memory(module: nn.Module, current: runtime.Runtime) -> None:
                     "common, which would be two different ones after wrapping: make them one "
                     "parameter (other.weight = self.weight), or compute one of the other in forward"
                 )
-        if (storage, stop) > end:
-            end, last = (storage, stop), name
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    if tensor.is_meta or tensor.layout != torch.strided or is_lazy(tensor):
-        return False
-    return tensor.numel() > 0 and type(tensor) in (Tensor, nn.Parameter)
-
-
-def _span(tensor: Tensor) -> tuple[int, int, int]:
-    """Address of a tensor's storage, and where in it its bytes begin and end."""
-    size = tensor.element_size()
-    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = int(tensor.storage_offset()) * size
-    return tensor.untyped_storage().data_ptr(), begin, begin + (steps + 1) * size
+        if stop > end:
+            end, last = stop, name

@@ -17,7 +17,7 @@ from smp.partition.decide import Fastest
 from smp.partition.decision import Decision
 from smp.partition.fastest import StepShape
 from smp.partition.room import device_room_bytes, state_factor
-from smp.partition.together import Wishes, decide_together
+from smp.partition.together import Placed, Wishes, decide_together
 from smp.partition.trace_choice import TraceOptions
 from smp.pipeline.chosen_schedule import ChosenSchedule, choose_schedule
 from smp.world import runtime
@@ -60,6 +60,7 @@ class Partitioning:
         """Does the partition depend on a trace?"""
         config = self._current.rank.config
         is_open = config.auto_partition and not config.skip_tracing and self._followed is None
+        is_open = is_open and self._root not in self._current.wrapped.placed
         return self._current.rank.sizes["pp"] > 1 and is_open
 
     def follow(self, path: Path, num_chunks: int) -> None:
@@ -93,6 +94,7 @@ class Partitioning:
             whole=activations.units(self._root.modules()) | set(self._honoured.layers),
             fastest=self._fastest(schedule),
             is_weighed=given.get("memory_weight") is not None or "optimize" in given,
+            earlier=self._earlier(),
         )
         decision = decide_together(
             current.rank,
@@ -101,6 +103,8 @@ class Partitioning:
             wishes,
         )
         self.decision = decision
+        if current.rank.sizes["pp"] > 1:
+            current.wrapped.placed[self._root] = Placed.of(decision)
         self.expected = expect(
             current.rank, self._root, decision, trace, schedule.kept_microbatches
         )
@@ -111,6 +115,23 @@ class Partitioning:
         activations.note_placement(decision)
         activations.settle_marks(decision.modules)
         return decision, schedule
+
+    def _earlier(self) -> Placed | None:
+        """Returns where an earlier wrapper of the same model has left its parameters.
+
+        Raises:
+            ValueError: on every rank, when modules came or went meanwhile.
+        """
+        placed: Placed | None = self._current.wrapped.placed.get(self._root)
+        num_modules = sum(1 for _ in self._root.modules())
+        if placed is not None and len(placed.partition_idxs) != num_modules:
+            raise ValueError(
+                f"{_C.rank_prefix()}{type(self._root).__name__} was wrapped before with "
+                f"{len(placed.partition_idxs)} modules and has {num_modules} now, while its "
+                "parameters are on the ranks of that partition; change modules before the model "
+                "is wrapped for the first time, or load a checkpoint into a new one"
+            )
+        return placed
 
     def _fastest(self, schedule: ChosenSchedule) -> Fastest | None:
         """What the shortest step depends on; several models share the room."""

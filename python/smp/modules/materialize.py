@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 def make_real(parameter: nn.Parameter, device: torch.device) -> None:
@@ -70,6 +71,21 @@ def is_placeholder(tensor: Tensor) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def memory_span(tensor: Tensor) -> tuple[int, int] | None:
+    """Returns the addresses of a tensor's first byte and of the byte behind its last one.
+
+    None for a tensor without memory on this rank: on the meta device, lazy, empty, not strided, or
+    a placeholder.
+    """
+    if tensor.is_meta or is_lazy(tensor) or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    if is_placeholder(tensor):
+        return None
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def plain_state(root: nn.Module) -> dict[str, Any]:

@@ -48,6 +48,36 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True)
+class Placed:
+    """Places of a model's modules, in the order of its tree, without the modules.
+
+    Attributes:
+        partition_idxs: pipeline rank per module.
+        num_chunks: stages per rank.
+        chunk_idxs: chunk per module; empty if there is one chunk only.
+        decided_by: see `Decision`.
+        writes: see `ModuleIndex`.
+    """
+
+    partition_idxs: tuple[int, ...]
+    num_chunks: int
+    chunk_idxs: tuple[int, ...]
+    decided_by: str
+    writes: ModuleWrites
+
+    @classmethod
+    def of(cls, decision: Decision) -> Placed:
+        """Returns the places that a decision gives to modules."""
+        return cls(
+            decision.partition_idxs,
+            decision.num_chunks,
+            decision.chunk_idxs,
+            decision.decided_by,
+            decision.index.writes,
+        )
+
+
+@dataclass(frozen=True)
 class Wishes:
     """What is asked of a decision besides the configuration's own keys; as for `decide`.
 
@@ -60,6 +90,8 @@ class Wishes:
         fastest: the shortest step is looked for, with the least room that any rank has.
         is_weighed: instead, time and memory are weighed as the configuration says; the first rank's
             word counts.
+        earlier: how the model was partitioned before, whose parameters lie accordingly; nothing is
+            decided then.
     """
 
     file: str | Path | None = None
@@ -69,6 +101,7 @@ class Wishes:
     whole: Collection[nn.Module] = ()
     fastest: Fastest | None = None
     is_weighed: bool = False
+    earlier: Placed | None = None
 
 
 def decide_together(
@@ -92,7 +125,9 @@ def decide_together(
     """
     config, pp_size = rank.config, rank.sizes["pp"]
     wishes = _with_least_room(rank, wishes or Wishes())
-    if rank.world_size == 1 or (make_trace is None and wishes.file is None):
+    if wishes.earlier is not None:
+        decision = _follow(build_tree(root), pp_size, wishes.earlier)
+    elif rank.world_size == 1 or (make_trace is None and wishes.file is None):
         trace = None if make_trace is None else make_trace()
         decision = _decide(root, config, pp_size, trace, wishes)
     elif rank.global_rank == 0:
@@ -101,10 +136,10 @@ def decide_together(
         given = comm.allgather(None, comm.WORLD)[0]
         if isinstance(given, str):
             raise ValueError(_C.rank_prefix() + given)
-        casts, *placed = given
+        casts, placed = given
         if config.half_dtype is None:
             _cast(root, casts)
-        decision = _follow(build_tree(root), pp_size, *placed)
+        decision = _follow(build_tree(root), pp_size, placed)
     agree(decision, rank.world_size)
     return decision
 
@@ -267,17 +302,7 @@ def _decide_for_all(
     except ValueError as error:
         comm.allgather(str(error).removeprefix(_C.rank_prefix()), comm.WORLD)
         raise
-    comm.allgather(
-        (
-            casts,
-            decision.partition_idxs,
-            decision.num_chunks,
-            decision.chunk_idxs,
-            decision.decided_by,
-            decision.index.writes,
-        ),
-        comm.WORLD,
-    )
+    comm.allgather((casts, Placed.of(decision)), comm.WORLD)
     return decision
 
 
@@ -293,19 +318,14 @@ def _cast(root: nn.Module, casts: Sequence[tuple[int, str, torch.dtype]]) -> Non
             cast(parameter, dtype)
 
 
-def _follow(
-    index: ModuleIndex,
-    pp_size: int,
-    partition_idxs: Sequence[int],
-    num_chunks: int,
-    chunk_idxs: Sequence[int],
-    decided_by: str,
-    writes: ModuleWrites,
-) -> Decision:
-    """The first rank's decision for this rank's modules, which `agree` compares afterwards."""
+def _follow(index: ModuleIndex, pp_size: int, placed: Placed) -> Decision:
+    """Returns another decision's places for this rank's modules; `agree` compares them later."""
     num_nodes = len(index.modules)
+    idxs, num_chunks, chunk_idxs = placed.partition_idxs, placed.num_chunks, placed.chunk_idxs
     # Another number of modules has to reach the comparison, whose error says what differs.
-    if len(partition_idxs) != num_nodes:
-        partition_idxs, num_chunks, chunk_idxs = [0] * num_nodes, 1, []
-    assignment = _C.make_assignment(index.tree, pp_size, partition_idxs, num_chunks, chunk_idxs)
-    return Decision.of(replace(index, writes=writes), assignment, decided_by=decided_by)
+    if len(idxs) != num_nodes:
+        idxs, num_chunks, chunk_idxs = (0,) * num_nodes, 1, ()
+    assignment = _C.make_assignment(index.tree, pp_size, idxs, num_chunks, chunk_idxs)
+    return Decision.of(
+        replace(index, writes=placed.writes), assignment, decided_by=placed.decided_by
+    )

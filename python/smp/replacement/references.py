@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from smp.modules.materialize import memory_span
 
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 _CONTAINERS = (list, tuple, set, frozenset, deque)
@@ -65,12 +66,9 @@ class References:
     def _join_overlapping(self) -> None:
         """Makes tensors that share memory have one set of holders."""
         spans = sorted(
-            (*_span(tensor), idx)
+            (*span, idx)
             for idx, tensor in enumerate(self._holders)
-            if type(tensor.data) is Tensor
-            and tensor.layout is torch.strided
-            and not tensor.is_meta
-            and tensor.numel() > 0
+            if type(tensor.data) is Tensor and (span := memory_span(tensor)) is not None
         )
         tensors = list(self._holders)
         last_end, joined = 0, None
@@ -97,15 +95,6 @@ class References:
 def has_tensors(module: nn.Module) -> bool:
     """Is there a parameter or buffer in a module or its parts?"""
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of a tensor, and behind its last one."""
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    begin = tensor.data_ptr()
-    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def _found_in(value: Any, known: set[nn.Module], depth: int, seen: set[int]) -> Iterator[Any]:

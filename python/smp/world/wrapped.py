@@ -85,11 +85,13 @@ class Wrapped:
     Attributes:
         partitioned: numbers of the models that are partitioned; equal on all ranks.
         passed_over: numbers of other models, by step function whose first call did not use them.
+        placed: where the modules of a model are, which outlives its wrapper.
     """
 
     def __init__(self) -> None:
         self.partitioned: set[int] = set()
         self.passed_over: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
+        self.placed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._models: Numbered[WrappedModel] = Numbered()
         self._optimizers: Numbered[WrappedOptimizer] = Numbered()
         self._waiting: list[Callable[[WrappedOptimizer], None]] = []

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 import smp._C as _C
 from smp import data_parallel
+from smp.modules.materialize import is_placeholder
 from smp.observe.first_step import verdict as judging
 from smp.observe.first_step.memory_needed import reason_not_to_fit
 from smp.observe.first_step.records import Records, is_compiled, watch_modules
@@ -120,6 +121,8 @@ class FirstStepCheck:
             return "the replicas do all in one order, and one of them is checked"
         if any(is_lazy(p) or p.is_meta for p in self._root.parameters()):
             return "values of the model are made when it is partitioned"
+        if any(map(is_placeholder, self._root.parameters())):
+            return "an earlier wrapper has partitioned the model"
         if setting == "auto" and self._is_driver:
             return reason_not_to_fit(
                 self._root, current.rank.device, current.rank.local_size, trace
