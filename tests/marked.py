@@ -27,18 +27,22 @@ def lacks_marks(path: Path, config: pytest.Config) -> bool:
         Path(file).resolve() == path for file, _, _ in named
     ):
         return False
-    return not all(names_marker(path, marker) for marker in wanted_markers(config.option.markexpr))
-
-
-def wanted_markers(expression: str) -> list[str]:
-    """Markers that each test of a session has, by its ``-m`` and the samples it takes."""
-    wanted = ["sample"] if samples.SAMPLES == "others" else []
-    return [*wanted, *(marker for marker in MARKERS if expression == marker)]
+    expression = config.option.markexpr
+    if expression in MARKERS and not names_marker(path, expression):
+        return True
+    return samples.SAMPLES == "others" and not has_samples(path)
 
 
 @cache
 def names_marker(path: Path, marker: str) -> bool:
     return f"mark.{marker}" in path.read_text()
+
+
+@cache
+def has_samples(path: Path) -> bool:
+    """Returns whether a file has tests of several cases."""
+    text = path.read_text()
+    return any(word in text for word in ("mark.sample", "parametrize", "params="))
 
 
 def check_named(items: Iterable[pytest.Item]) -> None:

@@ -1,11 +1,11 @@
-"""Which cases of a test run: `make test` takes a few of each claim, `make test-all` the others.
+"""Chooses cases of tests: `make test` takes one of each claim, `make test-all` the others.
 
-``SMP_SAMPLES`` is `some` (the default), `others` or `all`. A test with the marker
-``sample(keep=n)`` has more cases than its claim needs: `some` runs n of them, which show as many
-values of each parameter as n can, `others` so many that both together show every value; what a
-product has beyond that runs with ``SMP_GRID=all`` only. With ``covering(times=t)`` both together
-show each value t times. A test with ``sample`` alone divides its work by itself and runs in both.
-A test without the marker runs in `some` only.
+``SMP_SAMPLES`` is `some` (the default), `others` or `all`. Of a test with parameters, `some` runs
+one case, or n with the marker ``sample(keep=n)``, which show as many values of each parameter as n
+can. `others` runs so many that both together show every value; what a product has beyond that runs
+with ``SMP_GRID=all`` only. With ``covering(times=t)`` both together show each value t times. A test
+with ``sample`` alone divides its work by itself and runs in both. A test without parameters runs in
+`some` only.
 """
 
 from __future__ import annotations
@@ -72,20 +72,26 @@ def to_run(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def _by_row(
-    items: Iterable[pytest.Item], name: str
-) -> dict[str, tuple[pytest.Mark, dict[Row, pytest.Item]]]:
-    """Tests with a marker, by function and by what their parameters are."""
-    products: dict[str, tuple[pytest.Mark, dict[Row, pytest.Item]]] = {}
+    items: Iterable[pytest.Item], name: str, default: int | None = None
+) -> dict[str, tuple[int, dict[Row, pytest.Item]]]:
+    """Returns tests with parameters by function: the number of a marker, and cases by their row.
+
+    Args:
+        items: tests of the session.
+        name: name of the marker, whose keyword argument is the number.
+        default: number for tests without the marker; without it they are left out.
+    """
+    products: dict[str, tuple[int, dict[Row, pytest.Item]]] = {}
     rows: dict[str, dict[Row, pytest.Item]] = defaultdict(dict)
     for item in items:
         marker = item.get_closest_marker(name)
-        if marker is None or not marker.kwargs:
+        number = default if marker is None else next(iter(marker.kwargs.values()), None)
+        if number is None or not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
-        assert isinstance(item, pytest.Function)
         function = item.nodeid.split("[")[0]
         # One per decorator. `indices`, which is public, numbers whole tests since pytest 9.
         rows[function][tuple(item.callspec._idlist)] = item
-        products[function] = (marker, rows[function])
+        products[function] = (number, rows[function])
     return products
 
 
@@ -93,9 +99,9 @@ def _beyond_covering(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     left_out: set[pytest.Item] = set()
     if RUNS_GRID:
         return left_out
-    for marker, by_row in _by_row(items, "covering").values():
+    for times, by_row in _by_row(items, "covering").values():
         rows = list(by_row)
-        for repetition in range(marker.kwargs["times"]):
+        for repetition in range(times):
             chosen = set(covering_sample(rows, 1, 1000 * repetition + GRID_SEED))
             rows = [row for row in rows if row not in chosen]
         left_out |= {by_row[row] for row in rows}
@@ -104,8 +110,8 @@ def _beyond_covering(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 def _beyond_samples(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     left_out: set[pytest.Item] = set()
-    for marker, by_row in _by_row(items, "sample").values():
-        kept = set(spread(list(by_row), marker.kwargs["keep"]))
+    for keep, by_row in _by_row(items, "sample", default=1).values():
+        kept = set(spread(list(by_row), keep))
         left_out |= {item for row, item in by_row.items() if row not in kept}
     return left_out
 
@@ -115,10 +121,10 @@ def _beyond_values(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     left_out: set[pytest.Item] = set()
     if RUNS_GRID:
         return left_out
-    for marker, by_row in _by_row(items, "sample").values():
+    for keep, by_row in _by_row(items, "sample", default=1).values():
         if any(item.get_closest_marker("covering") for item in by_row.values()):
             continue
-        some = spread(list(by_row), marker.kwargs["keep"])
+        some = spread(list(by_row), keep)
         rest = [row for row in by_row if row not in some]
         needed = set(completing(rest, some))
         left_out |= {by_row[row] for row in rest if row not in needed}

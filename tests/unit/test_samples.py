@@ -36,6 +36,11 @@ def test_a_claim_with_many_cases(case: int) -> None:
     assert case in range(5)
 
 
+@pytest.mark.parametrize("case", range(5))
+def test_a_claim_without_a_marker(case: int) -> None:
+    assert case in range(5)
+
+
 def test_what_completes_rows_shows_the_values_that_they_do_not() -> None:
     rows = list(itertools.product("abcd", range(3), range(2)))
     some = samples.spread(rows, 2)
@@ -60,10 +65,13 @@ def test_marked_products_show_each_value(request: pytest.FixtureRequest) -> None
 
 
 @pytest.mark.sample
-def test_marked_cases_are_sampled(request: pytest.FixtureRequest) -> None:
-    ran = [i for i in request.session.items if i.name.startswith("test_a_claim_with_many_cases[")]
+@pytest.mark.parametrize(("test", "kept"), [("with_many_cases", 2), ("without_a_marker", 1)])
+def test_cases_are_sampled(request: pytest.FixtureRequest, test: str, kept: int) -> None:
+    ran = [i for i in request.session.items if i.name.startswith(f"test_a_claim_{test}[")]
     named = "::" in "".join(request.config.args)
-    assert len(ran) == (5 if named else {"some": 2, "others": 3, "all": 5}[samples.SAMPLES])
+    assert len(ran) == (
+        5 if named else {"some": kept, "others": 5 - kept, "all": 5}[samples.SAMPLES]
+    )
 
 
 def test_every_sample_keeps_a_case_and_leaves_one_out(request: pytest.FixtureRequest) -> None:
