@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from smp.step.cutting import Cutting, Reading, Rules
+from smp.step.cutting import Cutting
 from smp.step.microbatch import StepOutput
+from smp.step.readings import Reading, Rules
 
 zeros = torch.zeros
 

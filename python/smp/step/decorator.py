@@ -25,10 +25,11 @@ from smp.pipeline import begin_context
 from smp.step import microbatch
 from smp.step.batch_check import BatchCheck
 from smp.step.batches import Batch, Bodies, Pieces, make_bodies
-from smp.step.cutting import Cutting, Reading, Rules
+from smp.step.cutting import Cutting
 from smp.step.differentiation import explaining_derivatives
 from smp.step.first_use import partition_used
 from smp.step.microbatch import StepOutput as StepOutput
+from smp.step.readings import Reading, Rules
 from smp.step.run import StepRun
 from smp.step.unwrapped import run_without_model
 from smp.step.weights import WeightRule
