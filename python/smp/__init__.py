@@ -36,6 +36,7 @@ from smp.checkpoint.stopping import StoppingSaver  # noqa: E402
 from smp.initial.delay import delay_param_initialization  # noqa: E402
 from smp.initial.delay import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
 from smp.model import DistributedModel, is_tracing, whole_parameters  # noqa: E402
+from smp.observe import OBSERVERS  # noqa: E402
 from smp.observe.nonfinite import detect_nonfinite  # noqa: E402
 from smp.observe.timeline import trace  # noqa: E402
 from smp.optim.distributed_optimizer import DistributedOptimizer  # noqa: E402
@@ -100,12 +101,14 @@ from smp.world.comm import (  # noqa: E402
     tp_rank,
     tp_size,
 )
+from smp.world.observers import use_observers  # noqa: E402
 from smp.world.preemption import requested as preemption_requested  # noqa: E402
 from smp.world.preemption import use_saver  # noqa: E402
 from smp.world.runtime import init, is_initialized, shutdown  # noqa: E402
 from smp.world.state import state  # noqa: E402
 
 use_saver(StoppingSaver())
+use_observers(*OBSERVERS)
 
 __all__ = [
     "DP_GROUP",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.model import engine_of
+from smp.observe.first_step.observer import outcome_of
 from tests.dist import stack_training
 from tests.dist.pool import Pool
 from tests.dist.stack_training import (
@@ -37,7 +37,7 @@ def train(
 
     model.eval()
     result["evaluated"] = [loss.item() for _ in range(2) for loss in eval_step(batch(9)).outputs]
-    result["checked"] = engine_of(model).first_step.outcome
+    result["checked"] = outcome_of(model)
     result["calls"] = smp.metrics.server_stats()["remote_calls"]
     smp.shutdown()
     return result

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.model import engine_of
+from smp.observe.first_step.observer import outcome_of
 from tests.dist.pool import Pool
 from tests.dist.training import local_parameters
 
@@ -147,7 +147,7 @@ def train(
     except RuntimeError as raised:
         error = f"{type(raised).__name__}: {raised}"
     return {
-        "outcome": engine_of(model).first_step.outcome,
+        "outcome": outcome_of(model),
         "error": error,
         "losses": losses,
         "params": {n: p.detach().clone() for n, p in local_parameters(model).items()},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from smp.model import engine_of
+from smp.observe.first_step.observer import outcome_of
 from tests.dist.pool import Pool
 
 CHANNELS, LENGTH = 96, 33
@@ -100,7 +100,7 @@ def train(rank: int, planted: bool, amplifies: bool = False) -> tuple[str, str, 
         loss = step(batch).outputs[0].item()
     except RuntimeError as raised:
         error = f"{type(raised).__name__}: {raised}"
-    return engine_of(model).first_step.outcome, error, loss
+    return outcome_of(model), error, loss
 
 
 def test_another_order_of_sums_in_float32_is_no_difference(pool: Pool) -> None:

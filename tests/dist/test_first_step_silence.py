@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.model import engine_of
+from smp.observe.first_step.observer import outcome_of
 from tests.dist.pool import Pool
 from tests.dist.test_first_step_check import BATCH, MANUAL, WIDTH, Net
 
@@ -239,7 +239,7 @@ def run_case(rank: int, case: str, config: dict[str, Any]) -> tuple[str, list[fl
     if history is not None and rank == 0:
         assert history == [float(i) for i in range(1, 7)], history
         assert float(plain.steps) == 6
-    return engine_of(model).first_step.outcome, losses
+    return outcome_of(model), losses
 
 
 CASES: dict[str, tuple[str, Callable[..., Tensor], Callable[[Any], None] | None, str]] = {

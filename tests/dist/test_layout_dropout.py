@@ -410,7 +410,7 @@ class Rooted(nn.Module):
 def outputs_of_replicas(rank: int, setup: Setup, sizes: list[int]) -> tuple[Tensor, int, str]:
     """What replicas with unequal batches get, how many calls were remote, and the first check."""
     import smp
-    from smp.model import engine_of
+    from smp.observe.first_step.observer import outcome_of
 
     init(setup)
     torch.manual_seed(1)
@@ -426,7 +426,7 @@ def outputs_of_replicas(rank: int, setup: Setup, sizes: list[int]) -> tuple[Tens
 
     output = train_step(whole.split(sizes)[smp.dp_rank()]).concat()
     calls = smp.metrics.server_stats()["remote_calls"] if setup.pp > 1 else 0
-    return output, calls, str(engine_of(model).first_step.outcome)
+    return output, calls, str(outcome_of(model))
 
 
 @pytest.mark.parametrize(

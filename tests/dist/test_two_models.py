@@ -452,15 +452,15 @@ def wrap_again(_: int, adds_a_module: bool) -> float:
 
     start(2)
     plain = make_models(1)[0]
-    first = smp.DistributedModel(plain)
+    first = [smp.DistributedModel(plain)]
 
     @smp.step
     def evaluate(x: Tensor) -> Tensor:
-        return first(x)
+        return first[0](x)
 
     with torch.no_grad():
         evaluate(torch.ones(4, WIDTH, dtype=torch.float64))
-    del evaluate, first
+    first.clear()
     gc.collect()
     if adds_a_module:
         plain.append(nn.Identity())

@@ -48,7 +48,7 @@ def run(log: StepLog, clock: Clock, count: int, **options: bool) -> None:
     """Steps of 0.1 s, with 0.1 s between them."""
     for _ in range(count):
         clock.now_s += 0.2
-        log.finished(0.1, trains=options.get("trains", True), num_samples=8)
+        log.step_returned(0.1, trains=options.get("trains", True), num_samples=8)
 
 
 def test_stretch_of_steps_has_means_and_the_first_step_is_left_out(
@@ -57,7 +57,7 @@ def test_stretch_of_steps_has_means_and_the_first_step_is_left_out(
     log, clock = make(monkeypatch)
     log.track(trackers.Function(lambda step, values: written.append((step, dict(values)))), 5)
     clock.now_s += 60.0  # it traces and partitions
-    log.finished(60.0, trains=True, num_samples=8)
+    log.step_returned(60.0, trains=True, num_samples=8)
     run(log, clock, 10)
     assert [step for step, _ in written] == [6, 11]
     for _, values in written:

@@ -36,10 +36,9 @@ from smp.modules.compiled import (
 from smp.modules.tracing import is_tracing as is_tracing
 from smp.modules.training_dtypes import plan_dtypes
 from smp.nn import DistributedModule
-from smp.observe import nonfinite, verification
-from smp.observe.memory.expected import Expected
 from smp.partition.costs import Trace
 from smp.partition.decision import Decision
+from smp.partition.expected import Expected
 from smp.partition.trace_choice import TraceOptions, check_tracing
 from smp.precision.holdings import master_of, updates_some
 from smp.replacement import replace_marked
@@ -111,7 +110,8 @@ class DistributedModel(ModelViews):
         if isinstance(module, nn.Module):
             module = take_compiled(module, requests)
         check_module(module, current, DistributedModel)
-        verification.model_wrapped(current, module)
+        for see in current.observers.model_wrapped:
+            see(module)
         times = trace_execution_times or current.rank.config.use_times
         check_tracing(trace_device, times)
         if backward_passes_per_step < 1 or bucket_cap_mb <= 0:
@@ -247,9 +247,8 @@ class DistributedModel(ModelViews):
         if self._engine.partitioned:
             return
         self._engine.partition(trace)
-        nonfinite.model_partitioned(self._runtime, self)
-        if self._runtime.verification is not None:
-            self._runtime.verification.model_partitioned(self)
+        for see in self._runtime.observers.model_partitioned:
+            see(self)
         for optimizer in self._runtime.wrapped.optimizers:
             optimizer._use_masters()
         for hook in list(self._post_partition_hooks.values()):

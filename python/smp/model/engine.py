@@ -25,7 +25,6 @@ from smp.model.whole_state import WholeState
 from smp.modules.compiled import CompileRequest
 from smp.modules.watching import unwatched
 from smp.observe.batch_check.passes import BatchPass
-from smp.observe.first_step import FirstStepCheck
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
 from smp.partition.trace_choice import TraceOptions
@@ -60,7 +59,6 @@ class Engine:
         mask_places: says where masks are drawn, if no layout may change them.
         loss: weighs losses.
         state: state dicts of the whole model.
-        first_step: compares the first step with one process.
         capture: while the step function runs for the trace.
         batch_pass: pass of the check of the loss that runs now, or None.
         uneven: while replicas may run out of batches (`smp.join`).
@@ -105,7 +103,6 @@ class Engine:
         self.mask_places = MaskPlaces(current, idx, self.partitioning, compiled, lambda: self.label)
         self.loss = LossWeight(current, lambda: self.gradients.is_hooked)
         self.state = WholeState(current.rank, root, registrations)
-        self.first_step = FirstStepCheck(current, root, f"model {idx} ({type(root).__name__})")
         self.operands = OperandCasts(root)
         self.parts: ModelParts | None = None
         self.storage: Storage | None = None
@@ -165,7 +162,8 @@ class Engine:
         )
         parts = self.parts = ModelParts(self._root, decision.partition_of, pp_rank, storage)
         local = list(parts.named_parameters())
-        self.first_step.before_placing(trace, local, storage.shows_values)
+        for see in current.observers.model_placing:
+            see(self, trace, local)
         storage.place(
             local,
             lambda on_ready: parts.place(current.rank.device, self._seed, on_ready),
@@ -179,7 +177,8 @@ class Engine:
             self.pipeline = PipelinePlace(current, self.idx, self._root, decision, schedule)
             if current.rank.config.half_dtype is not None:
                 self.pipeline.modules.look_at = self.operands.look_at
-        self.first_step.placed(decision.modules, decision.names)
+        for placed in current.observers.model_placed:
+            placed(self)
         self.compiled.place(decision, pp_rank)
         if self.pipeline is not None or not storage.shows_values:
             guard_states(self._root)

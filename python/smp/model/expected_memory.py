@@ -8,10 +8,10 @@ from dataclasses import replace
 from torch import nn
 
 import smp._C as _C
-from smp.observe.memory.expected import Expected
 from smp.partition.costs import Trace
 from smp.partition.decide import kept_microbatches
 from smp.partition.decision import Decision
+from smp.partition.expected import Expected
 from smp.storage.units import find_blocks
 from smp.world import comm
 from smp.world.rank import Rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,11 +19,11 @@ from smp.model.backward_roots import (
     weighted,
 )
 from smp.model.engine import Engine
+from smp.model.loss_parts import refuse_parts
 from smp.model.pipeline_place import PipelinePlace
 from smp.model.root_call import RootCall
 from smp.model.share import current_share
 from smp.modules.watching import unwatched
-from smp.observe import loss_checks
 from smp.pipeline import resolve
 from smp.pipeline.module_state import Running, running
 from smp.pipeline.remote_tensor import RemoteTensor
@@ -94,7 +94,10 @@ class ModelCalls:
                 )
             return call.settle(filled, output)
         with running(Running.BODY):
-            output = call.run(lambda *args, **kwargs: self._engine.first_step.call(args, kwargs))
+            forward: Callable[..., Any] = self._root
+            for around in self._runtime.observers.call:
+                forward = around(self._engine, forward)
+            output = call.run(forward)
         self._note_output(output)
         place.modules.publish_output((self._engine.idx, output, share.weight, call.filled))
         if self._engine.batch_pass is not None:
@@ -125,7 +128,9 @@ class ModelCalls:
         if place is None and self._runtime.rank.sizes["pp"] > 1:
             self._raise_outside_step("run backward")
         if place is None or place.is_driver:
-            loss_checks.before_backward(self._runtime, roots)
+            for see in self._runtime.observers.backward:
+                see(self._engine, roots)
+            refuse_parts(self._runtime, roots)
         if place is None:
             self._backward_alone(roots, grads)
         else:
@@ -164,7 +169,6 @@ class ModelCalls:
         for root in () if ahead else tensors:  # its forward is over when the loss is there
             if isinstance(root, RemoteTensor):
                 root.wait()
-        self._engine.first_step.on_backward(tensors)
         server.begin_backward()
         if not self._engine.loss.skips(factor):
             with self._runtime.steps.scaling_loss(), _share_of_backward():

@@ -11,10 +11,10 @@ import smp._C as _C
 from smp import activations
 from smp.activations import HonouredModules
 from smp.model.expected_memory import expect
-from smp.observe.memory.expected import Expected
 from smp.partition.costs import Trace
 from smp.partition.decide import Fastest
 from smp.partition.decision import Decision
+from smp.partition.expected import Expected
 from smp.partition.fastest import StepShape
 from smp.partition.room import device_room_bytes, state_factor
 from smp.partition.together import Placed, Wishes, decide_together

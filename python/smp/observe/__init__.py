@@ -1,1 +1,16 @@
-"""What a run shows of itself: timelines, metrics, non-finite values, its first step checked."""
+"""What people see of a run. `OBSERVERS` are the tools that look at steps."""
+
+from smp.observe.first_step.observer import FirstStepObserver
+from smp.observe.memory.out_of_memory import MemoryObserver
+from smp.observe.nonfinite import NonFiniteObserver
+from smp.observe.step_log import StepLog
+from smp.observe.verification import VerificationObserver
+
+#: makers of the observers of a runtime, in the order in which they are called
+OBSERVERS = (
+    NonFiniteObserver,
+    VerificationObserver,
+    FirstStepObserver,
+    StepLog,
+    MemoryObserver,
+)

@@ -30,6 +30,7 @@ import smp._C as _C
 from smp.modules.forwards import Around, Forward, wrap_forward
 from smp.modules.tracing import is_tracing
 from smp.world import comm, runtime
+from smp.world.observers import StepObserver
 
 _log = logging.getLogger("smp")
 _WATCHED = "_smp_watched"
@@ -101,21 +102,25 @@ def detect_nonfinite(raises: bool = False) -> Iterator[list[NonFinite]]:
             detection.stop()
 
 
-def model_partitioned(current: runtime.Runtime, model: Any) -> None:
-    """Called with a model that runs from now on."""
-    setting = current.rank.settings.detect_nonfinite
-    if setting != "0" and current.detection is None:
-        _detection_of(current).raises = setting == "raise"
-        _detection_of(current).start()
-    elif isinstance(current.detection, _Detection):
-        current.detection.watch(model)
+class NonFiniteObserver(StepObserver):
+    """Looks for values that are not finite, while `detect_nonfinite` or a setting wants it."""
 
+    def __init__(self, current: runtime.Runtime) -> None:
+        self._current = current
 
-def check_loss(current: runtime.Runtime, tensors: Tensor | Sequence[Tensor]) -> None:
-    """Called with what a backward begins at."""
-    if isinstance(current.detection, _Detection):
-        losses = [tensors] if isinstance(tensors, Tensor) else tensors
-        current.detection.check(losses, "(root)", "forward", "the loss made of its output")
+    def model_partitioned(self, model: Any) -> None:
+        setting = self._current.rank.settings.detect_nonfinite
+        if setting != "0" and self._current.detection is None:
+            _detection_of(self._current).raises = setting == "raise"
+            _detection_of(self._current).start()
+        elif isinstance(self._current.detection, _Detection):
+            self._current.detection.watch(model)
+
+    def backward(self, engine: Any, losses: Sequence[Tensor]) -> None:
+        if isinstance(self._current.detection, _Detection):
+            self._current.detection.check(
+                losses, "(root)", "forward", "the loss made of its output"
+            )
 
 
 def _detection_of(current: runtime.Runtime) -> _Detection:

@@ -19,6 +19,7 @@ from smp.observe import metrics, trackers
 from smp.observe.device_use import device_utilisation
 from smp.world import runtime
 from smp.world.log import first_rank_log
+from smp.world.observers import StepObserver
 
 _log = logging.getLogger("smp")
 _FORMATS = {
@@ -101,8 +102,8 @@ class _Stretch:
         return values
 
 
-class StepLog:
-    """The training steps of a rank, and who wants to know of them.
+class StepLog(StepObserver):
+    """Collects figures of the training steps of a rank for the log and for trackers.
 
     The first step counts for nothing: in it models are traced, partitioned and compared.
 
@@ -130,14 +131,7 @@ class StepLog:
         if self._step:
             self._stretches.append(_Stretch(self._current, every, take, self._clock))
 
-    def finished(self, duration_s: float, *, trains: bool, num_samples: int) -> None:
-        """A step function returned.
-
-        Args:
-            duration_s: of the call.
-            trains: gradients were enabled.
-            num_samples: of the batch of this rank; 0: not known.
-        """
+    def step_returned(self, duration_s: float, *, trains: bool, num_samples: int) -> None:
         self._step += trains
         if self._step and len(self._stretches) < len(self._wanted):
             self._stretches = [
@@ -176,10 +170,9 @@ class StepLog:
 
 
 def step_log_of(current: runtime.Runtime) -> StepLog:
-    """That of the runtime, made when it is first asked for."""
-    if not isinstance(current.step_log, StepLog):
-        current.step_log = StepLog(current)
-    return current.step_log
+    """Returns the step log of a runtime."""
+    log: StepLog = current.observers.of_kind(StepLog)
+    return log
 
 
 def to(target: Any, *, every: int | None = None, all_ranks: bool = False, **options: Any) -> None:

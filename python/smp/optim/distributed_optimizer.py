@@ -16,7 +16,6 @@ from smp.model import DistributedModel, engine_of
 from smp.model.torch_training.coupling import refuse_parts
 from smp.model.torch_training.optimizers import refuse_replaced
 from smp.modules.watching import unwatched
-from smp.observe.memory.out_of_memory import explaining
 from smp.optim.fused_step import FusedUpdates, divides, skips, writes_copies
 from smp.optim.masters import adopt_masters, holdings_of, refresh_pieces
 from smp.optim.script_wrappers import take_apart
@@ -240,8 +239,12 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         if skips(self.optimizer) or not overflow:
             self._take_given_scale()
             self._clip_shards()
-            with explaining(self._runtime, "the update of the optimizer"):
+            try:
                 result = self._update()
+            except Exception as error:
+                for see in self._runtime.observers.failed:
+                    see("the update of the optimizer", error)
+                raise
         self.loss_scaler.update_scale(False if overflow.number is None else overflow.number)
         self._gradients_used(are_applied=True)
         return result

@@ -19,8 +19,6 @@ from smp.model import DistributedModel, engine_of
 from smp.model.engine import Engine
 from smp.model.share import Share, set_share
 from smp.modules import autocast
-from smp.observe.memory.out_of_memory import explaining
-from smp.observe.step_log import step_log_of
 from smp.pipeline import begin_context
 from smp.step import microbatch
 from smp.step.batch_check import BatchCheck
@@ -111,29 +109,25 @@ class StepFunction:
         def begin_body() -> None:
             bodies_of(count, None)(0)
 
-        with explaining(current, "the partition of a model"):
+        with _explaining(current, "the partition of a model"):
             partition_used(current, models, self, begin_body)
         used = [model for model in models if model.partitioned]
         engines = [engine_of(model) for model in used]
         step_run = StepRun(current, engines, self._name, trains)
-        try:
-            with explaining(current, f"step '{self._name}'"):
-                weights = None
-                if current.rank.ranks["pp"] == 0:  # others may have dummies of any shape
-                    self._rule.look_for_labels(current, used, batches[0], begin_body)
-                    weights = self._rule.weigh(current, engines, batches)
-                step_run.number_samples(batches)
-                cut = {name: tensor for name, tensor, _ in batches[0].cutting.tensors()}
-                count = step_run.begin(count, weights, cut)
-                bodies = bodies_of(count, weights)
-                if models:
-                    step_run.run(count, bodies)
-                else:
-                    run_without_model(current, self._name, count, bodies, trains=trains)
-                step_run.end()
-        except BaseException:
-            step_run.abandon()
-            raise
+        with _explaining(current, f"step '{self._name}'", step_run.abandon):
+            weights = None
+            if current.rank.ranks["pp"] == 0:  # others may have dummies of any shape
+                self._rule.look_for_labels(current, used, batches[0], begin_body)
+                weights = self._rule.weigh(current, engines, batches)
+            step_run.number_samples(batches)
+            cut = {name: tensor for name, tensor, _ in batches[0].cutting.tensors()}
+            count = step_run.begin(count, weights, cut)
+            bodies = bodies_of(count, weights)
+            if models:
+                step_run.run(count, bodies)
+            else:
+                run_without_model(current, self._name, count, bodies, trains=trains)
+            step_run.end()
         if trains:
             self._check_loss(current, engines, batches[0])
             current.steps.has_gradients = True
@@ -152,7 +146,8 @@ class StepFunction:
         samples = current.steps.samples if current.rank.ranks["pp"] == 0 else 0
         duration_s = time.perf_counter() - started_s
         current.steps.finished(duration_s)
-        step_log_of(current).finished(duration_s, trains=trains, num_samples=samples)
+        for see in current.observers.step_returned:
+            see(duration_s, trains=trains, num_samples=samples)
         return result
 
     def _batch(
@@ -212,6 +207,34 @@ class StepFunction:
             return _Bodies(current, self._function, own.pieces(own.count), shares, None)
 
         BatchCheck(current, engines, self._name, self._function, batch, self._rule, make).run()
+
+
+class _explaining:
+    """Lets observers explain an error of the block, and ends what has begun.
+
+    Args:
+        current: the runtime.
+        doing: description of the work of the block.
+        abandon: ends the work after an error, also after one of the interpreter.
+    """
+
+    def __init__(
+        self, current: runtime.Runtime, doing: str, abandon: Callable[[], None] | None = None
+    ) -> None:
+        self._current, self._doing, self._abandon = current, doing, abandon
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            return
+        try:
+            for see in self._current.observers.failed:
+                see(self._doing, error)
+        finally:
+            if self._abandon is not None:
+                self._abandon()
 
 
 def _named(bound: inspect.BoundArguments) -> dict[str, Any]:

@@ -76,8 +76,9 @@ class StepRun:
             self._engines, key=lambda e: (e.gradients.trainable_bytes, -e.idx), default=None
         )
         self._engines.sort(key=lambda engine: engine is not first)
+        for see in self._current.observers.begin_step:
+            see(self._engines, self._trains)
         for engine in self._engines:
-            engine.first_step.begin_step(self._trains, len(self._engines))
             engine.begin_step(num_microbatches, self._trains, engine is first)
         if weights is not None and self._trains:
             weights.begin_exchange()
@@ -162,8 +163,8 @@ class StepRun:
         current = self._current
         outside = _C.RandomState.capture(str(current.rank.device))
         body = self._reading(body)
-        for engine in self._engines:
-            body = engine.first_step.around_body(body)
+        for around in current.observers.around_body:
+            body = around(body)
         try:
             if self._hub is not None:
                 self._hub.server.run_step(num_microbatches, self._seed, body)
@@ -229,8 +230,8 @@ class StepRun:
         """
         for engine in self._engines:
             engine.end_step(self._trains)
-        for engine in self._engines:
-            engine.first_step.end_step()
+        for see in self._current.observers.end_step:
+            see()
         self._warn_of_idle_offload()
         self._let_go()
 
@@ -254,7 +255,8 @@ class StepRun:
         """Closes a step that failed; its gradients are lost. Not collective."""
         for engine in self._engines:
             engine.abandon_step()
-            engine.first_step.abandon()
+        for see in self._current.observers.abandon_step:
+            see()
         self._let_go()
 
     def _let_go(self) -> None:

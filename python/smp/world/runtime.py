@@ -22,7 +22,6 @@ from smp.world.attached import (
     Dropout,
     PartGradients,
     Pipeline,
-    StepLog,
     TorchOptimizers,
     Verification,
 )
@@ -31,6 +30,7 @@ from smp.world.interfaces import INTERFACE_VARIABLE, Way, choose_way
 from smp.world.job_secret import SECRET_KEY, fingerprint, given_secret, share_secret
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
+from smp.world.observers import Observers
 from smp.world.placement_map import placement_map, placement_words
 from smp.world.presence import await_key, tell_failure
 from smp.world.process_groups import ProcessGroups
@@ -55,8 +55,7 @@ class Runtime:
         dropout: draws masks that no layout changes, where the configuration wants them.
         detection: of NaN and infinities, while somebody wants it.
         verification: records what it computes, where `smp verify` has started it.
-        step_log: figures of training steps, from the first step on.
-        memory_observer: notes what was in use when there was no memory: `smp.observe.memory`.
+        observers: tools that look at models and steps.
         torch_optimizers: looks at PyTorch's own, from the first wrapped model on.
         part_gradients: watches how the script uses gradients, where ranks have parts of a model.
     """
@@ -71,13 +70,12 @@ class Runtime:
         self.dropout: Dropout | None = None
         self.detection: Detection | None = None
         self.verification: Verification | None = None
-        self.step_log: StepLog | None = None
-        self.memory_observer: object | None = None
         self.torch_optimizers: TorchOptimizers | None = None
         self.part_gradients: PartGradients | None = None
         self._activation_store: _C.ActivationStore | None = None
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False
+        self.observers = Observers(self)
 
     @property
     def server(self) -> _C.Server | None:

@@ -47,7 +47,7 @@ class Failure:
     counted_from: int = 0
 
 
-class Observer:
+class Failures:
     """Notes what was in use when an allocation failed; an exception frees it on its way.
 
     Args:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 import smp._C as _C
 from smp.observe.memory.advice import Need, Situation, best_setting, settings_that_fit
-from smp.observe.memory.expected import Expected
-from smp.observe.memory.failure import Failure, Observer, is_out_of_memory
+from smp.observe.memory.failure import Failure, Failures, is_out_of_memory
 from smp.observe.memory.holdings import Held, held_by
+from smp.partition.expected import Expected
 from smp.world import runtime
+from smp.world.observers import StepObserver
 
 # Tensors of state for a parameter in the optimizers of PyTorch; others are taken for Adam.
 _STATES = {"SGD": 0, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2, "Rprop": 2, "Lion": 1}
@@ -23,29 +23,32 @@ class OutOfMemory(torch.OutOfMemoryError):
     """`torch.OutOfMemoryError`, also on the CPU, that says what was held and what to change."""
 
 
-@contextmanager
-def explaining(current: runtime.Runtime, doing: str) -> Iterator[None]:
-    """An error of an allocator that leaves the block becomes `OutOfMemory`. Not collective.
+class MemoryObserver(StepObserver):
+    """Makes errors of an allocator say what was held. Not collective."""
 
-    Args:
-        current: the runtime.
-        doing: what the rank was at, for people.
-    """
-    if current.memory_observer is None:
-        current.memory_observer = Observer(current.rank.device)
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(describe(current, doing, error)) from error
+    def __init__(self, current: runtime.Runtime) -> None:
+        self._current = current
+        self._failures: Failures | None = None  # made when the device is set up
+
+    def model_wrapped(self, module: nn.Module) -> None:
+        self._noted()
+
+    def failed(self, doing: str, error: BaseException) -> None:
+        """Raises `OutOfMemory` in place of an allocator's error."""
+        if isinstance(error, OutOfMemory) or not isinstance(error, RuntimeError):
+            return
+        if is_out_of_memory(error):
+            failure = self._noted().failure(error)
+            raise OutOfMemory(_describe(self._current, doing, error, failure)) from error
+
+    def _noted(self) -> Failures:
+        if self._failures is None:
+            self._failures = Failures(self._current.rank.device)
+        return self._failures
 
 
-def describe(current: runtime.Runtime, doing: str, error: RuntimeError) -> str:
-    """The text of the error."""
-    observer = current.memory_observer
-    assert isinstance(observer, Observer)
-    failure = observer.failure(error)
+def _describe(current: runtime.Runtime, doing: str, error: RuntimeError, failure: Failure) -> str:
+    """Returns the text of the error."""
     models = [model for model in current.wrapped.models if getattr(model, "partitioned", False)]
     held = held_by(models, current.wrapped.optimizers, current.rank.device, failure.counted_from)
     first = str(error).strip().splitlines()[0] if str(error).strip() else "no memory"

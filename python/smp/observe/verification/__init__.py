@@ -2,4 +2,4 @@
 
 from smp.observe.verification.order import Order as Order
 from smp.observe.verification.recording import EndOfVerification as EndOfVerification
-from smp.observe.verification.recording import model_wrapped as model_wrapped
+from smp.observe.verification.recording import VerificationObserver as VerificationObserver

@@ -25,6 +25,7 @@ from smp.observe.verification.order import Order
 from smp.precision.holdings import holding_of, master_of
 from smp.tensor_parallel import partial
 from smp.world import runtime
+from smp.world.observers import StepObserver
 
 
 class EndOfVerification(SystemExit):
@@ -34,19 +35,30 @@ class EndOfVerification(SystemExit):
         super().__init__(0)
 
 
-def model_wrapped(current: runtime.Runtime, module: nn.Module) -> None:
-    """Called with a module that is about to be wrapped.
+class VerificationObserver(StepObserver):
+    """Starts the recording that `smp verify` has asked for."""
 
-    Raises:
-        ValueError: SMP_VERIFY names no order.
-    """
-    path = current.rank.settings.verify
-    if path is None:
-        return
-    if current.verification is None:
-        current.verification = Recording(current, Order.read(path))
-    assert isinstance(current.verification, Recording)
-    current.verification.cast(module)
+    def __init__(self, current: runtime.Runtime) -> None:
+        self._current = current
+
+    def model_wrapped(self, module: nn.Module) -> None:
+        """Begins to record with the first module.
+
+        Raises:
+            ValueError: SMP_VERIFY names no order.
+        """
+        current = self._current
+        path = current.rank.settings.verify
+        if path is None:
+            return
+        if current.verification is None:
+            current.verification = Recording(current, Order.read(path))
+        assert isinstance(current.verification, Recording)
+        current.verification.cast(module)
+
+    def model_partitioned(self, model: Any) -> None:
+        if isinstance(self._current.verification, Recording):
+            self._current.verification.model_partitioned(model)
 
 
 class Recording:

@@ -1,4 +1,4 @@
-"""What is refused of a loss when its backward begins.
+"""Refuses losses that depend on split parameters directly.
 
 A loss may depend on split parameters directly, as a penalty of all parameters does: code that goes
 through ``parameters()`` gets the parts of this rank. What it makes of them, a sum of squares or a
@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 import smp._C as _C
-from smp.observe import nonfinite
 from smp.tensor_parallel.sharding import interval_of, is_joined
 from smp.world import runtime
 
@@ -32,23 +31,18 @@ _NUM_CHECKED = 4  # backward passes: a script does in the first ones what it doe
 _num_checked: WeakKeyDictionary[runtime.Runtime, int] = WeakKeyDictionary()
 
 
-def before_backward(current: runtime.Runtime, losses: Tensor | Sequence[Tensor]) -> None:
-    """Looks at losses of which backward is about to be run.
+def refuse_parts(current: runtime.Runtime, roots: Sequence[Tensor]) -> None:
+    """Refuses losses whose graph has split parameters in it outside of their modules.
 
     Args:
         current: the runtime.
-        losses: of one backward.
+        roots: losses of one backward.
 
     Raises:
-        RuntimeError: one is not finite, or depends on a part of a parameter.
+        RuntimeError: one depends on a part of a parameter.
     """
-    nonfinite.check_loss(current, losses)
-    if current.rank.sizes["tp"] > 1 and current.rank.sizes["pp"] == 1:
-        _refuse_parts([losses] if isinstance(losses, Tensor) else losses, current)
-
-
-def _refuse_parts(roots: Sequence[Tensor], current: runtime.Runtime) -> None:
-    """Refuses losses whose graph has split parameters in it outside of their modules."""
+    if current.rank.sizes["tp"] == 1 or current.rank.sizes["pp"] > 1:
+        return
     count = _num_checked.get(current, 0)
     if count >= _NUM_CHECKED:
         return
