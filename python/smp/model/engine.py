@@ -260,6 +260,8 @@ class Engine:
 
     def close(self) -> None:
         """Lets go of the model, and of what others know of it. May be called twice."""
+        for see in self._current.observers.model_closed:
+            see(self)
         self.compiled.close()
         self.operands.close()
         self.mask_places.leave()

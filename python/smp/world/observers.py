@@ -41,6 +41,9 @@ class StepObserver:
     def model_partitioned(self, model: Any) -> None:
         """Receives a `DistributedModel` that runs from now on."""
 
+    def model_closed(self, engine: Any) -> None:
+        """Receives a model that was deleted, or ends with the runtime. Not collective."""
+
     def begin_step(self, engines: Sequence[Any], trains: bool) -> None:
         """Sees a step begin, on all ranks; before its models begin it."""
 
@@ -94,6 +97,7 @@ class Observers:
     model_placing: tuple[Callable[..., None], ...]
     model_placed: tuple[Callable[..., None], ...]
     model_partitioned: tuple[Callable[..., None], ...]
+    model_closed: tuple[Callable[..., None], ...]
     begin_step: tuple[Callable[..., None], ...]
     around_body: tuple[Callable[[Body], Body], ...]
     call: tuple[Callable[[Any, Callable[..., Any]], Callable[..., Any]], ...]

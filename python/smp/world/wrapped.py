@@ -60,23 +60,21 @@ class WrappedOptimizer(Protocol):
 
 
 class Numbered(Generic[_T]):
-    """Objects that still live, with their numbers in the order in which they came."""
+    """Objects that still live, by their numbers in the order in which they came."""
 
     def __init__(self) -> None:
         self.num_added = 0
-        self._references: list[tuple[int, weakref.ref[_T]]] = []
+        self._items: weakref.WeakValueDictionary[int, _T] = weakref.WeakValueDictionary()
 
     def add(self, item: _T) -> None:
-        self._references = [known for known in self._references if known[1]() is not None]
-        self._references.append((self.num_added, weakref.ref(item)))
+        self._items[self.num_added] = item
         self.num_added += 1
 
     def numbered(self) -> list[tuple[int, _T]]:
-        items = [(number, reference()) for number, reference in self._references]
-        return [(number, item) for number, item in items if item is not None]
+        return list(self._items.items())
 
     def alive(self) -> list[_T]:
-        return [item for _, item in self.numbered()]
+        return list(self._items.values())
 
 
 class Wrapped:

@@ -30,6 +30,7 @@ from smp.partition.costs import Trace
 from smp.pipeline.remote_tensor import RemoteTensor
 from smp.tensor_parallel.sharding import interval_of
 from smp.world import comm, runtime
+from smp.world.observers import StepObserver
 
 _log = logging.getLogger("smp")
 
@@ -40,8 +41,10 @@ class FirstStepDifference(RuntimeError):
     """The pipeline does not compute what one process computes."""
 
 
-class FirstStepCheck:
-    """Of one model on one rank. All ranks of the job have one, and agree on whether it is on.
+class FirstStepCheck(StepObserver):
+    """The check of one model on one rank, which observes steps until its outcome is known.
+
+    All ranks of the job have one, and agree on whether it is on.
 
     Args:
         current: the runtime.
@@ -129,16 +132,14 @@ class FirstStepCheck:
             )
         return None
 
-    def placed(self, modules: Sequence[nn.Module], names: Sequence[str]) -> None:
-        """The model is partitioned. Collective over all ranks.
-
-        Args:
-            modules: all, in one order on all ranks.
-            names: of the modules.
+    def model_placed(self, engine: Any) -> None:
+        """Compares the parameters of replicas. Collective over all ranks.
 
         Raises:
             FirstStepDifference: replicas hold different values, on all ranks.
         """
+        if engine.root is not self._root:
+            return
         if self._current.rank.sizes["pp"] == 1:
             self._end("off: there is one partition")
             return
@@ -147,7 +148,8 @@ class FirstStepCheck:
         if reason is not None:
             self._end(f"off: {reason}")
             return
-        self._modules, self._names = modules, names
+        decision = engine.partitioning.decision
+        self._modules, self._names = decision.modules, decision.names
         self._stamps = self._stamps_now()
         self._compare_replicas()
         for parameter in self._local.values():
@@ -197,13 +199,13 @@ class FirstStepCheck:
 
     # ---- the step
 
-    def begin_step(self, trains: bool, num_models: int) -> None:
-        """A step begins. Collective over the ranks of the replica for the first step."""
-        if self.outcome is not None:
+    def begin_step(self, engines: Sequence[Any], trains: bool) -> None:
+        """Begins to watch. Collective over the ranks of the replica for the first step."""
+        if not any(engine.root is self._root for engine in engines):
             return
         if not trains:
             self._end("off: the first step does not train")
-        elif num_models > 1:
+        elif len(engines) > 1:
             self._end("off: several models take part in the first step")
         elif not self._takes_part:
             self._end("off: the first replica is checked")
@@ -261,25 +263,27 @@ class FirstStepCheck:
             known = self._gradients[name]
             self._gradients[name] = sketch(grad) if known is None else known + sketch(grad)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The real call of the model on the driver, and one in this process before it."""
+    def call(self, engine: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._call(forward, args, kwargs)
+
+    def _call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs the model on the driver, and before it in this process alone."""
         real, reference = self._real, self._reference
         is_checked = real is not None and self._reason is None and _in_first_microbatch()
         if not is_checked:
-            return self._root(*args, **kwargs)
+            return forward(*args, **kwargs)
         assert real is not None and reference is not None
         with self._or_reason():
             reference.run((args, kwargs))
-        output = self._root(*args, **kwargs)
+        output = forward(*args, **kwargs)
         if self._reason is None:
             real.note_call((args, kwargs), output)
         return output
 
-    def on_backward(self, roots: Sequence[Any]) -> None:
-        """A backward begins on the driver."""
+    def backward(self, engine: Any, losses: Sequence[Any]) -> None:
         if self._real is not None and self._reason is None and _in_first_microbatch():
             with self._or_reason():
-                self._real.note_backward(roots)
+                self._real.note_backward(losses)
 
     def around_body(self, body: Callable[[int], None]) -> Callable[[int], None]:
         """The body of a step, and what the driver does behind its first microbatch."""
@@ -462,8 +466,11 @@ class FirstStepCheck:
             return dataclasses.replace(seen, records={})  # nobody looks at these
         return None
 
-    def abandon(self) -> None:
-        """The step failed."""
+    def model_closed(self, engine: Any) -> None:
+        if engine.root is self._root and self.outcome is None:
+            self._end("off: the first step never came")
+
+    def abandon_step(self) -> None:
         if self._is_watching:
             self._stop()
             self._end("off: the first step failed")
@@ -476,8 +483,9 @@ class FirstStepCheck:
         self._keep_apart(False)
 
     def _end(self, outcome: str) -> None:
-        """Lets go of everything."""
+        """Keeps the outcome alone, and observes no more."""
         self.outcome = outcome
+        self._current.observers.remove(self)
         level = logging.DEBUG
         if self._current.rank.settings.check_first_step == "1" and not outcome.startswith(
             "off: the f"
@@ -485,6 +493,7 @@ class FirstStepCheck:
             level = logging.INFO if outcome == "equal" else logging.WARNING
         if self._current.rank.global_rank == 0:
             _log.log(level, "smp: check of the first training step of %s: %s", self._label, outcome)
+        self._root = nn.Module()  # the outcome outlives the model
         self._kept, self._local, self._modules, self._made = {}, {}, (), {}
         self._reference = self._real = self._found = None
         self._records = Records(_in_first_microbatch)
