@@ -1,0 +1,102 @@
+"""Finds docstrings and comments that are not plain English, by the rule of CONTRIBUTING.
+
+Openings say what a thing is or does: a function's docstring opens with a verb, an argument's line
+with a noun. The lists below hold words that open a fragment, and phrases that hide the subject.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+#: words that open no docstring
+OPENINGS = frozenset(
+    "of that those these this it its they their them what which who whose whom whether how where "
+    "when while why as for by with without in on at from to into than then so such some none "
+    "nobody nothing is are was were does do did has have had may might can could must should "
+    "will would shall one ones all any both each if unless until because though also only not no "
+    "and or but there here".split()
+)
+#: openings of an argument's line that begin a fragment
+FRAGMENTS = OPENINGS - frozenset("all any both each one no some none whether".split())
+#: openings of comments
+COMMENT_OPENINGS = frozenset("of that those what whose which it they its them".split())
+#: phrases that are said in another way
+PHRASES = (
+    r"\banew\b",
+    r"\bthe begin\b",
+    r"\bat hand\b",
+    r"\bas ever\b",
+    r"\blets? go of\b",
+    r"\bone that\b",
+    r"\bnobody\b",
+    r"\bsomebody\b",
+    r"\banybody\b",
+    r"\bfurther ado\b",
+    r"\bstands? (?:in|for|at|behind|around|there)\b",
+)
+_PHRASE = re.compile("|".join(PHRASES), re.IGNORECASE)
+_SECTION = re.compile(r"\s*(Args|Attributes|Returns|Yields|Raises):\s*$")
+_ITEM = re.compile(r"^([\w*, .`]+?)(?: \([^)]*\))?: (.*)$")
+
+
+def problems_of(source: str) -> Iterator[tuple[int, str]]:
+    """Yields line numbers and problems of a Python source."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node)
+        if text is None:
+            continue
+        line = node.body[0].lineno
+        yield from ((line + offset, problem) for offset, problem in _problems_of_docstring(text))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield from _problems_of_comment(token)
+
+
+def _problems_of_docstring(text: str) -> Iterator[tuple[int, str]]:
+    lines = text.splitlines()
+    first = _first_word(lines[0]) if lines else ""
+    if first in OPENINGS:
+        yield 0, f"a docstring opens with '{lines[0].split()[0]}'"
+    in_items = False
+    for offset, line in enumerate(lines):
+        if match := _PHRASE.search(line):
+            yield offset, f"'{match[0]}'"
+        if section := _SECTION.match(line):
+            in_items = section[1] in ("Args", "Attributes")
+        elif in_items and line.strip() and not line.startswith(" "):
+            in_items = False
+        elif in_items and line.startswith("    ") and not line.startswith("     "):
+            item = _ITEM.match(line.strip())
+            if item and _first_word(item[2]) in FRAGMENTS:
+                yield offset, f"the line of '{item[1]}' opens with '{item[2].split()[0]}'"
+
+
+def _problems_of_comment(token: tokenize.TokenInfo) -> Iterator[tuple[int, str]]:
+    text = token.string.lstrip("#: ")
+    is_alone = token.line[: token.start[1]].strip() == ""
+    if is_alone and text[:1].isupper() and _first_word(text) in COMMENT_OPENINGS:
+        yield token.start[0], f"a comment opens with '{text.split()[0]}'"
+    if match := _PHRASE.search(text):
+        yield token.start[0], f"'{match[0]}'"
+
+
+def _first_word(text: str) -> str:
+    match = re.match(r"[A-Za-z']+", text.strip())
+    return match[0].lower() if match else ""
+
+
+def problems_below(root: Path) -> list[str]:
+    """Returns the problems of all Python files below a folder, with their places."""
+    return [
+        f"{path.relative_to(root).as_posix()}:{line}: {problem}"
+        for path in sorted(root.rglob("*.py"))
+        for line, problem in sorted(problems_of(path.read_text()))
+    ]

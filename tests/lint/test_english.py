@@ -1,0 +1,56 @@
+"""Docstrings and comments are plain English; see `tests/lint/english.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lint.english import problems_below, problems_of
+from tests.lint.layers import REPO
+
+#: rooms that are not rewritten yet; a room that is leaves the list
+UNWRITTEN = frozenset(
+    "activations checkpoint commands compilation config data_parallel dropout initial integrations model modules nn observe optim partition patches pipeline planning precision replacement step storage tensor_parallel v1 world".split()
+)
+
+ROOMS = sorted(p.name for p in (REPO / "python/smp").iterdir() if p.is_dir() and p.name[0] != "_")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_and_comments_are_plain(room: str) -> None:
+    problems = problems_below(REPO / "python/smp" / room)
+    if room in UNWRITTEN:
+        assert problems, f"{room} is plain: take it out of UNWRITTEN"
+    else:
+        assert not problems, "\n".join(problems)
+
+
+SOURCE = '''
+def size(x: int) -> int:
+    """{docstring}
+
+    Args:
+        x: {argument}
+    """
+    {comment}
+    return x
+'''
+
+
+@pytest.mark.parametrize(
+    ("docstring", "argument", "comment", "problem"),
+    [
+        ("Returns the size.", "number of rows", "# Rows come first.", None),
+        ("Of this rank.", "number of rows", "# Rows come first.", "a docstring opens with 'Of'"),
+        ("Is it whole?", "number of rows", "# Rows come first.", "a docstring opens with 'Is'"),
+        ("Returns the size.", "of the batch", "# Rows come first.", "the line of 'x' opens with"),
+        ("Returns the size.", "number of rows", "# What comes first.", "a comment opens with"),
+        ("Returns it anew.", "number of rows", "# Rows come first.", "'anew'"),
+        ("Returns the size.", "number of rows", "# Nobody waits here.", "'Nobody'"),
+    ],
+)
+def test_fragments_are_found(
+    docstring: str, argument: str, comment: str, problem: str | None
+) -> None:
+    source = SOURCE.format(docstring=docstring, argument=argument, comment=comment)
+    found = [text for _, text in problems_of(source)]
+    assert (found == []) if problem is None else (problem in found[0] and len(found) == 1)
