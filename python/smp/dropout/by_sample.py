@@ -3,14 +3,17 @@
 A batch cut into pieces draws other numbers than the whole batch, so their losses differ without any
 fault. In this mode of PyTorch's dispatcher dropout drops nothing, and any other operator that draws
 does so sample by sample, from a seed that depends on the sample and on how many draws came before.
+Where what is drawn has no samples (a number for each token that an expert gets), one number stands
+for all.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +27,37 @@ _aten = torch.ops.aten
 _ALL_SAMPLES = -1  # in the place of a sample, for what has no samples
 
 
+class _Kind(NamedTuple):
+    """What an operator draws.
+
+    Attributes:
+        draws: it does.
+        chance: its argument that is the probability of dropout, or None.
+        names: of its arguments.
+        has_values: more than a shape says what is drawn (probabilities, what is permuted).
+    """
+
+    draws: bool
+    chance: str | None
+    names: tuple[str, ...]
+    has_values: bool
+
+
+@functools.cache
+def _kind_of(func: OpOverload) -> _Kind:
+    arguments = func._schema.arguments
+    names = tuple(argument.name for argument in arguments)
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    # Operators that are written by others do not say that they draw.
+    chance = "dropout_p" if "dropout_p" in names else "p" if {"p", "seed"} <= {*names} else None
+    if draws and "dropout" in names:
+        chance = "dropout"
+    tensors = [a.name for a in arguments if "Tensor" in str(a.type)]
+    has_shape = func._opname.endswith(("_", "_like")) or func is _aten.bernoulli.p
+    has_values = tensors != (["self"] if has_shape else []) or "n" in names
+    return _Kind(draws or chance is not None, chance, names, has_values)
+
+
 @dataclass
 class Drawn:
     """Draws of one pass on one rank.
@@ -31,10 +65,18 @@ class Drawn:
     Attributes:
         shapes: operators with the shapes of one sample, or of the whole where there are no samples.
         permutes: the samples of the batch were permuted.
+        others: states of the generators of Python and NumPy behind each piece of code that used
+            them.
     """
 
     shapes: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     permutes: bool = False
+    others: set[int] = field(default_factory=set)
+
+    def is_like(self, whole: Drawn, number: int) -> bool:
+        """Were the draws, in so many pieces, those of the whole?"""
+        shapes = {shape: count * number for shape, count in whole.shapes.items()}
+        return self.shapes == shapes and self.others == whole.others
 
 
 class DrawsBySample(TorchDispatchMode):
@@ -45,44 +87,52 @@ class DrawsBySample(TorchDispatchMode):
         drawn: notes the draws.
         device: device of this process.
         rounds: seed of random rounding errors in results of operators that add up; None: none.
+        alike: one number stands for all that an operator draws.
+        on_call: called with each operator and its arguments in front of it.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, samples: range, drawn: Drawn, device: torch.device, rounds: int | None = None
+        self,
+        samples: range,
+        drawn: Drawn,
+        device: torch.device,
+        rounds: int | None = None,
+        *,
+        alike: bool = False,
+        on_call: Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any]], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._samples, self._drawn, self._device = samples, drawn, str(device)
-        self._rounds = rounds
+        self._rounds, self._alike, self._on_call = rounds, alike, on_call
         self._num_drawn = self._num_rounded = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        names = [argument.name for argument in func._schema.arguments]
-        known = dict(zip(names, args, strict=False)) | kwargs
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws or ("seed" in names and ("p" in names or "dropout_p" in names)):
-            return self._draw(func, known)
+        if self._on_call is not None:
+            self._on_call(func, tuple(args), kwargs)
+        kind = _kind_of(func)
+        if kind.draws:
+            return self._draw(func, kind, dict(zip(kind.names, args, strict=False)) | kwargs)
         result = func(*args, **kwargs)
         return result if self._rounds is None else self._rounded(func, result)
 
     # ---- draws
 
-    def _draw(self, func: OpOverload, known: dict[str, Any]) -> Any:
+    def _draw(self, func: OpOverload, kind: _Kind, known: dict[str, Any]) -> Any:
         if func is _aten.bernoulli_.float:
             # The mask of dropout is divided by this probability, and becomes 1.
             return known["self"].fill_(known.get("p", 0.5))
         if func is _aten.native_dropout.default:
             x = known["input"]
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
-        if "seed" in known or "dropout_p" in known:
-            name = "dropout_p" if "dropout_p" in known else "p"
-            return _call(func, known | {name: 0.0})
+        if kind.chance is not None:
+            return _call(func, known | {kind.chance: 0.0})
         if "generator" in known:
             known["generator"] = None
         if func is _aten.randperm.default and known["n"] == len(self._samples) > 1:
@@ -92,7 +142,10 @@ class DrawsBySample(TorchDispatchMode):
             return torch.arange(known["n"], **options).flip(0)
         number = self._num_drawn
         self._num_drawn += 1
+        if self._alike and not kind.has_values:
+            return self._one_for_all(func, known)
         by_sample = {name for name, value in known.items() if self._has_samples(name, value)}
+        by_sample = set() if "out" in known else by_sample
         self._note(func, known, by_sample)
         if not by_sample:
             return self._seeded((number, _ALL_SAMPLES), lambda: _call(func, known))
@@ -104,6 +157,14 @@ class DrawsBySample(TorchDispatchMode):
             return known["self"]
         return pytree.tree_map(lambda *parts: torch.cat(parts), rows[0], *rows[1:])
 
+    def _one_for_all(self, func: OpOverload, known: dict[str, Any]) -> Any:
+        shape = known["self"].shape if "self" in known else known["size"]
+        small = {"self": known["self"].new_empty(1)} if "self" in known else {"size": [1]}
+        drawn = self._seeded((0, _ALL_SAMPLES), lambda: _call(func, known | small))
+        if func._schema.is_mutable:
+            return known["self"].copy_(drawn)
+        return drawn.expand(shape).contiguous()
+
     def _has_samples(self, name: str, value: Any) -> bool:
         if isinstance(value, Tensor):
             return value.dim() > 0 and value.shape[0] == len(self._samples)
@@ -113,7 +174,9 @@ class DrawsBySample(TorchDispatchMode):
         shapes: list[Any] = [func._schema.name]
         for name, value in known.items():
             shape = value.shape if isinstance(value, Tensor) else value
-            if isinstance(value, Tensor) or name == "size":
+            if name == "n":
+                shapes.append(value)
+            elif isinstance(value, Tensor) or name == "size":
                 shapes.append((name in by_sample, tuple(shape[1:] if name in by_sample else shape)))
         self._drawn.shapes[tuple(shapes)] += 1
 
@@ -139,7 +202,9 @@ class DrawsBySample(TorchDispatchMode):
         return pytree.tree_map_only(Tensor, self._moved, result)
 
     def _moved(self, x: Tensor) -> Tensor:
-        if not x.is_floating_point() or x.layout != torch.strided or type(x) is not Tensor:
+        # Tensors without values stand for those of another rank.
+        has_values = type(x) is Tensor and x.layout == torch.strided and not x.is_meta
+        if not has_values or not x.is_floating_point():
             return x
         self._num_rounded += 1
         info = torch.finfo(x.dtype)

@@ -120,13 +120,18 @@ def why_unknown(found: Sequence[Found]) -> str | None:
             return "backward begins more often for a batch than for its pieces, or less often"
     if all(not one.whole for one in found):
         return "no backward begins"
-    differences = [d for one in found if (d := difference_of(one)) is not None]
-    if not differences or any(math.isinf(difference.share) for difference in differences):
-        return None  # no random numbers make a loss that is none
-    for one in found:
-        if not one.draws:
-            return f"random numbers on {one.place} are not those of samples"
+    if draws_differ(found):
+        place = next(one.place for one in found if not one.draws)
+        return f"random numbers on {place} are not those of samples"
     return None
+
+
+def draws_differ(found: Sequence[Found]) -> bool:
+    """Can a difference come from random numbers?"""
+    differences = [d for one in found if (d := difference_of(one)) is not None]
+    # No random numbers make a loss that is none.
+    is_open = bool(differences) and not any(math.isinf(d.share) for d in differences)
+    return is_open and not all(one.draws for one in found)
 
 
 def _is_odd(one: Found) -> bool:
