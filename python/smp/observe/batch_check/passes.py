@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ _log = logging.getLogger("smp")
 #: number of the model that stands for the end of the driver's body
 ENDED = -1
 _SHAKE = 0.95
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 class BatchPass:
@@ -177,13 +179,14 @@ class BatchPass:
         self.shaken[key, is_by_sample] += 1
         if not is_by_sample:
             return leaf
+        seed = 1
+        for part in key:
+            seed = _C.mix_seed(seed, part)
         rows = []
         for sample in samples:
-            seed = 1
-            for part in (*key, sample):
-                seed = _C.mix_seed(seed, part)
-            generator = torch.Generator().manual_seed(seed >> 1)
-            size = _SHAKE * torch.rand((), generator=generator)
+            # Neighbours are moved by sizes far from each other, whatever their number.
+            size = _SHAKE * ((seed / 2**64 + sample * _GOLDEN) % 1.0)
+            generator = torch.Generator().manual_seed(_C.mix_seed(seed, sample) >> 1)
             rows.append(size * torch.rand(tuple(leaf.shape[1:]), generator=generator))
         noise = torch.stack(rows).to(leaf.device, leaf.dtype)
         leaf = localize(leaf)

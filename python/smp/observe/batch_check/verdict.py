@@ -55,14 +55,14 @@ class Difference:
 
     Attributes:
         whole, mean: losses.
-        total: sum over the pieces.
+        is_sum: the whole is the sum over the pieces, of which several have a loss.
         share: distance of `whole` and `mean`, relative to the largest loss.
         rounding: what rounding explains, relative to the same.
     """
 
     whole: float
     mean: float
-    total: float
+    is_sum: bool
     share: float
     rounding: float
 
@@ -91,7 +91,7 @@ def _compare(one: Found, number: int) -> Difference | None:
     total = sum(pieces)
     if math.isfinite(whole) and not math.isfinite(total):
         # A mean over nothing: what is divided by is not in each piece.
-        return Difference(whole, total, total, math.inf, 0.0)
+        return Difference(whole, total, False, math.inf, 0.0)
     mean = sum(w * loss for w, loss in zip(one.weights, pieces, strict=True)) / len(pieces)
     scale = max(map(abs, (whole, *pieces)))
     rounding = _LAST_PLACES * one.eps * scale
@@ -105,7 +105,9 @@ def _compare(one: Found, number: int) -> Difference | None:
     is_equal |= not one.averages and abs(whole - total) <= rounding
     if is_equal or scale == 0.0:
         return None
-    return Difference(whole, mean, total, abs(whole - mean) / scale, rounding / scale)
+    is_sum = abs(whole - total) <= max(1e-3 * scale, rounding)
+    is_sum &= sum(loss != 0.0 for loss in pieces) > 1
+    return Difference(whole, mean, is_sum, abs(whole - mean) / scale, rounding / scale)
 
 
 def why_unknown(found: Sequence[Found]) -> str | None:
@@ -160,11 +162,7 @@ def in_words(step: str, found: Sequence[Found], worst: Found, difference: Differ
         "process on the whole batch, often by more than the loss. "
     )
     reasons = list(dict.fromkeys(reason for one in found for reason in one.reasons))
-    scale = difference.share / max(abs(difference.whole - difference.mean), 1e-300)
-    is_sum = math.isfinite(difference.total)
-    if is_sum and abs(difference.whole - difference.total) * scale <= max(
-        1e-3, difference.rounding
-    ):
+    if difference.is_sum:
         reasons.insert(
             0,
             "the loss is a sum over samples, so that gradients are as many times too small as "
