@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import smp._C as _C
 
 _aten = torch.ops.aten
+_NUM_ROUNDINGS = 65537  # a prime, so that rows do not begin at the same one
 _ALL_SAMPLES = -1  # in the place of a sample, for what has no samples
 
 
@@ -120,7 +121,7 @@ class DrawsBySample(TorchDispatchMode):
         if kind.draws:
             return self._draw(func, kind, dict(zip(kind.names, args, strict=False)) | kwargs)
         result = func(*args, **kwargs)
-        return result if self._rounds is None else self._rounded(func, result)
+        return result if self._rounds is None else self._rounded(func, result, args, kwargs)
 
     # ---- draws
 
@@ -193,30 +194,52 @@ class DrawsBySample(TorchDispatchMode):
 
     # ---- rounding
 
-    def _rounded(self, func: OpOverload, result: Any) -> Any:
+    def _rounded(self, func: OpOverload, result: Any, args: Any, kwargs: Any) -> Any:
         """Adds an error of one rounding, where another size of the batch may add up otherwise."""
         schema = func._schema
         is_view = any(value.alias_info is not None for value in schema.returns)
         if is_view or schema.is_mutable or torch.Tag.pointwise in func.tags:
             return result
-        return pytree.tree_map_only(Tensor, self._moved, result)
+        # What is made of no tensor, or is not yet written, adds nothing up.
+        given = pytree.tree_leaves((args, kwargs))
+        own = {_storage(leaf) for leaf in given if isinstance(leaf, Tensor)}
+        if not own or "empty" in func._opname:
+            return result
+        return pytree.tree_map_only(
+            Tensor, lambda x: x if _storage(x) in own else self._moved(x), result
+        )
 
     def _moved(self, x: Tensor) -> Tensor:
         # Tensors without values stand for those of another rank.
-        has_values = type(x) is Tensor and x.layout == torch.strided and not x.is_meta
-        if not has_values or not x.is_floating_point():
+        if not _has_values(x) or not x.is_floating_point():
             return x
         self._num_rounded += 1
-        info = torch.finfo(x.dtype)
-        eps = info.eps
-        if x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-            eps = 2.0**-11
-        # From a generator of its own: another one belongs to the script.
-        generator = torch.Generator(x.device)
-        generator.manual_seed(_C.mix_seed(self._rounds or 0, self._num_rounded) >> 1)
-        noise = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
-        moved = (x.double() * (1 + eps * (2 * noise.double() - 1))).to(x.dtype)
-        return torch.where(x.abs() < info.max / 4, moved, x)
+        first = _C.mix_seed(self._rounds or 0, self._num_rounded) % _NUM_ROUNDINGS
+        known = _roundings(x.dtype, x.device)
+        times = (first + x.numel()) // _NUM_ROUNDINGS + 1
+        moved = x * known.repeat(times)[first : first + x.numel()].view(x.shape)
+        return moved.where(moved.isfinite(), x)
+
+
+@functools.lru_cache(maxsize=8)
+def _roundings(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Factors around 1, as roundings are."""
+    is_coarse = device.type == "cuda" and dtype == torch.float32
+    is_coarse &= torch.backends.cuda.matmul.allow_tf32
+    eps = 2.0**-11 if is_coarse else torch.finfo(dtype).eps
+    # From a generator of its own: another one belongs to the script.
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.rand(_NUM_ROUNDINGS, generator=generator, dtype=torch.float64)
+    return (1 + eps * (2 * noise - 1)).to(dtype).to(device)
+
+
+def _storage(x: Tensor) -> int:
+    """Returns where the bytes of a tensor are; its own number where it has none."""
+    return x.untyped_storage().data_ptr() if _has_values(x) else id(x)
+
+
+def _has_values(x: Tensor) -> bool:
+    return type(x) is Tensor and x.layout == torch.strided and not x.is_meta
 
 
 def _row(value: Any, row: int) -> Any:
