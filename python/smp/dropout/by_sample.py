@@ -160,7 +160,7 @@ class DrawsBySample(TorchDispatchMode):
 
     def _one_for_all(self, func: OpOverload, known: dict[str, Any]) -> Any:
         shape = known["self"].shape if "self" in known else known["size"]
-        small = {"self": known["self"].new_empty(1)} if "self" in known else {"size": [1]}
+        small = {"self": known["self"].new_empty(())} if "self" in known else {"size": []}
         drawn = self._seeded((0, _ALL_SAMPLES), lambda: _call(func, known | small))
         if func._schema.is_mutable:
             return known["self"].copy_(drawn)
