@@ -68,8 +68,15 @@ class Difference:
 
 
 def reason_to_run_again(found: Sequence[Found]) -> bool:
-    """Do outputs of models have to stay as they are, because code does not bear moved ones?"""
-    return any(one.failure is not None or not one.is_shaken_alike or _is_odd(one) for one in found)
+    """Does nothing follow from what was looked at, or does code not bear moved outputs?"""
+    is_unsound = any(one.failure or not one.is_shaken_alike or _is_odd(one) for one in found)
+    return is_unsound or _are_all_zero(found)
+
+
+def _are_all_zero(found: Sequence[Found]) -> bool:
+    """Are there losses, and all of them zero, as those of pairs within one sample?"""
+    losses = [loss for one in found for own in (one.whole, *one.pieces) for loss in own]
+    return bool(losses) and not any(losses)
 
 
 def difference_of(one: Found) -> Difference | None:
@@ -122,6 +129,8 @@ def why_unknown(found: Sequence[Found]) -> str | None:
             return "backward begins more often for a batch than for its pieces, or less often"
     if all(not one.whole for one in found):
         return "no backward begins"
+    if _are_all_zero(found):
+        return "all losses are zero"
     if draws_differ(found):
         place = next(one.place for one in found if not one.draws)
         return f"random numbers on {place} are not those of samples"
