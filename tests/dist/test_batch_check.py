@@ -303,6 +303,19 @@ def padded_ids() -> tuple[Any, ...]:
     return ids(), labels
 
 
+class Masking(nn.Module):
+    """Gives out which features count: as many for each sample, and none are positive for some."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mask = (x > x.median(-1, keepdim=True).values).float()
+        return F.relu(x - x.amax(-1, keepdim=True) * (x[..., :1] > 0)), mask
+
+
+def masked(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    out, mask = model(x)
+    return (out.square() * mask).sum() / mask.sum()
+
+
 def numpy_share(model: Any, x: Tensor, y: Tensor) -> Tensor:
     share = float(np.random.beta(1.0, 1.0))
     return F.cross_entropy(model(x), y, label_smoothing=share)
@@ -325,6 +338,7 @@ USUAL: dict[str, Case] = {
     "noise and dropout": (lambda: Net(Noisy), flat, mean, ""),
     "noise for what is routed": (lambda: Net(RoutedNoise), flat, mean, ""),
     "one number of NumPy": (Net, flat, numpy_share, ""),
+    "outputs with a mask, some are zero": (lambda: with_last(Masking), flat, masked, ""),
     "GPT-2 with dropout": (gpt2, lambda: (ids(), ids()), fine_tuning, ""),
     "padded GPT-2, weighed by itself": (gpt2, padded_ids, fine_tuning, ""),
     "BatchNorm in evaluation": (with_eval_norm, flat, mean, ""),

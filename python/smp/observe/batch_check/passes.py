@@ -190,10 +190,16 @@ class BatchPass:
             generator = torch.Generator().manual_seed(_C.mix_seed(seed, sample) >> 1)
             shares = torch.rand(tuple(leaf.shape[1:]), generator=generator)
             rows.append(least + (most - least) * shares)
-        noise = torch.stack(rows).to(leaf.device, leaf.dtype)
         leaf = localize(leaf)
-        # Signs and bounds stay: these may be probabilities. Zeros are a head that has not learnt.
-        return noise if not leaf.any() else leaf * (1 - noise)
+        noise = torch.stack(rows).to(leaf.device, leaf.dtype)
+        own = leaf.reshape(len(samples), -1)
+        shape = (-1, *(1,) * (leaf.dim() - 1))
+        is_zero = (own == 0).all(1).view(shape)
+        is_mask = ((own == 0) | (own == 1)).all(1).view(shape)
+        # Signs and bounds stay: these may be probabilities. Zeros are a head that has not learnt,
+        # and masks say which positions there are.
+        moved = leaf.where(is_mask, leaf * (1 - noise))
+        return noise.where(is_zero, moved)
 
     def on_backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
         """A backward would begin."""
