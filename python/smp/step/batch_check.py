@@ -35,7 +35,7 @@ from smp.world import comm, runtime
 
 _log = logging.getLogger("smp")
 
-_MOST_PIECES = 4  # of what is looked at; that is as much of the batch, if each piece has a sample
+_MOST_PIECES = 4  # of what is looked at
 
 MakeBodies = Callable[[Batch], Bodies]
 
@@ -161,34 +161,31 @@ class BatchCheck:
 
     def _outcome(self) -> str:
         reason = self._reason_against()
-        own = None if reason else self._choices()
+        own = None if reason else self._choice()
         if isinstance(own, str):
             reason, own = own, None
         told: list[Any] = comm.allgather((self._reads, self._is_driver, reason, own), self._group)
         reasons: list[str] = [reason for *_, reason, _ in told if reason is not None]
         if reasons:
             return reasons[0]
-        drivers: dict[tuple[int, int], list[_Choice]] = {
-            reads: choices for reads, is_driver, _, choices in told if is_driver
+        drivers: dict[tuple[int, int], _Choice] = {
+            reads: choice for reads, is_driver, _, choice in told if is_driver
         }
-        counts = {(rdp, choices[0].count) for (rdp, _), choices in drivers.items()}
+        counts = {(rdp, choice.count) for (rdp, _), choice in drivers.items()}
         if len(counts) > len({rdp for rdp, _ in counts}):
             return "cannot tell: tensor-parallel ranks have batches of several sizes"
         return self._compare(self._looks(drivers))
 
-    def _looks(self, drivers: Mapping[tuple[int, int], Sequence[_Choice]]) -> list[_Look]:
+    def _looks(self, drivers: Mapping[tuple[int, int], _Choice]) -> list[_Look]:
         """What is compared; the next one where code does not bear that."""
         # All ranks of a replica take the same part.
         first = next(own for (rdp, _), own in drivers.items() if rdp == self._reads[0])
-        parts = [
-            (self._part(choice.count, choice.part), own.sizes[choice.part])
-            for choice, own in zip(first, drivers[self._reads], strict=True)
-        ][: min(map(len, drivers.values()))]
-        smallest = min(min(choices[0].sizes) for choices in drivers.values())
-        number = _MOST_PIECES if smallest >= _MOST_PIECES else 2
-        looks = [_Look(*parts[-1], 2), _Look(*parts[-1], 2, shakes=False)]
-        is_other = number > 2 or len(parts) > 1
-        return [_Look(*parts[0], number), *looks] if is_other else looks
+        whole = self._part(first.count, first.part)
+        num_samples = drivers[self._reads].sizes[first.part]
+        smallest = min(min(choice.sizes) for choice in drivers.values())
+        numbers = (_MOST_PIECES, 2) if smallest >= _MOST_PIECES else (2,)
+        looks = [_Look(whole, num_samples, number) for number in numbers]
+        return [*looks, _Look(whole, num_samples, 2, shakes=False)]
 
     def _reason_against(self) -> str | None:
         current = self._current
@@ -214,19 +211,16 @@ class BatchCheck:
             known |= dict.fromkeys(engine.root.modules())
         return list(known)
 
-    def _choices(self) -> list[_Choice] | str | None:
-        """The part of the batch that is looked at, and the batch if statistics need more of it."""
+    def _choice(self) -> _Choice | str | None:
         if not self._is_driver:
             return None  # arguments may be dummies
-        num_samples, num_microbatches = self._batch.num_samples, self._batch.count
+        num_samples = self._batch.num_samples
         if num_samples < 2:
             return "cannot tell: a rank has one sample, or no argument with samples"
-        # Two microbatches at most, and less where each piece has a sample then.
-        most = min(num_samples // _MOST_PIECES, _MOST_PIECES)
-        count = min(max(num_microbatches // 2, most, 1 + (num_samples >= 4)), num_samples // 2)
-        choice = _Choice(count, self._part_of_contrast(count), _sizes(num_samples, count))
-        is_small = min(choice.sizes) < _MOST_PIECES and num_microbatches <= 2
-        return [choice, _Choice(1, 0, [num_samples])] if count > 1 and is_small else [choice]
+        # Two microbatches, or a quarter of the batch, if those have a sample for each piece.
+        count = min(max(self._batch.count // 2, _MOST_PIECES), num_samples // _MOST_PIECES)
+        count = max(count, 1)
+        return _Choice(count, self._part_of_contrast(count), _sizes(num_samples, count))
 
     def _part_of_contrast(self, count: int) -> int:
         """The part whose pieces have the most different numbers of masked positions."""
