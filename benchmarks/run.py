@@ -64,6 +64,11 @@ LLAMA = {
 }  # fmt: skip
 
 
+def check_job(num_ranks: int) -> Job:
+    gpt2 = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 4096, "n_positions": 128}
+    return Job("batch_check", num_ranks, {"num_ranks": num_ranks, "gpt2": gpt2, "batch_size": 16})
+
+
 def planned_job(optimizer: bool) -> Job:
     config = {"llama": LLAMA, "batch_size": 4, "sequence": 128, "optimizer": optimizer}
     return Job("planned", 2, config, 10)
@@ -101,6 +106,8 @@ JOBS = (
     Job("fused_optimizers", 1, {"num_parameters": 100_000_000, "num_threads": 2}, 15),
     Job("overhead", 1, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
     Job("overhead", 1, {"shape": TINY, "batch_size": 8, "microbatches": 4}, 200),
+    check_job(1),
+    check_job(2),
     Job("tensor_parallel", 2, {"shape": SPLIT, "batch_size": 4}, 10),
     planned_job(optimizer=False),
     planned_job(optimizer=True),

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -212,6 +213,63 @@ TOLD: dict[str, Case] = {
 # ---- usual means ---------------------------------------------------------------------------------
 
 
+class RoutedNoise(nn.Module):
+    """Draws noise for what is routed here, which depends on the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_here = x[..., 0] > 0
+        return x.masked_scatter(is_here[..., None], x[is_here] * torch.rand_like(x[is_here]))
+
+
+class Attention(nn.Module):
+    """Attends with a mask, in whose operator the chance of dropout has its default."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # A mask of which pieces of one sample have as much as the whole.
+        mask = torch.zeros(1, 1, x.shape[1], x.shape[1])
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, mask).transpose(1, 2).flatten(2)
+
+
+def active(model: Any, x: Tensor, y: Tensor, old: Tensor) -> Tensor:
+    """The mean over the samples that have a loss, which are all of them at first."""
+    losses = F.relu(model(x).square().sum(1) / old - 0.7)
+    return losses.sum() / (losses > 0).sum().clamp(min=1)
+
+
+def active_arguments() -> tuple[Any, ...]:
+    with torch.no_grad():
+        return (*flat(), Net()(batch()).square().sum(1))
+
+
+def answers(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    """A mean over those that have an answer."""
+    return F.cross_entropy(model(x), labels)
+
+
+TOLD |= {
+    "token mean behind noise for what is routed": (
+        lambda: Net(RoutedNoise),
+        lambda: (batch(LENGTH), padded()),
+        tokens,
+        "'labels' has negative entries",
+    ),
+    "token mean behind attention with a mask": (
+        lambda: Net(Attention),
+        lambda: (batch(LENGTH), padded()),
+        tokens,
+        "'labels' has negative entries",
+    ),
+    "mean over those with a loss": (Net, active_arguments, active, "divides by something"),
+    "pieces without an answer": (
+        Net,
+        lambda: (batch(), classes().masked_fill(torch.arange(SAMPLES) % 4 > 0, -100)),
+        answers,
+        "'labels' has negative entries",
+    ),
+}
+
+
 def fine_tuning(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     return model(input_ids=ids, labels=labels).loss  # type: ignore[no-any-return]
 
@@ -245,6 +303,28 @@ def padded_ids() -> tuple[Any, ...]:
     return ids(), labels
 
 
+class Masking(nn.Module):
+    """Gives out which features count: as many for each sample, and none are positive for some."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mask = (x > x.median(-1, keepdim=True).values).float()
+        return F.relu(x - x.amax(-1, keepdim=True) * (x[..., :1] > 0)), mask
+
+
+def masked(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    out, mask = model(x)
+    return (out.square() * mask).sum() / mask.sum()
+
+
+def numpy_share(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    share = float(np.random.beta(1.0, 1.0))
+    return F.cross_entropy(model(x), y, label_smoothing=share)
+
+
+def numpy_noise(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x + torch.from_numpy(np.random.rand(*x.shape)).float()), y)
+
+
 def with_eval_norm() -> nn.Module:
     net = Net(lambda: nn.BatchNorm1d(WIDTH))
     net.between.eval()
@@ -256,6 +336,9 @@ USUAL: dict[str, Case] = {
     "uneven batch": (Net, lambda: (batch()[:7], classes()[:7]), mean, ""),
     "token mean without padding": (Net, lambda: (batch(LENGTH), classes(LENGTH)), tokens, ""),
     "noise and dropout": (lambda: Net(Noisy), flat, mean, ""),
+    "noise for what is routed": (lambda: Net(RoutedNoise), flat, mean, ""),
+    "one number of NumPy": (Net, flat, numpy_share, ""),
+    "outputs with a mask, some are zero": (lambda: with_last(Masking), flat, masked, ""),
     "GPT-2 with dropout": (gpt2, lambda: (ids(), ids()), fine_tuning, ""),
     "padded GPT-2, weighed by itself": (gpt2, padded_ids, fine_tuning, ""),
     "BatchNorm in evaluation": (with_eval_norm, flat, mean, ""),
@@ -272,6 +355,9 @@ class Sized(nn.Module):
         return x
 
 
+UNKNOWN: dict[str, Case] = {
+    "noise of NumPy": (Net, flat, numpy_noise, "random numbers"),
+}
 FAILING: dict[str, Case] = {
     "in the first module": (lambda: Net(Sized), flat, mean, ""),
     "in the last module": (lambda: with_last(Sized), flat, mean, ""),
@@ -290,7 +376,7 @@ class Listener(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
+        if record.levelno >= logging.INFO:
             self.lines.append(record.getMessage())
 
 
@@ -308,6 +394,7 @@ def check(
     make, arguments, loss_of, _ = globals()[cases][name]
     listener = Listener()
     logging.getLogger("smp").addHandler(listener)
+    logging.getLogger("smp").setLevel(logging.INFO)
     try:
         smp.init({"ddp": True, **config})
         net = make()
@@ -386,6 +473,15 @@ def test_mean_in_16_bits_is_not_told_and_token_mean_is(
     assert [outcomes for outcomes, _, _ in results] == [["equal"]] * size
     results = pool.run(size, check, config, "token mean")
     assert all(o.startswith("differs: ") for outcomes, _, _ in results for o in outcomes), results
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("layout", ["one process", "pipeline", "replicas"])
+def test_what_cannot_be_checked_is_told_once(pool: Pool, layout: str, name: str) -> None:
+    size, config = LAYOUTS[layout]
+    results = pool.run(size, check, {"auto_partition": False, **config}, name, "UNKNOWN")
+    told = [line for _, lines, _ in results for line in lines]
+    assert len(told) == 1 and "could not check" in told[0] and UNKNOWN[name][3] in told[0], told
 
 
 def num_labels(x: Tensor, labels: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.losses.case import (
-    DIFFERENT,
     EQUAL_TOLD,
     SAMPLES,
     TOLD,
@@ -117,7 +116,7 @@ def triplet(model: Any, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
 @case(
     "triplet, mean over those with a loss",
     batch=triplets,
-    default={"pp 2": DIFFERENT, "": TOLD},
+    default=TOLD,
 )
 def triplet_active(model: Any, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
     losses = F.triplet_margin_loss(model(a), model(p), model(n), margin=0.1, reduction="none")

@@ -17,9 +17,6 @@ EQUAL, TOLD, REFUSED = "equal", "told", "refused"
 EQUAL_TOLD = "equal, told"
 DIFFERENT, ERROR = "DIFFERENT", "error"
 
-# The check of the first step cannot tell there, or looks at samples that balance.
-TOLD_ALONE = {"pp 2": DIFFERENT, "pp 2 x dp 2": DIFFERENT, "": TOLD}
-
 Batch = dict[str, Any]
 Expected = str | Mapping[str, str]
 """An outcome in all layouts, or one by layout with "" for the others."""

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from tests.losses.case import (
-    DIFFERENT,
     LENGTH,
     SAMPLES,
     TOLD,
-    TOLD_ALONE,
     Batch,
     case,
     padding,
@@ -108,7 +106,7 @@ hf(
 )  # fmt: skip
 hf(
     "Mixtral, padded, with the balance of experts", "MixtralForCausalLM", "MixtralConfig", tokens,
-    default=DIFFERENT, tolerance=1e-5, num_key_value_heads=1, num_local_experts=4,
+    default=TOLD, tolerance=1e-5, num_key_value_heads=1, num_local_experts=4,
     output_router_logits=True, router_aux_loss_coef=0.5, **SMALL,
 )  # fmt: skip
 hf(
@@ -138,7 +136,7 @@ def answers() -> Batch:
 
 hf(
     "BERT, question answering", "BertForQuestionAnswering", "BertConfig", answers,
-    default=TOLD_ALONE,
+    default=TOLD,
     weight="(start_positions < LENGTH).sum()",
     **SMALL, **NO_DROPOUT,
 )  # fmt: skip

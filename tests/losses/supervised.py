@@ -13,7 +13,6 @@ from tests.losses.case import (
     EQUAL_TOLD,
     SAMPLES,
     TOLD,
-    TOLD_ALONE,
     Batch,
     case,
     classes,
@@ -341,7 +340,7 @@ def detect(model: Any, images: list[Tensor], targets: list[dict[str, Tensor]]) -
     "detection lists, by boxes (DETR)",
     batch=detection,
     model=Detector,
-    default=TOLD_ALONE,
+    default=TOLD,
     weight="sum(len(target['boxes']) for target in targets)",
 )
 def detect_boxes(model: Any, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:

@@ -3,14 +3,17 @@
 A batch cut into pieces draws other numbers than the whole batch, so their losses differ without any
 fault. In this mode of PyTorch's dispatcher dropout drops nothing, and any other operator that draws
 does so sample by sample, from a seed that depends on the sample and on how many draws came before.
+Where what is drawn has no samples (a number for each token that an expert gets), one number stands
+for all.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +24,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import smp._C as _C
 
 _aten = torch.ops.aten
+_NUM_ROUNDINGS = 65537  # a prime, so that rows do not begin at the same one
 _ALL_SAMPLES = -1  # in the place of a sample, for what has no samples
+
+
+class _Kind(NamedTuple):
+    """What an operator draws.
+
+    Attributes:
+        draws: it does.
+        chance: its argument that is the probability of dropout, or None.
+        names: of its arguments.
+        has_values: more than a shape says what is drawn (probabilities, what is permuted).
+    """
+
+    draws: bool
+    chance: str | None
+    names: tuple[str, ...]
+    has_values: bool
+
+
+@functools.cache
+def _kind_of(func: OpOverload) -> _Kind:
+    arguments = func._schema.arguments
+    names = tuple(argument.name for argument in arguments)
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    # Operators that are written by others do not say that they draw.
+    chance = "dropout_p" if "dropout_p" in names else "p" if {"p", "seed"} <= {*names} else None
+    if draws and "dropout" in names:
+        chance = "dropout"
+    tensors = [a.name for a in arguments if "Tensor" in str(a.type)]
+    has_shape = func._opname.endswith(("_", "_like")) or func is _aten.bernoulli.p
+    has_values = tensors != (["self"] if has_shape else []) or "n" in names
+    return _Kind(draws or chance is not None, chance, names, has_values)
 
 
 @dataclass
@@ -31,10 +66,18 @@ class Drawn:
     Attributes:
         shapes: operators with the shapes of one sample, or of the whole where there are no samples.
         permutes: the samples of the batch were permuted.
+        others: states of the generators of Python and NumPy behind each piece of code that used
+            them.
     """
 
     shapes: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     permutes: bool = False
+    others: set[int] = field(default_factory=set)
+
+    def is_like(self, whole: Drawn, number: int) -> bool:
+        """Were the draws, in so many pieces, those of the whole?"""
+        shapes = {shape: count * number for shape, count in whole.shapes.items()}
+        return self.shapes == shapes and self.others == whole.others
 
 
 class DrawsBySample(TorchDispatchMode):
@@ -45,44 +88,52 @@ class DrawsBySample(TorchDispatchMode):
         drawn: notes the draws.
         device: device of this process.
         rounds: seed of random rounding errors in results of operators that add up; None: none.
+        alike: one number stands for all that an operator draws.
+        on_call: called with each operator and its arguments in front of it.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, samples: range, drawn: Drawn, device: torch.device, rounds: int | None = None
+        self,
+        samples: range,
+        drawn: Drawn,
+        device: torch.device,
+        rounds: int | None = None,
+        *,
+        alike: bool = False,
+        on_call: Callable[[OpOverload, tuple[Any, ...], Mapping[str, Any]], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._samples, self._drawn, self._device = samples, drawn, str(device)
-        self._rounds = rounds
+        self._rounds, self._alike, self._on_call = rounds, alike, on_call
         self._num_drawn = self._num_rounded = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        names = [argument.name for argument in func._schema.arguments]
-        known = dict(zip(names, args, strict=False)) | kwargs
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws or ("seed" in names and ("p" in names or "dropout_p" in names)):
-            return self._draw(func, known)
+        if self._on_call is not None:
+            self._on_call(func, tuple(args), kwargs)
+        kind = _kind_of(func)
+        if kind.draws:
+            return self._draw(func, kind, dict(zip(kind.names, args, strict=False)) | kwargs)
         result = func(*args, **kwargs)
-        return result if self._rounds is None else self._rounded(func, result)
+        return result if self._rounds is None else self._rounded(func, result, args, kwargs)
 
     # ---- draws
 
-    def _draw(self, func: OpOverload, known: dict[str, Any]) -> Any:
+    def _draw(self, func: OpOverload, kind: _Kind, known: dict[str, Any]) -> Any:
         if func is _aten.bernoulli_.float:
             # The mask of dropout is divided by this probability, and becomes 1.
             return known["self"].fill_(known.get("p", 0.5))
         if func is _aten.native_dropout.default:
             x = known["input"]
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
-        if "seed" in known or "dropout_p" in known:
-            name = "dropout_p" if "dropout_p" in known else "p"
-            return _call(func, known | {name: 0.0})
+        if kind.chance is not None:
+            return _call(func, known | {kind.chance: 0.0})
         if "generator" in known:
             known["generator"] = None
         if func is _aten.randperm.default and known["n"] == len(self._samples) > 1:
@@ -92,7 +143,10 @@ class DrawsBySample(TorchDispatchMode):
             return torch.arange(known["n"], **options).flip(0)
         number = self._num_drawn
         self._num_drawn += 1
+        if self._alike and not kind.has_values:
+            return self._one_for_all(func, known)
         by_sample = {name for name, value in known.items() if self._has_samples(name, value)}
+        by_sample = set() if "out" in known else by_sample
         self._note(func, known, by_sample)
         if not by_sample:
             return self._seeded((number, _ALL_SAMPLES), lambda: _call(func, known))
@@ -104,6 +158,14 @@ class DrawsBySample(TorchDispatchMode):
             return known["self"]
         return pytree.tree_map(lambda *parts: torch.cat(parts), rows[0], *rows[1:])
 
+    def _one_for_all(self, func: OpOverload, known: dict[str, Any]) -> Any:
+        shape = known["self"].shape if "self" in known else known["size"]
+        small = {"self": known["self"].new_empty(())} if "self" in known else {"size": []}
+        drawn = self._seeded((0, _ALL_SAMPLES), lambda: _call(func, known | small))
+        if func._schema.is_mutable:
+            return known["self"].copy_(drawn)
+        return drawn.expand(shape).contiguous()
+
     def _has_samples(self, name: str, value: Any) -> bool:
         if isinstance(value, Tensor):
             return value.dim() > 0 and value.shape[0] == len(self._samples)
@@ -113,7 +175,9 @@ class DrawsBySample(TorchDispatchMode):
         shapes: list[Any] = [func._schema.name]
         for name, value in known.items():
             shape = value.shape if isinstance(value, Tensor) else value
-            if isinstance(value, Tensor) or name == "size":
+            if name == "n":
+                shapes.append(value)
+            elif isinstance(value, Tensor) or name == "size":
                 shapes.append((name in by_sample, tuple(shape[1:] if name in by_sample else shape)))
         self._drawn.shapes[tuple(shapes)] += 1
 
@@ -130,28 +194,52 @@ class DrawsBySample(TorchDispatchMode):
 
     # ---- rounding
 
-    def _rounded(self, func: OpOverload, result: Any) -> Any:
+    def _rounded(self, func: OpOverload, result: Any, args: Any, kwargs: Any) -> Any:
         """Adds an error of one rounding, where another size of the batch may add up otherwise."""
         schema = func._schema
         is_view = any(value.alias_info is not None for value in schema.returns)
         if is_view or schema.is_mutable or torch.Tag.pointwise in func.tags:
             return result
-        return pytree.tree_map_only(Tensor, self._moved, result)
+        # What is made of no tensor, or is not yet written, adds nothing up.
+        given = pytree.tree_leaves((args, kwargs))
+        own = {_storage(leaf) for leaf in given if isinstance(leaf, Tensor)}
+        if not own or "empty" in func._opname:
+            return result
+        return pytree.tree_map_only(
+            Tensor, lambda x: x if _storage(x) in own else self._moved(x), result
+        )
 
     def _moved(self, x: Tensor) -> Tensor:
-        if not x.is_floating_point() or x.layout != torch.strided or type(x) is not Tensor:
+        # Tensors without values stand for those of another rank.
+        if not _has_values(x) or not x.is_floating_point():
             return x
         self._num_rounded += 1
-        info = torch.finfo(x.dtype)
-        eps = info.eps
-        if x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-            eps = 2.0**-11
-        # From a generator of its own: another one belongs to the script.
-        generator = torch.Generator(x.device)
-        generator.manual_seed(_C.mix_seed(self._rounds or 0, self._num_rounded) >> 1)
-        noise = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
-        moved = (x.double() * (1 + eps * (2 * noise.double() - 1))).to(x.dtype)
-        return torch.where(x.abs() < info.max / 4, moved, x)
+        first = _C.mix_seed(self._rounds or 0, self._num_rounded) % _NUM_ROUNDINGS
+        known = _roundings(x.dtype, x.device)
+        times = (first + x.numel()) // _NUM_ROUNDINGS + 1
+        moved = x * known.repeat(times)[first : first + x.numel()].view(x.shape)
+        return moved.where(moved.isfinite(), x)
+
+
+@functools.lru_cache(maxsize=8)
+def _roundings(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Factors around 1, as roundings are."""
+    is_coarse = device.type == "cuda" and dtype == torch.float32
+    is_coarse &= torch.backends.cuda.matmul.allow_tf32
+    eps = 2.0**-11 if is_coarse else torch.finfo(dtype).eps
+    # From a generator of its own: another one belongs to the script.
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.rand(_NUM_ROUNDINGS, generator=generator, dtype=torch.float64)
+    return (1 + eps * (2 * noise - 1)).to(dtype).to(device)
+
+
+def _storage(x: Tensor) -> int:
+    """Returns where the bytes of a tensor are; its own number where it has none."""
+    return x.untyped_storage().data_ptr() if _has_values(x) else id(x)
+
+
+def _has_values(x: Tensor) -> bool:
+    return type(x) is Tensor and x.layout == torch.strided and not x.is_meta
 
 
 def _row(value: Any, row: int) -> Any:

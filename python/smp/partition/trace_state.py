@@ -52,12 +52,16 @@ class KeptValues(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in written_tensors(func, tuple(args), kwargs):
+        self.on_call(func, tuple(args), kwargs)
+        return func(*args, **kwargs)
+
+    def on_call(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Looks at what an operator is about to write; for other modes."""
+        for tensor in written_tensors(func, args, kwargs):
             parameter = self._tensors.pop(_key(tensor), None)
             if parameter is not None:
                 data = parameter.data
                 self._copies.append((data, data.clone()))
-        return func(*args, **kwargs)
 
     def restore(self) -> None:
         """Gives what was written its values from before."""

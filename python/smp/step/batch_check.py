@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp.data_parallel.batch_weights import num_batches
+from smp.dropout.others import others_kept
 from smp.model.engine import Engine
 from smp.modules.tracing import running_again
 from smp.observe.batch_check import verdict as judging
@@ -35,10 +35,51 @@ from smp.world import comm, runtime
 
 _log = logging.getLogger("smp")
 
-_FEW_SAMPLES = 8  # from these on a quarter of the batch has two
 _MOST_PIECES = 4  # of what is looked at
 
 MakeBodies = Callable[[Batch], Bodies]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """Which part of a batch is looked at.
+
+    Attributes:
+        count: into how many parts the batch is cut.
+        part: number of the one.
+        sizes: number of samples of each.
+    """
+
+    count: int
+    part: int
+    sizes: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """One comparison: a part of the batch as one microbatch, and cut into pieces.
+
+    Attributes:
+        whole: the part.
+        num_samples: of it.
+        number: of pieces.
+        shakes: outputs of models are moved.
+        alike: one number stands for all that an operator draws.
+    """
+
+    whole: Batch
+    num_samples: int
+    number: int
+    shakes: bool = True
+    alike: bool = False
+
+    def pieces(self) -> Batch:
+        """The part, cut."""
+        return dataclasses.replace(self.whole, count=self.number)
+
+    def sizes(self) -> list[int]:
+        """Number of samples of each piece."""
+        return _sizes(self.num_samples, self.number)
 
 
 class BatchCheck:
@@ -103,10 +144,16 @@ class BatchCheck:
                 raise FirstStepDifference(f"{_C.rank_prefix()}{text}")
             text += ". SMP_CHECK_FIRST_STEP=1 makes this an error, 0 leaves the check out"
             level = logging.WARNING
+        elif outcome.startswith("cannot tell: "):
+            text = (
+                f"could not check that the loss of step '{self._name}' is a mean over samples: "
+                f"{outcome.removeprefix('cannot tell: ')}. If it divides by something that pieces "
+                "of a batch have in other numbers, say so: @smp.step(weight=...), docs/losses.md"
+            )
+            level = logging.WARNING if is_strict else logging.INFO
         else:
             text = f"check of the loss of step '{self._name}': {outcome}"
-            is_told = is_strict and outcome.startswith("cannot tell")
-            level = logging.WARNING if is_told else logging.DEBUG
+            level = logging.DEBUG
         if self._current.rank.global_rank == 0 or self._group is comm.MP_GROUP and self._is_driver:
             _log.log(level, "smp: %s", text)
 
@@ -121,22 +168,24 @@ class BatchCheck:
         reasons: list[str] = [reason for *_, reason, _ in told if reason is not None]
         if reasons:
             return reasons[0]
-        drivers = {reads: choice for reads, is_driver, _, choice in told if is_driver}
-        if any(
-            len({c for (rdp, _), (c, *_) in drivers.items() if rdp == r}) > 1 for r, _ in drivers
-        ):
-            return "cannot tell: tensor-parallel ranks have batches of several sizes"
-        # All ranks of a replica take the same part.
-        first = next(choice for (rdp, _), choice in drivers.items() if rdp == self._reads[0])
-        count, part = first[0], first[1]
-        parts = {
-            reads: [a + b for a, b in zip(halves[::2], halves[1::2], strict=True)]
-            for reads, (_, _, halves) in drivers.items()
+        drivers: dict[tuple[int, int], _Choice] = {
+            reads: choice for reads, is_driver, _, choice in told if is_driver
         }
-        num_samples = parts[self._reads][part]
-        smallest = min(map(min, parts.values()))
+        counts = {(rdp, choice.count) for (rdp, _), choice in drivers.items()}
+        if len(counts) > len({rdp for rdp, _ in counts}):
+            return "cannot tell: tensor-parallel ranks have batches of several sizes"
+        return self._compare(self._looks(drivers))
+
+    def _looks(self, drivers: Mapping[tuple[int, int], _Choice]) -> list[_Look]:
+        """What is compared; the next one where code does not bear that."""
+        # All ranks of a replica take the same part.
+        first = next(own for (rdp, _), own in drivers.items() if rdp == self._reads[0])
+        whole = self._part(first.count, first.part)
+        num_samples = drivers[self._reads].sizes[first.part]
+        smallest = min(min(choice.sizes) for choice in drivers.values())
         numbers = (_MOST_PIECES, 2) if smallest >= _MOST_PIECES else (2,)
-        return self._compare(self._part(count, part), num_samples, numbers)
+        looks = [_Look(whole, num_samples, number) for number in numbers]
+        return [*looks, _Look(whole, num_samples, 2, shakes=False)]
 
     def _reason_against(self) -> str | None:
         current = self._current
@@ -162,72 +211,55 @@ class BatchCheck:
             known |= dict.fromkeys(engine.root.modules())
         return list(known)
 
-    def _choice(self) -> tuple[int, int, list[int]] | str | None:
-        """Into how many parts the batch is cut, which two of them are looked at, their sizes."""
+    def _choice(self) -> _Choice | str | None:
         if not self._is_driver:
             return None  # arguments may be dummies
         num_samples = self._batch.num_samples
         if num_samples < 2:
             return "cannot tell: a rank has one sample, or no argument with samples"
-        wanted = 4 if num_samples >= _FEW_SAMPLES else 2
-        if self._batch.count > 2:
-            wanted = self._batch.count + self._batch.count % 2
-        count = min(wanted, num_samples - num_samples % 2)
-        half, rest = divmod(num_samples, count // 2)
-        halves = [half + (part < rest) for part in range(count // 2)]
-        own = [size for half in halves for size in (half - half // 2, half // 2)]
-        return count, self._part_of_contrast(count), own
+        # Two microbatches, or a quarter of the batch, if those have a sample for each piece.
+        count = min(max(self._batch.count // 2, _MOST_PIECES), num_samples // _MOST_PIECES)
+        count = max(count, 1)
+        return _Choice(count, self._part_of_contrast(count), _sizes(num_samples, count))
 
     def _part_of_contrast(self, count: int) -> int:
-        """The two neighbours that have the most different numbers of masked positions."""
-        contrast = [0.0] * (count // 2)
+        """The part whose pieces have the most different numbers of masked positions."""
+        contrast = [0.0] * count
         for _, tensor, axis in self._batch.cutting.tensors():
-            if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+            if not tensor.numel():
                 continue
-            halves = torch.tensor_split(tensor <= 0, count // 2, dim=axis)
-            for part, half in enumerate(halves):
-                a, b = (p.double().mean() for p in torch.tensor_split(half, 2, dim=axis))
-                contrast[part] += abs(float(a - b)) if a == a and b == b else 0.0
-        return max(range(count // 2), key=contrast.__getitem__)
+            is_mask = not tensor.is_floating_point() and not tensor.is_complex()
+            masked = tensor <= 0 if is_mask else tensor == 0
+            for part, own in enumerate(torch.tensor_split(masked, count, dim=axis)):
+                pieces = torch.tensor_split(own, min(_MOST_PIECES, own.shape[axis]), dim=axis)
+                shares = [float(piece.double().mean()) for piece in pieces if piece.numel()]
+                contrast[part] += max(shares, default=0.0) - min(shares, default=0.0)
+        return max(range(count), key=contrast.__getitem__)
 
     def _part(self, count: int, part: int) -> Batch:
-        """Two neighbours of the parts of the batch, as a batch that makes two microbatches."""
+        """One of the parts of the batch, as a batch that makes one microbatch."""
         batch = self._batch
         return dataclasses.replace(
             batch,
-            bound=batch.pieces(count // 2).of(part),
-            cutting=batch.cutting.part(count // 2, part),
-            count=2,
+            bound=batch.pieces(count).of(part),
+            cutting=batch.cutting.part(count, part),
+            count=1,
         )
 
     # ---- passes
 
-    def _compare(self, two: Batch, num_samples: int, numbers: Sequence[int]) -> str:
-        """Compares the loss of a part of the batch with those of its pieces.
-
-        Args:
-            two: the part.
-            num_samples: of it.
-            numbers: into how many pieces it is cut; the next number where code does not bear one,
-                as statistics over the batch do not bear a single sample.
-        """
-        one = dataclasses.replace(two, count=1)
-        found: list[Found] = []
-        for number, shakes in (*((number, True) for number in numbers), (numbers[-1], False)):
-            several = dataclasses.replace(two, count=number)
-            base, more = divmod(num_samples, number)
-            sizes = [base + (mb < more) for mb in range(number)]
-            whole, written = self._pass(one, [num_samples], shakes)
-            pieces, _ = self._pass(several, sizes, shakes)
-            own = self._found(whole, pieces, sizes, written)
-            if self._is_driver:
-                self._weigh(own, one, several)
-            found = comm.allgather(own, self._group)
+    def _compare(self, looks: Sequence[_Look]) -> str:
+        """Compares the loss of a part of the batch with those of its pieces."""
+        for look in looks:
+            own, found = self._look(look)
+            if judging.draws_differ(found):
+                look = dataclasses.replace(look, alike=True)
+                own, found = self._look(look)
             if not judging.reason_to_run_again(found):
                 break
         reason = judging.why_unknown(found)
         if reason is None and any(map(judging.difference_of, found)):
-            moved, _ = self._pass(several, sizes, shakes, rounds=True)
+            moved, _ = self._pass(look, look.sizes(), rounds=True)
             own.rounded, own.failure = list(moved.losses.values()), moved.failure
             found = comm.allgather(own, self._group)
             reason = judging.why_unknown(found)
@@ -239,12 +271,18 @@ class BatchCheck:
         worst, difference = max(known, key=lambda pair: pair[1].share)
         return "differs: " + judging.in_words(self._name, found, worst, difference)
 
+    def _look(self, look: _Look) -> tuple[Found, list[Found]]:
+        """Runs the part and its pieces; what was found here, and on each rank."""
+        whole, written = self._pass(look, [look.num_samples])
+        pieces, _ = self._pass(look, look.sizes())
+        own = self._found(whole, pieces, look.sizes(), written)
+        if self._is_driver:
+            self._weigh(own, look.whole, look.pieces())
+            own.reasons += self._reasons_in_arguments(is_weighed=len(set(own.weights)) > 1)
+        return own, comm.allgather(own, self._group)
+
     def _pass(
-        self,
-        batch: Batch,
-        sizes: Sequence[int],
-        shakes: bool,
-        rounds: bool = False,
+        self, look: _Look, sizes: Sequence[int], rounds: bool = False
     ) -> tuple[BatchPass, list[str]]:
         """Runs the step function without gradients. Collective as an evaluation step is.
 
@@ -252,8 +290,10 @@ class BatchCheck:
             what was noted, and names of buffers that forwards wrote here.
         """
         current, steps = self._current, self._current.steps
-        run = BatchPass(sizes, current.rank.device, shakes=shakes, rounds=rounds)
-        bodies = self._make(batch)
+        run = BatchPass(
+            sizes, current.rank.device, shakes=look.shakes, rounds=rounds, alike=look.alike
+        )
+        bodies = self._make(dataclasses.replace(look.whole, count=len(sizes)))
         step_run = StepRun(current, self._engines, self._name, trains=False)
         num_begun = steps.num_begun
         with self._aside(run) as written:
@@ -285,8 +325,6 @@ class BatchCheck:
         modules, written = self._modules(), list[str]()
         collected = Containers(objects=True)
         collected.add(reachable_from_hook(self._function))
-        numpy = _numpy_random()
-        states = random.getstate(), None if numpy is None else numpy.get_state()
         buffers = {
             name: (buffer, buffer.detach().clone())
             for engine in self._engines
@@ -301,9 +339,7 @@ class BatchCheck:
             stack.enter_context(running_again())
             stack.enter_context(run.replacing_backward())
             stack.enter_context(torch.no_grad())
-            random.seed(0)
-            if numpy is not None:
-                numpy.seed(0)
+            stack.enter_context(others_kept())
             for engine in self._engines:
                 engine.batch_pass = run
             if hub is not None:
@@ -316,9 +352,6 @@ class BatchCheck:
                     hub.guard_calls(None)
                 for engine in self._engines:
                     engine.batch_pass = None
-                random.setstate(states[0])
-                if numpy is not None:
-                    numpy.set_state(states[1])
                 collected.restore()
 
     def _written(self, before: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
@@ -345,8 +378,7 @@ class BatchCheck:
             whole=whole.losses[0],
             pieces=list(pieces.losses.values()),
             eps=max(whole.eps, pieces.eps),
-            draws=whole.drawn.permutes
-            or pieces.drawn.shapes == _times(whole.drawn.shapes, len(sizes)),
+            draws=whole.drawn.permutes or pieces.drawn.is_like(whole.drawn, len(sizes)),
             is_shaken_alike=pieces.shaken == _times(whole.shaken, len(sizes)),
             averages=all(engine.gradients.averages for engine in self._engines),
         )
@@ -354,8 +386,6 @@ class BatchCheck:
             own.reasons.append(judging.reason_of_buffers(written))
         if whole.drawn.permutes:
             own.reasons.append(judging.REASON_OF_PERMUTATION)
-        if self._is_driver:
-            own.reasons += self._reasons_in_arguments()
         return own
 
     def _weigh(self, own: Found, one: Batch, several: Batch) -> None:
@@ -368,11 +398,11 @@ class BatchCheck:
             except Exception as error:
                 own.failure = own.failure or f"its weight: {error}"
 
-    def _reasons_in_arguments(self) -> list[str]:
+    def _reasons_in_arguments(self, *, is_weighed: bool) -> list[str]:
         labels, shapes = [], {}
         for name, tensor, axis in self._batch.cutting.tensors():
             is_integer = not tensor.is_floating_point() and not tensor.is_complex()
-            if is_integer and bool((tensor < 0).any()):
+            if is_integer and not is_weighed and bool((tensor < 0).any()):
                 labels.append(name)
             if tensor.dim() > 1 and axis == 0:
                 shapes[name] = tensor.shape
@@ -384,17 +414,14 @@ class BatchCheck:
         return reasons
 
 
+def _sizes(num_samples: int, count: int) -> list[int]:
+    base, more = divmod(num_samples, count)
+    return [base + (part < more) for part in range(count)]
+
+
 def _times(counts: Mapping[Any, int], number: int) -> dict[Any, int]:
     return {key: count * number for key, count in counts.items()}
 
 
 def _is_same(now: Tensor, before: Tensor) -> bool:
     return now.shape == before.shape and torch.equal(now.nan_to_num(), before.nan_to_num())
-
-
-def _numpy_random() -> Any:
-    try:
-        import numpy
-    except ImportError:
-        return None
-    return numpy.random

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import smp._C as _C
 from smp.dropout.by_sample import Drawn, DrawsBySample
+from smp.dropout.others import seed_others, state_of_others
 from smp.modules.flat import is_cache
 from smp.partition.trace_state import KeptValues
 from smp.pipeline.remote_modules import CallFailed
@@ -26,7 +27,7 @@ _log = logging.getLogger("smp")
 
 #: number of the model that stands for the end of the driver's body
 ENDED = -1
-_SHAKE = 0.25
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 class BatchPass:
@@ -38,6 +39,7 @@ class BatchPass:
         shakes: outputs of models are moved, each sample in its own way, so that losses that
             happen to be equal at the first step are not.
         rounds: operators get rounding errors.
+        alike: one number stands for all that an operator draws.
 
     Attributes:
         losses: of each microbatch the values at which backward would begin, in their order.
@@ -49,11 +51,18 @@ class BatchPass:
     """
 
     def __init__(
-        self, sizes: Sequence[int], device: torch.device, *, shakes: bool, rounds: bool = False
+        self,
+        sizes: Sequence[int],
+        device: torch.device,
+        *,
+        shakes: bool,
+        rounds: bool = False,
+        alike: bool = False,
     ) -> None:
         ends = [sum(sizes[: mb + 1]) for mb in range(len(sizes))]
         self._samples = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        self._device, self._shakes, self._rounds = device, shakes, rounds
+        self._device, self._shakes = device, shakes
+        self._rounds, self._alike = rounds, alike
         self._num_calls: Counter[int] = Counter()
         self._ended: set[int] = set()
         self.losses: dict[int, list[float]] = {mb: [] for mb in range(len(sizes))}
@@ -71,9 +80,20 @@ class BatchPass:
         rounds = mb + 1 if self._rounds else None
         _C.seed_generators(1, str(self._device))  # for operators that do not say that they draw
         # A mode is entered once in each thread.
-        kept = contextlib.nullcontext() if self.kept is None else copy.copy(self.kept)
-        with kept, DrawsBySample(self._samples[mb], self.drawn, self._device, rounds):
+        mode = DrawsBySample(
+            self._samples[mb],
+            self.drawn,
+            self._device,
+            rounds,
+            alike=self._alike,
+            on_call=None if self.kept is None else self.kept.on_call,
+        )
+        seeded = seed_others()
+        with mode:
             yield
+        ended = state_of_others()
+        if ended != seeded:
+            self.drawn.others.add(ended)
 
     @contextlib.contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -136,7 +156,7 @@ class BatchPass:
         return mb in self._ended
 
     def on_output(self, model_idx: int, output: Any) -> Any:
-        """The output of a model where losses are noted, moved by up to a quarter of its size."""
+        """The output of a model where losses are noted, moved."""
         if not self._shakes:
             return output
         mb = max(_C.current_microbatch(), 0)
@@ -158,17 +178,28 @@ class BatchPass:
         self.shaken[key, is_by_sample] += 1
         if not is_by_sample:
             return leaf
+        seed = 1
+        for part in key:
+            seed = _C.mix_seed(seed, part)
         rows = []
         for sample in samples:
-            seed = 1
-            for part in (*key, sample):
-                seed = _C.mix_seed(seed, part)
-            generator = torch.Generator().manual_seed(seed >> 1)
-            rows.append(torch.rand(tuple(leaf.shape[1:]), generator=generator))
-        noise = (_SHAKE * torch.stack(rows)).to(leaf.device, leaf.dtype)
+            spread = (seed / 2**64 + sample * _GOLDEN) % 1.0
+            # Over four samples, two outputs are near zero in all combinations.
+            is_near_zero = (sample & (1 + sum(key) % 3)).bit_count() % 2
+            least, most = (0.7, 0.95) if is_near_zero else (0.0, 0.1 + 0.2 * spread)
+            generator = torch.Generator().manual_seed(_C.mix_seed(seed, sample) >> 1)
+            shares = torch.rand(tuple(leaf.shape[1:]), generator=generator)
+            rows.append(least + (most - least) * shares)
         leaf = localize(leaf)
-        # Signs and bounds stay: these may be probabilities. Zeros are a head that has not learnt.
-        return noise if not leaf.any() else leaf * (1 - noise)
+        noise = torch.stack(rows).to(leaf.device, leaf.dtype)
+        own = leaf.reshape(len(samples), -1)
+        shape = (-1, *(1,) * (leaf.dim() - 1))
+        is_zero = (own == 0).all(1).view(shape)
+        is_mask = ((own == 0) | (own == 1)).all(1).view(shape)
+        # Signs and bounds stay: these may be probabilities. Zeros are a head that has not learnt,
+        # and masks say which positions there are.
+        moved = leaf.where(is_mask, leaf * (1 - noise))
+        return noise.where(is_zero, moved)
 
     def on_backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
         """A backward would begin."""

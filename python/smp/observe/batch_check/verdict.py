@@ -55,21 +55,28 @@ class Difference:
 
     Attributes:
         whole, mean: losses.
-        total: sum over the pieces.
+        is_sum: the whole is the sum over the pieces, of which several have a loss.
         share: distance of `whole` and `mean`, relative to the largest loss.
         rounding: what rounding explains, relative to the same.
     """
 
     whole: float
     mean: float
-    total: float
+    is_sum: bool
     share: float
     rounding: float
 
 
 def reason_to_run_again(found: Sequence[Found]) -> bool:
-    """Do outputs of models have to stay as they are, because code does not bear moved ones?"""
-    return any(one.failure is not None or not one.is_shaken_alike or _is_odd(one) for one in found)
+    """Does nothing follow from what was looked at, or does code not bear moved outputs?"""
+    is_unsound = any(one.failure or not one.is_shaken_alike or _is_odd(one) for one in found)
+    return is_unsound or _are_all_zero(found)
+
+
+def _are_all_zero(found: Sequence[Found]) -> bool:
+    """Are there losses, and all of them zero, as those of pairs within one sample?"""
+    losses = [loss for one in found for own in (one.whole, *one.pieces) for loss in own]
+    return bool(losses) and not any(losses)
 
 
 def difference_of(one: Found) -> Difference | None:
@@ -91,7 +98,7 @@ def _compare(one: Found, number: int) -> Difference | None:
     total = sum(pieces)
     if math.isfinite(whole) and not math.isfinite(total):
         # A mean over nothing: what is divided by is not in each piece.
-        return Difference(whole, total, total, math.inf, 0.0)
+        return Difference(whole, total, False, math.inf, 0.0)
     mean = sum(w * loss for w, loss in zip(one.weights, pieces, strict=True)) / len(pieces)
     scale = max(map(abs, (whole, *pieces)))
     rounding = _LAST_PLACES * one.eps * scale
@@ -105,7 +112,9 @@ def _compare(one: Found, number: int) -> Difference | None:
     is_equal |= not one.averages and abs(whole - total) <= rounding
     if is_equal or scale == 0.0:
         return None
-    return Difference(whole, mean, total, abs(whole - mean) / scale, rounding / scale)
+    is_sum = abs(whole - total) <= max(1e-3 * scale, rounding)
+    is_sum &= sum(loss != 0.0 for loss in pieces) > 1
+    return Difference(whole, mean, is_sum, abs(whole - mean) / scale, rounding / scale)
 
 
 def why_unknown(found: Sequence[Found]) -> str | None:
@@ -120,13 +129,20 @@ def why_unknown(found: Sequence[Found]) -> str | None:
             return "backward begins more often for a batch than for its pieces, or less often"
     if all(not one.whole for one in found):
         return "no backward begins"
-    differences = [d for one in found if (d := difference_of(one)) is not None]
-    if not differences or any(math.isinf(difference.share) for difference in differences):
-        return None  # no random numbers make a loss that is none
-    for one in found:
-        if not one.draws:
-            return f"random numbers on {one.place} are not those of samples"
+    if _are_all_zero(found):
+        return "all losses are zero"
+    if draws_differ(found):
+        place = next(one.place for one in found if not one.draws)
+        return f"random numbers on {place} are not those of samples"
     return None
+
+
+def draws_differ(found: Sequence[Found]) -> bool:
+    """Can a difference come from random numbers?"""
+    differences = [d for one in found if (d := difference_of(one)) is not None]
+    # No random numbers make a loss that is none.
+    is_open = bool(differences) and not any(math.isinf(d.share) for d in differences)
+    return is_open and not all(one.draws for one in found)
 
 
 def _is_odd(one: Found) -> bool:
@@ -155,11 +171,7 @@ def in_words(step: str, found: Sequence[Found], worst: Found, difference: Differ
         "process on the whole batch, often by more than the loss. "
     )
     reasons = list(dict.fromkeys(reason for one in found for reason in one.reasons))
-    scale = difference.share / max(abs(difference.whole - difference.mean), 1e-300)
-    is_sum = math.isfinite(difference.total)
-    if is_sum and abs(difference.whole - difference.total) * scale <= max(
-        1e-3, difference.rounding
-    ):
+    if difference.is_sum:
         reasons.insert(
             0,
             "the loss is a sum over samples, so that gradients are as many times too small as "
