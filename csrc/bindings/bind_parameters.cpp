@@ -25,9 +25,9 @@ Store make_store(const std::vector<at::Tensor>& params,
                  std::vector<std::vector<int>> units,
                  std::vector<std::string> names, CommunicatorPtr group,
                  CommunicatorPtr across, CommunicatorPtr within,
-                 int64_t max_live_elements, int64_t persistence_threshold,
-                 int num_ahead, FaultsPtr faults, std::vector<int> ranks,
-                 double timeout_s) {
+                 CommunicatorPtr control, int64_t max_live_elements,
+                 int64_t persistence_threshold, int num_ahead, FaultsPtr faults,
+                 std::vector<int> ranks, double timeout_s) {
   ParameterStore::Options options;
   options.max_live_elements = max_live_elements;
   options.persistence_threshold = persistence_threshold;
@@ -36,10 +36,11 @@ Store make_store(const std::vector<at::Tensor>& params,
       make_patience(timeout_s, std::move(faults), std::move(ranks));
   options.patience.hint =
       "do all ranks that share parameters run the same modules in one order?";
-  auto gathers = across && within
-                     ? parameters::make_hierarchical_gathers(std::move(across),
-                                                             std::move(within))
-                     : parameters::make_flat_gathers(std::move(group));
+  auto gathers =
+      across && within
+          ? parameters::make_hierarchical_gathers(
+                std::move(across), std::move(within), std::move(control))
+          : parameters::make_flat_gathers(std::move(group), std::move(control));
   return std::make_shared<BackwardUses>(std::make_shared<ParameterStore>(
       params, shards, std::move(units), std::move(names), std::move(gathers),
       std::move(options)));
@@ -75,7 +76,7 @@ void bind_store(py::module_& m) {
       .def(py::init(&make_store), release_gil(), py::arg("params"),
            py::arg("shards"), py::arg("units"), py::arg("names"),
            py::arg("group"), py::kw_only(), py::arg("across") = py::none(),
-           py::arg("within") = py::none(),
+           py::arg("within") = py::none(), py::arg("control") = py::none(),
            py::arg("max_live_elements") = int64_t{1} << 60,
            py::arg("persistence_threshold") = int64_t{0},
            py::arg("num_ahead") = ParameterStore::Options().num_ahead,
@@ -105,6 +106,10 @@ void bind_store(py::module_& m) {
       .def(
           "end_pass", [](const Store& store) { store->store()->end_pass(); },
           release_gil())
+      .def(
+          "meet", [](const Store& store) { store->store()->meet(); },
+          release_gil(),
+          "Waits until no rank gathers anything any more. Collective.")
       .def(
           "abandon_pass",
           [](const Store& store) { store->store()->abandon_pass(); },

@@ -19,10 +19,24 @@ namespace smp::comm {
 
 enum class ReduceOp { kSum, kMax, kMin };
 
+/// Another rank, and the stamp of what it called (`Communicator::stamp_next`).
+struct OtherCall {
+  int group_rank = -1;  ///< -1: unknown
+  uint64_t stamp = 0;   ///< 0: none was given
+};
+
 /// The ranks called different things with one collective; each of them gets
 /// this error, and the communicator can still be used.
 class Disagreement : public Error {
-  using Error::Error;
+ public:
+  /// @param other  rank whose call differs from that of this rank
+  explicit Disagreement(const std::string& text, OtherCall other = {})
+      : Error(text), other_(other) {}
+
+  OtherCall other() const { return other_; }
+
+ private:
+  OtherCall other_;
 };
 
 /// Numbers of elements, by group rank.

@@ -50,6 +50,7 @@ struct Operation {
   bool done = false;
   std::string error;  // empty: success
   bool disagreement = false;
+  OtherCall other;  // with another stamp
   int source = -1;
 
   int group_rank() const { return call.group->group_rank; }
@@ -153,6 +154,16 @@ std::string disagreement(const std::vector<OperationPtr>& members) {
   }
   const std::string text = count_disagreement(sent, received);
   return text.empty() ? text : "the ranks disagree; " + text;
+}
+
+OtherCall other_call(const std::vector<OperationPtr>& members,
+                     const Operation& own) {
+  for (const OperationPtr& member : members) {
+    if (member->stamp != own.stamp) {
+      return {member->group_rank(), member->stamp};
+    }
+  }
+  return {};
 }
 
 at::Tensor reduced_input(const std::vector<OperationPtr>& members) {
@@ -284,8 +295,11 @@ class LocalWork final : public Work {
         lock, timeout, [&] { return operation_->done; });
     SMP_CHECK(in_time, operation_->call.text(), ": timed out after ",
               timeout.count(), " ms");
-    SMP_THROW_IF_NOT(Disagreement, !operation_->disagreement,
-                     operation_->call.text(), ": ", operation_->error);
+    if (operation_->disagreement) {
+      throw Disagreement(detail::concat(rank_prefix(), operation_->call.text(),
+                                        ": ", operation_->error),
+                         operation_->other);
+    }
     SMP_CHECK(operation_->error.empty(), operation_->call.text(), ": ",
               operation_->error);
   }
@@ -503,6 +517,7 @@ class LocalCommunicator final : public Communicator {
         std::string error = disagreement(members);
         for (const OperationPtr& one : members) {
           one->disagreement = !error.empty();
+          one->other = other_call(members, *one);
         }
         try {
           if (error.empty()) run_collective(members);

@@ -11,12 +11,14 @@
 
 namespace smp::parameters {
 
-/// A gather in flight; its tensors may be read after `follow`.
+/// A gather in flight, whose tensors may be read after `follow`; or another
+/// exchange of the group.
 class Gather {
  public:
   virtual ~Gather() = default;
   /// As `comm::follow`: of a device the host does not wait. One thread at a
   /// time; may be called again.
+  /// @throws Disagreement when another rank has called something else
   virtual void follow(const comm::Patience& patience,
                       const std::string& what) = 0;
 };
@@ -33,16 +35,23 @@ class GatherGroup {
   /// once.
   /// @param output  [size * n], uint8
   /// @param input   [n], uint8
-  /// @param stamp   equal on all ranks; where the transport compares it, ranks
-  ///                that gather different things get an error
+  /// @param stamp   equal on all ranks, see `compare`
   virtual GatherPtr all_gather(at::Tensor output, at::Tensor input,
                                uint64_t stamp) = 0;
+  /// Begins to compare the stamp of the gathers that follow, of which none can
+  /// be used when it differs. Only hosts talk. Collective; returns at once.
+  /// @return null where `all_gather` itself compares
+  virtual GatherPtr compare(uint64_t stamp) = 0;
+  /// Compares a stamp where nothing is gathered. Collective; returns at once.
+  virtual GatherPtr meet(uint64_t stamp) = 0;
 };
 
 using GatherGroupPtr = std::shared_ptr<GatherGroup>;
 
 /// One all-gather over all ranks.
-GatherGroupPtr make_flat_gathers(comm::CommunicatorPtr group);
+/// @param control  the same ranks, for tensors of the host; null: `group`
+GatherGroupPtr make_flat_gathers(comm::CommunicatorPtr group,
+                                 comm::CommunicatorPtr control = nullptr);
 
 /// First between hosts, then within them, so that each part crosses the border
 /// of a host once instead of once per rank of it. The same result. Of devices;
@@ -52,8 +61,10 @@ GatherGroupPtr make_flat_gathers(comm::CommunicatorPtr group);
 /// whole group.
 /// @param across  ranks with equal places on their hosts, in the order of hosts
 /// @param within  the ranks of this host
+/// @param control  all ranks, for tensors of the host
 /// Source: arXiv:2205.00119, section 3.3 (MiCS).
 GatherGroupPtr make_hierarchical_gathers(comm::CommunicatorPtr across,
-                                         comm::CommunicatorPtr within);
+                                         comm::CommunicatorPtr within,
+                                         comm::CommunicatorPtr control);
 
 }  // namespace smp::parameters

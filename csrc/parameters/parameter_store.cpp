@@ -66,6 +66,17 @@ void ParameterStore::end_passing() {
   if (in_pass_ && is_passing_ && !is_held()) close_pass(lock);
 }
 
+void ParameterStore::meet() {
+  GatherPtr meeting;
+  {
+    const std::lock_guard lock(mutex_);
+    meeting = group_->meet(stamp_of_end());
+  }
+  follow(stamp_of_end(), [&] {
+    meeting->follow(options_.patience, "end of the use of sharded parameters");
+  });
+}
+
 void ParameterStore::abandon_pass() {
   const std::lock_guard lock(mutex_);
   order_.end();
@@ -192,7 +203,8 @@ void ParameterStore::finish(Lock& lock, int unit_idx) {
   if (!gather) return;
   lock.unlock();
   try {
-    gather->finish(options_.patience);
+    follow(static_cast<uint64_t>(unit_idx) + 1,
+           [&] { gather->finish(options_.patience); });
   } catch (...) {
     lock.lock();
     is_broken_ = true;
@@ -201,6 +213,50 @@ void ParameterStore::finish(Lock& lock, int unit_idx) {
   lock.lock();
   Unit& unit = units_[unit_idx];
   if (unit.gather == gather) unit.gather.reset();
+}
+
+// ---- comparing ----------------------------------------------------------
+
+template <typename Follow>
+void ParameterStore::follow(uint64_t stamp, const Follow& follow) const {
+  try {
+    follow();
+  } catch (const comm::Disagreement& disagreement) {
+    if (disagreement.other().stamp == stamp) throw;  // on sizes
+    raise(disagreement.other(), stamp);
+  }
+}
+
+void ParameterStore::raise(const comm::OtherCall& other, uint64_t stamp) const {
+  SMP_CHECK_VALUE(
+      false, "ranks that share parameters run different modules: ",
+      describe(group_->group_rank(), stamp), ", ",
+      describe(other.group_rank, other.stamp),
+      "; with sharded_data_parallel_degree all ranks of a group run the same "
+      "modules in one order. Where a rank has nothing for a module (no image "
+      "in its batch), let it run the module on a dummy that counts nothing, "
+      "loss = loss + 0 * module(dummy).sum(), or shard the state of the "
+      "optimizer only (shard_optimizer_state)");
+}
+
+// Units and names are the same on all ranks of the group.
+std::string ParameterStore::describe(int group_rank, uint64_t stamp) const {
+  std::string who = "another rank";
+  const std::vector<int>& ranks = options_.patience.peers;
+  if (group_rank >= 0 && group_rank < std::ssize(ranks)) {
+    const int rank = ranks[group_rank];
+    who = detail::concat("global_rank ", rank);
+    if (options_.patience.faults) {
+      who += " (" + options_.patience.faults->coordinates(rank) + ")";
+    }
+  }
+  if (stamp == stamp_of_end()) return who + " has run all that it runs";
+  if (stamp == 0 || stamp > stamp_of_end()) return who + " does something else";
+  if (stamp <= units_.size()) {
+    return who + " gathers the parameters of '" + units_[stamp - 1].name + "'";
+  }
+  return detail::concat(who, " gathers the value of parameter ",
+                        stamp - 1 - units_.size());
 }
 
 // ---- letting go -------------------------------------------------------------
@@ -240,18 +296,23 @@ at::Tensor ParameterStore::gather_one(int param_idx) {
   const at::NoGradGuard no_grad;
   const ShardedParameter& param = params_.at(param_idx);
   at::Tensor parts;
+  GatherPtr comparison;
   GatherPtr gather;
+  const auto stamp = static_cast<uint64_t>(units_.size() + param_idx) + 1;
+  const std::string what = detail::concat("gathering parameter ", param_idx);
   {
     const std::lock_guard lock(mutex_);
     if (param.has_memory() && stays(param)) return at::clone(param.whole());
     parts = at::empty({group_->size() * param.shard().numel()},
                       param.shard().options());
-    gather = group_->all_gather(
-        parts.view(at::kByte), param.shard().view(at::kByte),
-        static_cast<uint64_t>(units_.size() + param_idx) + 1);
+    comparison = group_->compare(stamp);
+    gather = group_->all_gather(parts.view(at::kByte),
+                                param.shard().view(at::kByte), stamp);
   }
-  gather->follow(options_.patience,
-                 detail::concat("gathering parameter ", param_idx));
+  follow(stamp, [&] {
+    if (comparison) comparison->follow(options_.patience, what);
+    gather->follow(options_.patience, what);
+  });
   return parts.narrow(0, 0, param.numel()).view(param.whole().sizes());
 }
 

@@ -76,6 +76,11 @@ class ParameterStore {
   /// Lets go of what was gathered ahead.
   /// @throws InternalError when somebody still holds a unit
   void end_pass();
+  /// Waits until the ranks have compared that none gathers anything any more,
+  /// as before a sum of gradients, for which a rank that gathers never comes.
+  /// Collective.
+  /// @throws ValueError when some ranks run modules that others do not
+  void meet();
   /// Closes a pass that failed, without waiting for anybody.
   void abandon_pass();
   /// Is a pass open that somebody will end?
@@ -83,6 +88,7 @@ class ParameterStore {
 
   /// Makes units whole, and lets go of others first. Collective.
   /// @param done  held before, as often as they are named
+  /// @throws ValueError when another rank of the group gathers something else
   void hold(const std::vector<int>& units, const std::vector<int>& done = {});
   void let_go(const std::vector<int>& done) { hold({}, done); }
 
@@ -127,6 +133,11 @@ class ParameterStore {
   void release(Unit& unit);
   void release_ahead(Lock& lock);
   void finish(Lock& lock, int unit_idx);
+  template <typename Follow>
+  void follow(uint64_t stamp, const Follow& follow) const;
+  [[noreturn]] void raise(const comm::OtherCall& other, uint64_t stamp) const;
+  std::string describe(int group_rank, uint64_t stamp) const;
+  uint64_t stamp_of_end() const { return units_.size() + params_.size() + 1; }
 
   StoragePool pool_;
   std::deque<ShardedParameter> params_;

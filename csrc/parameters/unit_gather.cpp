@@ -22,6 +22,7 @@ UnitGather::UnitGather(std::vector<ShardedParameter*> params,
                        GatherGroup& group, uint64_t stamp, std::string what)
     : params_(std::move(params)), stamp_(stamp), what_(std::move(what)) {
   const at::NoGradGuard no_grad;
+  comparison_ = group.compare(stamp_);
   for (ShardedParameter* param : params_) {
     if (param->num_bytes() >= kAloneBytes || params_.size() == 1) {
       gather_alone(*param, group);
@@ -79,6 +80,7 @@ at::Tensor UnitGather::packed_shards() const {
 void UnitGather::finish(const comm::Patience& patience) {
   const std::lock_guard lock(mutex_);
   if (is_finished_) return;
+  if (comparison_) comparison_->follow(patience, what_);
   for (const GatherPtr& gather : gathers_) gather->follow(patience, what_);
   const at::NoGradGuard no_grad;
   if (!small_.empty()) copy_out();

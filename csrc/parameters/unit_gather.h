@@ -27,6 +27,7 @@ class UnitGather {
 
   /// Waits (of a device: lets the current stream wait), then lets the
   /// parameters show their values. Thread-safe; may be called again.
+  /// @throws comm::Disagreement when another rank gathers something else
   void finish(const comm::Patience& patience);
 
   int num_collectives() const { return static_cast<int>(gathers_.size()); }
@@ -40,6 +41,7 @@ class UnitGather {
   const std::vector<ShardedParameter*> params_;
   const uint64_t stamp_;
   const std::string what_;
+  GatherPtr comparison_;  // of the stamp; null: gathers compare it
   std::vector<GatherPtr> gathers_;
 
   // Those that share a collective.

@@ -32,6 +32,7 @@ struct Entry {
   bool is_done = false;
   bool is_aborted = false;
   std::string disagreement = {};
+  comm::OtherCall other = {};
 };
 
 using EntryPtr = std::shared_ptr<Entry>;
@@ -76,8 +77,11 @@ class Queue {
       }
     }
     SMP_CHECK(entry.is_done, entry.operation->call.text(), ": aborted");
-    SMP_THROW_IF_NOT(comm::Disagreement, entry.disagreement.empty(),
-                     entry.operation->call.text(), ": ", entry.disagreement);
+    if (entry.disagreement.empty()) return;
+    throw comm::Disagreement(
+        detail::concat(rank_prefix(), entry.operation->call.text(), ": ",
+                       entry.disagreement),
+        entry.other);
   }
 
   void abort(Entry& entry) {
@@ -171,6 +175,7 @@ class Queue {
         "the ranks disagree; group rank ", memory_->group_rank(), " calls ",
         describe_stamp(entry.operation->stamp), ", group rank ", other,
         " calls ", describe_stamp(memory_->stamp_of(other)));
+    entry.other = {other, memory_->stamp_of(other).stamp};
     entry.is_done = true;
     return true;
   }

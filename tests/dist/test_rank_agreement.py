@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +120,52 @@ def test_those_of_an_optimizer_that_is_not_wrapped_are_compared(pool: Pool, layo
     size, config = LAYOUTS[layout]
     with pytest.raises(RankFailure, match=r"'lr' of parameter group 1 .* \(AdamW, not wrapped\)"):
         pool.run(size, reduce_on_plateau, config, "lr", False)
+
+
+def leave_after(rank: int, config: Config, leaves: str, folder: str) -> None:
+    """The last update has another rate on one rank; what it has made leaves the job."""
+    import smp
+
+    model = wrapped(config, Net())
+    listed = list(model.parameters())
+    groups = [{"params": listed[::2]}, {"params": listed[1::2]}]
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups, lr=0.01))
+
+    @smp.step
+    def step(x: Tensor) -> None:
+        loss = model(x).square().mean()
+        if torch.is_grad_enabled():
+            model.backward(loss)
+
+    for number in range(2):
+        step(own_samples(number).float())
+        if number == 1 and rank == smp.size() - 1:
+            optimizer.param_groups[1]["lr"] = 0.5
+        optimizer.step()
+    if leaves == "save":
+        smp.save_checkpoint(folder, "last", model=model, optimizer=optimizer)
+    elif leaves == "state":
+        model.state_dict()
+    else:
+        with torch.no_grad():
+            step(own_samples(2).float())
+
+
+@pytest.mark.parametrize(
+    ("layout", "leaves"),
+    [
+        *((layout, "save") for layout in LAYOUTS),
+        *((layout, "state") for layout in ("pipeline", "sharded", "split")),
+        *((layout, "evaluate") for layout in ("pipeline", "sharded")),
+    ],
+)
+def test_the_last_update_is_compared_where_it_leaves_the_job(
+    pool: Pool, tmp_path: Path, layout: str, leaves: str
+) -> None:
+    size, config = LAYOUTS[layout]
+    words = rf"disagree on 'lr' of parameter group 1 .* 0\.5 on global rank {size - 1}\. Set it"
+    with pytest.raises(RankFailure, match=words):
+        pool.run(size, leave_after, config, leaves, str(tmp_path))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,9 +11,13 @@ import pytest
 import torch
 from smp_cli.main import main
 from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 from benchmarks.models import Gpt, GptShape
+from smp.commands.plan import profiled
 from smp.config.schema import Config
+from smp.modules.training_dtypes import plan_dtypes
+from smp.planning import hardware
 from smp.planning.decided import Run
 from smp.planning.estimate import Estimate, estimate
 from smp.planning.memory import Holding, Sharding, rank_bytes
@@ -111,6 +115,54 @@ def test_split_layers_have_half_of_the_state_and_their_own_samples() -> None:
     fast = {"tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "speed"}
     between = _estimate(fast, 2, 2).stages[0].microbatch_bytes
     assert common.microbatch_bytes < between < whole.microbatch_bytes
+
+
+def t5() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    config = T5Config(
+        vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, use_cache=False,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    return T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_widths_are_those_of_training(precision: str) -> None:
+    """T5 keeps its widest matrices in 32 bits with fp16."""
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    trained = t5()[0]
+    dtypes = plan_dtypes(trained, dtype)
+    own = list(trained.parameters())
+    wide = sum(p.numel() for p in own if dtypes.of(p) == torch.float32)
+    assert (wide > 0) == (precision == "fp16")
+    elements = sum(p.numel() for p in own)
+    with torch.device("meta"):
+        model = t5()[0].train()
+    config = Config.from_dict({"ddp": True, precision: True})
+    held = estimate(model, (), t5()[1], Run(config, frozenset({precision}), 1)).stages[0].held
+    assert held.parameters == sum(p.numel() * dtypes.of(p).itemsize for p in own)
+    assert held.optimizer == 8 * elements + 4 * (elements - wide)
+    with profiled(f"{HERE}:t5", None, precision, hardware.load("h200")) as (_, view, _):
+        parts = [*view.profile.parts, *([view.profile.tail] if view.profile.tail else [])]
+        assert sum(n for part in parts for n, _, is_wide in part.tensors if is_wide) == wide
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x) * self.scale).square().mean()
+
+
+def test_buffers_keep_their_dtype() -> None:
+    with torch.device("meta"):
+        model = Scaled()
+    config = Config.from_dict({"ddp": True, "bf16": True})
+    estimate(model, (torch.zeros(2, 8),), {}, Run(config, frozenset({"bf16"}), 1))
+    assert model.scale.dtype == torch.float32 and model.inner.weight.dtype == torch.bfloat16
 
 
 def test_offloaded_activations_are_in_the_host() -> None:

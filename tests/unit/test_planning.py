@@ -152,7 +152,7 @@ def layer(idx: int, work: float = 1e9, input_bytes: float = 0.0) -> Part:
         f"layer {idx}",
         True,
         split_elements=10**6,
-        tensors=((10**6, True),),
+        tensors=((10**6, True, False),),
         split_forward=work,
         split_backward=2 * work,
         split_kept=1e6,

@@ -39,7 +39,7 @@ def part(name: str, is_layer: bool = True, tied: int = 0) -> Part:
         name,
         is_layer,
         split_elements=ELEMENTS,
-        tensors=((ELEMENTS, True),),
+        tensors=((ELEMENTS, True, False),),
         split_forward=1e9,
         split_backward=2e9,
         split_kept=1e6,

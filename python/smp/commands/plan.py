@@ -21,6 +21,7 @@ from smp.commands.split_form import split_form
 from smp.modules.materialize import cast
 from smp.partition.trace import TraceError
 from smp.planning import hardware
+from smp.planning.half import computing_in
 from smp.planning.hardware import Hardware
 from smp.planning.layout import Layout
 from smp.planning.profile import ModelProfile
@@ -136,7 +137,9 @@ class View:
         Raises:
             TraceError: the forward raised.
         """
-        traced = TracedModel(root, *call, device.flops_per_byte(precision))
+        half = None if precision == "fp32" else _DTYPES[precision]
+        with computing_in(root, half):
+            traced = TracedModel(root, *call, device.flops_per_byte(precision))
         return cls(traced.profile(), RunCuts(traced, device.type))
 
 
@@ -166,14 +169,14 @@ def profiled(
 
 
 def _computing(name: str, seq: int | None, precision: str) -> tuple[LoadedModel, Call]:
-    """A model in a precision, and a call of it with one sample."""
+    """A model, and a call of it with one sample in a precision."""
     loaded, dtype = load_model(name), _DTYPES[precision]
-    for parameter in loaded.module.parameters():
-        if parameter.is_floating_point():
-            cast(parameter, dtype)
     call = loaded.call(1, seq)
-    if dtype != torch.float32:
-        loaded.module.to(dtype)  # buffers
+    if dtype == torch.float32:
+        for parameter in loaded.module.parameters():
+            if parameter.is_floating_point():
+                cast(parameter, dtype)
+    else:
         call = torch.utils._pytree.tree_map_only(
             torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, call
         )

@@ -11,8 +11,8 @@ from smp.data_parallel.frozen import refuse_thawed as refuse_thawed
 from smp.data_parallel.kept_gradients import KeptGradients as KeptGradients
 from smp.data_parallel.reduction import KeptDtypes as KeptDtypes
 from smp.data_parallel.reduction import Reduction as Reduction
-from smp.data_parallel.reduction import agree_on_maxima as agree_on_maxima
 from smp.data_parallel.reduction import broadcast_from_first as broadcast_from_first
+from smp.data_parallel.reduction import gather_numbers as gather_numbers
 from smp.data_parallel.reduction import make_records as make_records
 from smp.data_parallel.reduction import make_reducers as make_reducers
 from smp.data_parallel.reduction import reduction_of as reduction_of

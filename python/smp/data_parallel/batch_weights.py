@@ -57,10 +57,17 @@ class BatchWeights:
         absent._sums = array("d", bytes(len(absent._sums) * absent._sums.itemsize))
         return absent
 
+    def own_sums(self) -> list[float]:
+        """Returns what this rank adds to the sums over the replicas."""
+        return self._sums.tolist()
+
     def begin_exchange(self) -> None:
-        """Begins the sum over the replicas, which `share` waits for. Collective over them."""
+        """Begins the sum over the replicas, which `share` waits for, unless there are sums already.
+
+        Collective over them.
+        """
         group = self._rank.comms.dp_host
-        if group is not None:
+        if group is not None and not self._is_global:
             self._work = group.all_reduce(torch.frombuffer(self._sums, dtype=torch.float64))
 
     def finish_exchange(self) -> None:
@@ -74,7 +81,15 @@ class BatchWeights:
             return
         self._work.wait(self._rank.timeout_s)
         self._work = None
-        self._total, self._num_microbatches, self._num_readers, code = self._sums
+        self.take_sums(self._sums)
+
+    def take_sums(self, sums: Sequence[float]) -> None:
+        """Takes the sums over the replicas of what each has by `own_sums`.
+
+        Raises:
+            ValueError: replicas count different things.
+        """
+        self._total, self._num_microbatches, self._num_readers, code = sums
         self._is_global = True
         if self._weights and code != self._num_readers * zlib.crc32(self._counted.encode()):
             raise ValueError(

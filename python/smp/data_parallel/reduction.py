@@ -236,10 +236,10 @@ class KeptDtypes:
                 )
 
 
-def agree_on_maxima(
-    rank: Rank, communicator: _C.Communicator, values: Sequence[int], what: str
-) -> list[int]:
-    """The largest of each value over the data-parallel group. Collective over it.
+def gather_numbers(
+    rank: Rank, communicator: _C.Communicator, values: Sequence[float], what: str
+) -> list[list[float]]:
+    """Returns the numbers of each rank of the data-parallel group. Collective over it.
 
     Args:
         rank: of this process.
@@ -247,14 +247,15 @@ def agree_on_maxima(
         values: as many on each rank.
         what: words for errors.
     """
-    return _C.agree_on_maxima(
-        values,
+    gathered: list[list[float]] = _C.gather_numbers(
+        torch.tensor(values, dtype=torch.float64),
         communicator,
         what=what,
         faults=rank.board,
         ranks=list(rank.groups["dp"]),
         timeout_s=rank.timeout_s,
-    )
+    ).tolist()
+    return gathered
 
 
 def broadcast_from_first(

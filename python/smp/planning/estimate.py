@@ -11,7 +11,6 @@ from torch import nn
 
 import smp._C as _C
 from smp.config.schema import Config, check_world
-from smp.modules.materialize import cast
 from smp.partition.costs import Trace
 from smp.partition.decide import partition_options
 from smp.partition.decision import Decision
@@ -19,6 +18,7 @@ from smp.partition.trace import trace
 from smp.partition.tree import build_tree
 from smp.planning import tensor_split
 from smp.planning.decided import Run, decided, scaled, sharding_of
+from smp.planning.half import computing_in
 from smp.planning.memory import Holding, Passing, RankBytes, Sharding, rank_bytes
 from smp.planning.recomputed import Layer, layers_of, repeated_layers, with_checkpoints
 from smp.planning.tensor_split import Shares
@@ -68,7 +68,7 @@ def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: 
     """Memory of all ranks.
 
     Args:
-        root: on the meta device; its parameters are cast to the precision of the configuration.
+        root: on the meta device; gets the dtypes that the configuration gives it in training.
         args, kwargs: of one microbatch as one rank reads it; small real tensors.
         run: the configuration, and what stands beside it.
 
@@ -78,14 +78,10 @@ def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: 
     """
     config = run.config
     check_world(config, run.num_ranks)
-    if config.half_dtype is not None:
-        for parameter in root.parameters():
-            if parameter.is_floating_point():
-                cast(parameter, config.half_dtype)
-        root.to(config.half_dtype)  # buffers
     shares = Shares.of(config)
     spreads = config.expert_parallel_degree > 1
-    whole = trace(root, args, kwargs, device=torch.device("cpu"))
+    with computing_in(root, config.half_dtype):
+        whole = trace(root, args, kwargs, device=torch.device("cpu"))
     traced = scaled(whole, root, shares, spreads)
     layers = layers_of(traced, repeated_layers(root)) if run.checkpoints else []
     costs = with_checkpoints(traced, layers) if layers else traced
@@ -149,7 +145,7 @@ def _stage(
 def _parameters(decision: Decision, shares: Shares, sharding: Sharding, pp_rank: int) -> Holding:
     """Numbers of elements of the parameters of a partition."""
     seen: set[nn.Parameter] = set()
-    elements = trainable = small = largest = 0.0
+    elements = trainable = small = largest = wide = 0.0
     by_unit: dict[nn.Module, float] = {}
     unit_of: dict[nn.Module, nn.Module] = {}
     for layer in repeated_layers(decision.modules[0]):
@@ -164,6 +160,7 @@ def _parameters(decision: Decision, shares: Shares, sharding: Sharding, pp_rank:
             numel = parameter.numel() * (shares.split_state if is_split else 1.0)
             elements += numel
             trainable += numel if parameter.requires_grad else 0
+            wide += numel if parameter.dtype == torch.float32 else 0
             largest = max(largest, numel)
             if numel < sharding.persistent:
                 small += numel
@@ -171,7 +168,7 @@ def _parameters(decision: Decision, shares: Shares, sharding: Sharding, pp_rank:
                 unit = unit_of.get(module, module)
                 by_unit[unit] = by_unit.get(unit, 0) + numel
     units = sum(sorted(by_unit.values(), reverse=True)[:2])
-    return Holding(elements, trainable, small, largest, units)
+    return Holding(elements, trainable, small, largest, units, wide)
 
 
 def _largest_tensor(decision: Decision, costs: Trace, pp_rank: int) -> float:

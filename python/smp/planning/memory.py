@@ -53,6 +53,7 @@ class Holding:
         small: in tensors below `Sharding.persistent`.
         largest: elements of the largest tensor.
         units: of the two largest layers, elements, without those in small tensors.
+        wide: those of 32 bits, which are their own masters.
         activations: bytes that the microbatches in flight keep, together.
         temporary: bytes on top where a forward ends, while the loss or one recomputed layer goes
             back.
@@ -65,6 +66,7 @@ class Holding:
     small: float = 0
     largest: float = 0
     units: float = 0
+    wide: float = 0
     activations: float = 0
     temporary: float = 0
     late: float = 0
@@ -129,9 +131,11 @@ def rank_bytes(holding: Holding, sharding: Sharding, microbatches: int) -> RankB
     """
     size, cuts = sharding.size, sharding.parameters and sharding.size > 1
     width = sharding.parameter_bytes
-    parameters = width * holding.elements / (size if cuts else 1)
+    wide = holding.wide if sharding.half else 0.0
+    parameters = (width * holding.elements + (4 - width) * wide) / (size if cuts else 1)
     gradients = 4 * holding.trainable / size
-    optimizer = (_MOMENTS + (_MASTER if sharding.half else 0)) * holding.trainable / size
+    masters = max(0.0, holding.trainable - wide) if sharding.half else 0.0
+    optimizer = (_MOMENTS * holding.trainable + _MASTER * masters) / size
     gathered = width * (holding.units + holding.small * (1 - 1 / size)) if cuts else 0.0
     buckets = 0.0
     if size > 1:

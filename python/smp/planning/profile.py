@@ -16,7 +16,7 @@ class Part:
         name: of its first module.
         is_layer: one of the repeated ones, which checkpoints are put around.
         split_elements, whole_elements: of parameters that tensor parallelism divides, and others.
-        tensors: elements of each parameter, and whether it is divided.
+        tensors: elements of each parameter, whether it is divided, and whether it has 32 bits.
         split_forward, whole_forward: work of the forward that is divided, and that is not.
         split_backward, whole_backward: the same of the backward.
         split_kept, whole_kept: bytes of activations.
@@ -33,7 +33,7 @@ class Part:
     is_layer: bool
     split_elements: int = 0
     whole_elements: int = 0
-    tensors: tuple[tuple[int, bool], ...] = ()
+    tensors: tuple[tuple[int, bool, bool], ...] = ()
     split_forward: float = 0.0
     whole_forward: float = 0.0
     split_backward: float = 0.0

@@ -250,16 +250,17 @@ def _holding(content: Content, layout: Layout, kept: int, kept_last: int, width:
         width: bytes of an element of a parameter.
     """
     shares = layout.shares
-    elements = small = largest = all_kept = again = tensor = largest_input = tied = 0.0
+    elements = small = largest = wide = all_kept = again = tensor = largest_input = tied = 0.0
     units: list[float] = []
     layers = 0
     parts = [(part, count, kept) for part, count in content.kinds]
     parts += [(part, 1, kept_last) for part in content.tail]
     for part, count, times in parts:
         unit = 0.0
-        for numel, is_split in part.tensors:
+        for numel, is_split, is_wide in part.tensors:
             own = numel * (shares.split_state if is_split else 1.0)
             elements += count * own
+            wide += count * own * is_wide
             largest = max(largest, own)
             if own < PERSISTENT:
                 small += count * own
@@ -292,6 +293,7 @@ def _holding(content: Content, layout: Layout, kept: int, kept_last: int, width:
         small=small,
         largest=largest,
         units=sum(sorted(units, reverse=True)[:2]),
+        wide=wide,
         activations=activations,
         temporary=passing.forward_ends(kept),
         late=passing.backward_ends,

@@ -141,7 +141,7 @@ class TracedModel:
         group_name, top, whole_group = self._groups[self._owners[idxs[0]]]
         works = [self._works[idx] for idx in idxs]
         elements = {"split": 0, "whole": 0}
-        tensors: list[tuple[int, bool]] = []
+        tensors: list[tuple[int, bool, bool]] = []
         seen: set[nn.Parameter] = set()
         tied = 0
         for idx in idxs:
@@ -155,7 +155,8 @@ class TracedModel:
                     tied += parameter.numel()
                     continue
                 elements["split" if has_split else "whole"] += parameter.numel()
-                tensors.append((parameter.numel(), has_split))
+                is_wide = parameter.dtype == torch.float32
+                tensors.append((parameter.numel(), has_split, is_wide))
         inside = {self.costs.modules[idx] for idx in idxs}
         is_whole = len(idxs) == len(whole_group)
         products = (0, 0) if top is None else _num_products(top, inside)

@@ -64,13 +64,17 @@ class StepRun:
         hub = self._hub
         # Before other ranks of the pipeline can ask for split layers, which communicate too.
         self._seed = self._agreed_seed()
-        terms = Agreement(self._current, self._name, batch or {}) if self._has_peers() else None
+        terms = None
+        if self._current.rank.world_size > 1 and self._engines:
+            shown = (batch or {}) if self._trains else {}
+            terms = Agreement(self._current, self._name, shown, self._trains)
         if hub is not None:
             words = "" if terms is None else terms.words()
             num_microbatches, words = hub.begin_step(self._name, num_microbatches, words)
             if terms is not None:
                 terms.compare_pipeline(words)
-        self._engines = self._agreed(num_microbatches, terms)
+        weights = weights if self._trains else None
+        self._engines = self._agreed(num_microbatches, terms, weights)
         # Two that reduce at the same time might do so in another order on other replicas.
         first = max(
             self._engines, key=lambda e: (e.gradients.trainable_bytes, -e.idx), default=None
@@ -80,7 +84,7 @@ class StepRun:
             see(self._engines, self._trains)
         for engine in self._engines:
             engine.begin_step(num_microbatches, self._trains, engine is first)
-        if weights is not None and self._trains:
+        if weights is not None:
             weights.begin_exchange()
         if hub is not None:
             reducers = [
@@ -111,12 +115,11 @@ class StepRun:
         if self._hub is not None:
             self._hub.use_samples(draws.samples)
 
-    def _has_peers(self) -> bool:
-        """Do other ranks train the same model in this step?"""
-        return self._trains and self._current.rank.world_size > 1 and bool(self._engines)
-
-    def _agreed(self, num_microbatches: int, terms: Agreement | None) -> list[Engine]:
-        """The models that all replicas have; garbage is collected at any time. Collective."""
+    def _agreed(
+        self, num_microbatches: int, terms: Agreement | None, weights: BatchWeights | None
+    ) -> list[Engine]:
+        """Returns the models that all replicas have; garbage is collected at any time. Weights go
+        with what is exchanged, if something is. Collective."""
         current = self._current
         communicator = current.rank.comms.dp_host
         several = self._trains and current.wrapped.num_wrapped > 1
@@ -127,14 +130,16 @@ class StepRun:
         # Replicas that have run out of batches (`smp.join`) take part in reductions only.
         joins = any(engine.uneven is not None for engine in self._engines)
         compares = terms is not None and not joins
-        if communicator is None or not (several or ordered or compares):
+        if communicator is None or not (several or ordered or (compares and self._trains)):
             return self._engines
         here = {engine.idx for engine in self._engines}
         missing = [int(idx not in here) for idx in range(current.wrapped.num_wrapped)]
-        maxima = data_parallel.agree_on_maxima(
+        sums = [] if weights is None else weights.own_sums()
+        told = data_parallel.gather_numbers(
             current.rank,
             communicator,
             [
+                *sums,
                 num_microbatches,
                 -num_microbatches,
                 *(terms.digests() if terms is not None and compares else (0, 0)),
@@ -142,6 +147,10 @@ class StepRun:
             ],
             "begin of a step",
         )
+        columns = list(zip(*told, strict=True))
+        if weights is not None:
+            weights.take_sums([sum(column) for column in columns[: len(sums)]])
+        maxima = [int(max(column)) for column in columns[len(sums) :]]
         if terms is not None:
             terms.compare_replicas(maxima[2:4])
         if ordered and maxima[0] != -maxima[1]:

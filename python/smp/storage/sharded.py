@@ -115,6 +115,7 @@ class ShardedParameters:
             rank.comms.shard,
             across=rank.comms.shard_across,
             within=rank.comms.shard_within,
+            control=rank.comms.shard_host,
             max_live_elements=config.sdp_max_live_parameters,
             persistence_threshold=config.sdp_param_persistence_threshold,
             faults=rank.board,
@@ -155,6 +156,8 @@ class ShardedParameters:
         Raises:
             ValueError: code of the step wrote into a parameter.
         """
+        if self._rank.sizes["pp"] > 1:
+            self.store.meet()
         self.store.end_pass()
         for (name, parameter), version in zip(self._named, self._versions, strict=True):
             if parameter._version != version:
@@ -172,12 +175,18 @@ class ShardedParameters:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Each parameter that is read is gathered and stays whole until the end. Collective: all
-        ranks of the group read in one order."""
+        ranks of the group read in one order.
+
+        Raises:
+            ValueError: some of them run modules that others do not.
+        """
         scope = self.store.enter([], is_forward=False)
         try:
             yield
         finally:
             scope.leave()
+        if self._rank.sizes["pp"] == 1:  # else contexts of other microbatches run meanwhile
+            self.store.meet()
 
     @contextlib.contextmanager
     def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

@@ -49,8 +49,9 @@ class Groups:
     `dp` and `rdp`, and nothing but `tp_group` (regions of split modules) `tp` and `tp_control`: all
     ranks must issue the operations of one in one order. Between steps, `device_numbers` uses `mp`,
     `tp`, `shard_reduce` and `replica`.
-    Where `dp` or `rdp` run on streams of a device, `dp_host` and `rdp_host` carry what the hosts of
-    the reducers tell each other, in the same order; else they are `dp` and `rdp` themselves.
+    Where `dp`, `rdp` or `shard` run on streams of a device, `dp_host`, `rdp_host` and `shard_host`
+    carry what the hosts of those that use them tell each other, in the same order; else they are
+    the same groups.
     `shard` gathers parameters, `shard_reduce` and `replica` reduce gradients of sharded states; for
     parameters that all ranks of a tp group hold that is `whole_shard_reduce`, `whole_replica` and
     then `whole_tp`, because reducers do not agree on an order among each other. Where a shard group
@@ -72,6 +73,7 @@ class Groups:
     tp: _C.Communicator | None = None
     tp_control: _C.Communicator | None = None
     shard: _C.Communicator | None = None
+    shard_host: _C.Communicator | None = None
     shard_across: _C.Communicator | None = None
     shard_within: _C.Communicator | None = None
     shard_reduce: _C.Communicator | None = None
@@ -239,6 +241,7 @@ def build_groups(
     if shard_size > 1:
         ranks = own["shard"]
         made.shard = by_hosts("shard", gather_hosts)
+        made.shard_host = beside("shard", made.shard)
         made.shard_reduce = summing("shard", "shard_reduce")
         made.replica = summing("replica")
         if gather_hosts and made.shard is not None and made.shard.is_stream_ordered:

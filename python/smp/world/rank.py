@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,8 @@ class Rank:
         connections: liveness, messages and objects; None in a world of one.
         comms: tensor communicators of the groups; None for a group of one.
         stops: finds the boundary between steps at which all ranks stop.
+        terms_at: makes the `Terms` that roll calls compare, from what ranks do then; None before a
+            model is wrapped.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Rank:
         self.connections: Connections | None = None
         self.comms = Groups()
         self._has_ended = False
+        self.terms_at: Callable[[str], Any] | None = None
         self.stops = _C.StopAgreement(_C.FaultBoard(self.global_rank))
         _C.set_rank_prefix(f"[global_rank {self.global_rank} | {self.place}] ")
 

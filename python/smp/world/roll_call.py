@@ -52,12 +52,14 @@ def roll_call(
         ``own`` of all ranks of the group.
 
     Raises:
-        ValueError: on all ranks, if some rank has an error or other arguments.
+        ValueError: on all ranks, if some rank has an error, other arguments or other `Terms`.
         PeerFailure, RuntimeError: some rank is elsewhere, or has failed.
     """
     rank.check_process(what)
     members = rank.groups[group]
-    calls = [{_MARK: what, "call": call, "own": own}]
+    terms = None if rank.terms_at is None else rank.terms_at(what)
+    told = "" if terms is None else terms.words()
+    calls = [{_MARK: what, "call": call, "own": own, "terms": told}]
     if rank.exchange is not None:
         packed = host_objects.pack(calls[0])
         try:
@@ -78,6 +80,8 @@ def roll_call(
                 reason = f"global_rank {member} is in {where}"
                 raise RuntimeError(_advice(rank, what, snippet, group, reason))
     _compare(what, {member: other["call"] for member, other in came.items()})
+    if terms is not None:
+        terms.compare({member: other["terms"] for member, other in came.items() if other["terms"]})
     return [other["own"] for other in calls]
 
 

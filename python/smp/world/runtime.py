@@ -178,6 +178,7 @@ class Runtime:
 
     def _drop_references(self) -> None:
         self.rank.drop_communicators()
+        self.rank.terms_at = None
         self.wrapped.forget()
         self.steps.forget_callbacks()
         self.pipeline = None

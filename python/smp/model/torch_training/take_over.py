@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from smp.model.torch_training.clipping import TorchClipping
 from smp.model.torch_training.grad_scaler import TorchGradScaler
 from smp.model.torch_training.optimizers import TorchOptimizers
@@ -9,6 +11,7 @@ from smp.model.torch_training.part_gradients import PartGradients
 from smp.model.torch_training.plain_backward import PlainBackward
 from smp.precision.shown_gradients import CutParameter
 from smp.world import runtime
+from smp.world.terms import terms_now
 
 
 def take_over(current: runtime.Runtime) -> None:
@@ -23,6 +26,7 @@ def take_over(current: runtime.Runtime) -> None:
     if current.torch_optimizers is not None:
         return
     current.torch_optimizers = TorchOptimizers(current)
+    current.rank.terms_at = functools.partial(terms_now, current)
     PlainBackward(current)
     sizes, config = current.rank.sizes, current.rank.config
     # Otherwise gradients are whole on each rank, and the model's own.
