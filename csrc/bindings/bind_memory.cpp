@@ -50,14 +50,15 @@ memory::RecomputedFunction checkpointed(py::function function) {
   };
 }
 
-Tensors recompute(py::function function, const Tensors& inputs, bool needs_grad,
-                  bool preserve_random_state, const std::string& device,
-                  std::shared_ptr<memory::ActivationStore> store) {
+Tensors recompute(
+    py::function function, const Tensors& inputs, bool needs_grad,
+    bool preserve_random_state, const std::string& device,
+    std::optional<std::shared_ptr<memory::ActivationStore>> store) {
   memory::RecomputeOptions options;
   options.needs_grad = needs_grad;
   options.preserve_random_state = preserve_random_state;
   options.device = c10::Device(device);
-  options.store = std::move(store);
+  options.store = store.value_or(nullptr);
   auto call = checkpointed(std::move(function));
   py::gil_scoped_release release;
   return memory::recompute(std::move(call), inputs, options);
@@ -117,12 +118,6 @@ void bind_host_memory(py::module_& m) {
       "Blocks that came from the system and that were used again; bytes in "
       "use and free; of the last time that there was no memory, what was asked "
       "for and was in use.");
-  m.def(
-      "limit_host_memory",
-      [](int64_t num_bytes) { HostAllocator::instance().set_limit(num_bytes); },
-      py::arg("num_bytes"),
-      "A testing aid: large CPU tensors find no memory beyond so much; 0: no "
-      "limit.");
 }
 
 void bind_recompute(py::module_& m) {

@@ -1,6 +1,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
+
 #include "csrc/bindings/waits.h"
 #include "csrc/health/fault_board.h"
 #include "csrc/parameters/flat_gathers.h"
@@ -23,9 +25,10 @@ using Store = std::shared_ptr<BackwardUses>;
 Store make_store(const std::vector<at::Tensor>& params,
                  const std::vector<at::Tensor>& shards,
                  std::vector<std::vector<int>> units,
-                 std::vector<std::string> names, CommunicatorPtr group,
-                 CommunicatorPtr across, CommunicatorPtr within,
-                 CommunicatorPtr control, int64_t max_live_elements,
+                 std::vector<std::string> names,
+                 std::optional<CommunicatorPtr> group, CommunicatorPtr across,
+                 CommunicatorPtr within, CommunicatorPtr control,
+                 int64_t max_live_elements,
                  int64_t persistence_threshold, int num_ahead, FaultsPtr faults,
                  std::vector<int> ranks, double timeout_s) {
   ParameterStore::Options options;
@@ -40,7 +43,8 @@ Store make_store(const std::vector<at::Tensor>& params,
       across && within
           ? parameters::make_hierarchical_gathers(
                 std::move(across), std::move(within), std::move(control))
-          : parameters::make_flat_gathers(std::move(group), std::move(control));
+          : parameters::make_flat_gathers(group.value_or(nullptr),
+                                          std::move(control));
   return std::make_shared<BackwardUses>(std::make_shared<ParameterStore>(
       params, shards, std::move(units), std::move(names), std::move(gathers),
       std::move(options)));

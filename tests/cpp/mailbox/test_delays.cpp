@@ -1,4 +1,4 @@
-#include "csrc/mailbox/test_delays.h"
+#include "tests/cpp/mailbox/test_delays.h"
 
 #include <charconv>
 #include <chrono>
@@ -61,7 +61,7 @@ void TestDelays::set(uint64_t seed, int64_t max_us) {
   max_us_ = max_us;
 }
 
-void TestDelays::sleep(Place place) {
+void TestDelays::sleep(PausePlace place) {
   const auto place_idx = static_cast<uint64_t>(place);
   const uint64_t count = num_pauses_.at(place_idx).fetch_add(1);
   uint64_t random = mixed(seed_.load());
