@@ -10,11 +10,10 @@ from torch import nn
 import smp._C as _C
 from smp import activations
 from smp.activations import HonouredModules
-from smp.model.expected_memory import expect
-from smp.observe.memory.expected import Expected
 from smp.partition.costs import Trace
 from smp.partition.decide import Fastest
 from smp.partition.decision import Decision
+from smp.partition.expected_memory import Expected, expect
 from smp.partition.fastest import StepShape
 from smp.partition.room import device_room_bytes, state_factor
 from smp.partition.together import Wishes, decide_together
@@ -102,7 +101,7 @@ class Partitioning:
         )
         self.decision = decision
         self.expected = expect(
-            current.rank, self._root, decision, trace, schedule.kept_microbatches
+            current.rank, decision, trace is not None, schedule.kept_microbatches
         )
         if current.rank.global_rank == 0 and current.rank.sizes["pp"] > 1:
             ranks = [current.rank.on_pipeline_rank(p) for p in range(current.rank.sizes["pp"])]

@@ -95,7 +95,6 @@ def _of_samples(traced: Trace, samples: int) -> Trace:
                 forward_flops=samples * cost.forward_flops,
                 backward_flops=samples * cost.backward_flops,
                 activation_bytes=samples * cost.activation_bytes,
-                output_bytes=samples * cost.output_bytes,
             )
             for cost in traced.costs
         ),
