@@ -14,7 +14,9 @@ from smp.observe.memory.holdings import Held, held_by
 from smp.partition.expected_memory import Expected
 from smp.world import runtime
 
-_REMEDY = "smp estimate computes what ranks hold with other settings; docs/memory.md lists what helps"
+_REMEDY = (
+    "smp estimate computes what ranks hold with other settings, docs/memory.md lists what helps"
+)
 
 
 class OutOfMemory(torch.OutOfMemoryError):
