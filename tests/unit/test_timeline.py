@@ -449,7 +449,7 @@ def test_page_draws_and_says_what_is_under_the_pointer(document: Document, tmp_p
         }));
         """,
     )
-    assert {"rank 0 (pp 0)", "bubble 60.0 %", "F0 step function"} <= set(result["texts"])
+    assert {"rank 0 (pp 0)", "bubble 60.0 %", "F0 step f…"} <= set(result["texts"])
     assert result["tip"].startswith("F0 step function\n1.000 ms\n") and result["hidden"]
     assert result["rows"] == 3, "a head and two ranks"
     assert result["lines"] == 2 + 2, "two arrows, begin and end of the step"
