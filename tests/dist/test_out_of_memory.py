@@ -49,7 +49,7 @@ def test_rank_of_a_pipeline_says_what_was_expected_and_fewer_in_flight_fit(
         r"the partition expected at most .*, 4 microbatches in flight of \d+\.\d MiB each", text
     ), text
     assert "global_rank 0 (pp 0 tp 0 rdp 0) raised" in outcomes[1].message
-    fewer = keys | {"active_microbatches": 2}
+    fewer = keys | {"active_microbatches": 1}
     assert pool.run(2, train_pipeline, limits, fewer) == ["fits", "fits"]
 
 

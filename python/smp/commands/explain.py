@@ -7,16 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from smp.commands.decided import Decided, add_arguments, decide, write_page
+from smp.commands.decided import Decided, add_arguments, decide
 from smp.commands.ending import DONE, NO, BadUse, guarded
-from smp.commands.printing import bytes_text, print_json, print_table
-from smp.commands.recorded import COLUMNS as RECORDED
+from smp.commands.printing import bytes_text, print_json
 from smp.commands.recorded import Comparison, compare
+from smp.commands.report import Block, Heading, Table, Text, bars, print_blocks, write_page
 from smp.partition import partition_file
 from smp.partition.decision import Decision
 from smp.partition.explain import Explanation, explain
 from smp.partition.fastest import Candidate
-from smp.planning import pages
 from smp.planning.reasons import (
     ModuleCosts,
     bounds_in_words,
@@ -76,12 +75,13 @@ def _run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         raise BadUse(str(error)) from None
     changed = None if other is None else explain(other)
+    title, blocks = _title(decided, comparison), _blocks(decided, found, changed, comparison)
     if arguments.page is not None:
-        write_page(arguments.page, _page(decided, found, other, changed, comparison))
+        write_page(arguments.page, f"Partition of {title}", blocks)
     if arguments.json:
         print_json(_facts(decided, found, other, changed, comparison))
     else:
-        _print(decided, found, other, changed, comparison)
+        print_blocks([Text(title), *blocks])
     limit = arguments.memory
     is_too_large = changed is not None and any(
         limit is not None and rank.memory_bytes > limit for rank in changed.ranks
@@ -96,8 +96,8 @@ def _move(word: str) -> tuple[str, int]:
     return name, int(rank)
 
 
-def _rank_rows(found: Explanation) -> list[list[str]]:
-    return [
+def _rank_table(found: Explanation) -> Table:
+    rows = [
         [
             str(rank.pp_rank),
             bytes_text(rank.param_bytes),
@@ -109,10 +109,11 @@ def _rank_rows(found: Explanation) -> list[list[str]]:
         ]
         for rank in found.ranks
     ]
+    return Table(_RANKS, rows, text_columns=0)
 
 
-def _module_rows(costs: list[ModuleCosts]) -> list[list[str]]:
-    return [
+def _module_table(costs: list[ModuleCosts]) -> Table:
+    rows = [
         [
             cost.name or "(root)",
             str(cost.pp_rank),
@@ -122,11 +123,12 @@ def _module_rows(costs: list[ModuleCosts]) -> list[list[str]]:
         ]
         for cost in costs
     ]
+    return Table(_MODULES, rows)
 
 
-def _considered_rows(decision: Decision) -> list[list[str]]:
+def _candidate_table(decision: Decision) -> Table:
     taken = tuple(decision.partition_idxs)
-    return [
+    rows = [
         [
             _name_of(candidate),
             "yes" if tuple(candidate.assignment.partition_idxs) == taken else "",
@@ -135,6 +137,7 @@ def _considered_rows(decision: Decision) -> list[list[str]]:
         ]
         for candidate in decision.considered
     ]
+    return Table(_CONSIDERED, rows, text_columns=2)
 
 
 def _name_of(candidate: Candidate) -> str:
@@ -144,7 +147,7 @@ def _name_of(candidate: Candidate) -> str:
     return f"ranks in front may have {100 * lead:.3g} % more"
 
 
-def _compared_rows(found: Explanation, changed: Explanation) -> list[list[str]]:
+def _comparison_table(found: Explanation, changed: Explanation) -> Table:
     def of(explanation: Explanation) -> list[str]:
         ratio = explanation.step_ratio
         return [
@@ -155,7 +158,7 @@ def _compared_rows(found: Explanation, changed: Explanation) -> list[list[str]]:
         ]
 
     names = ("time of a step", "largest load", "memory of the largest rank", "between ranks")
-    return [list(row) for row in zip(names, of(found), of(changed), strict=True)]
+    return Table(_COMPARED, list(zip(names, of(found), of(changed), strict=True)))
 
 
 def _boundaries(found: Explanation) -> list[str]:
@@ -192,74 +195,27 @@ def _title(decided: Decided, comparison: Comparison | None) -> str:
     return f"{decided.loaded.trained} on {decided.decision.num_partitions} ranks, {how} ({costs})"
 
 
-def _print(
+def _blocks(
     decided: Decided,
     found: Explanation,
-    other: Decision | None,
     changed: Explanation | None,
     comparison: Comparison | None,
-) -> None:
-    decision, config = decided.decision, decided.config
-    if comparison is not None:
-        print_table(comparison.title, RECORDED, comparison.rows, text_columns=0)
-        print()
-    print(_title(decided, comparison))
-    print_table("", _RANKS, _rank_rows(found), text_columns=0)
-    words = bounds_in_words(bounds_of(decision, config), config.microbatches)
-    print("\n" + "\n".join([*_boundaries(found), *words]))
-    if decision.considered:
-        print()
-        print_table("Candidates", _CONSIDERED, _considered_rows(decision), text_columns=2)
-    print()
-    print_table("Modules", _MODULES, _module_rows(module_costs(decision)))
-    if found.module is not None:
-        print("\n" + "\n".join(_why(found)))
-    if changed is not None and other is not None:
-        print()
-        print_table("What if", _COMPARED, _compared_rows(found, changed))
-
-
-def _page(
-    decided: Decided,
-    found: Explanation,
-    other: Decision | None,
-    changed: Explanation | None,
-    comparison: Comparison | None,
-) -> str:
+) -> list[Block]:
     decision, config = decided.decision, decided.config
     costs = module_costs(decision)
-    recorded: list[str] = []
+    blocks: list[Block] = []
     if comparison is not None:
-        recorded = [
-            pages.paragraph(comparison.title),
-            pages.table(RECORDED, comparison.rows),
-            pages.heading("Partition"),
-        ]
-    parts = [
-        *recorded,
-        pages.table(_RANKS, _rank_rows(found)),
-        *(pages.paragraph(text) for text in _boundaries(found)),
-        pages.heading("What bounds it"),
-        *(
-            pages.paragraph(text)
-            for text in bounds_in_words(bounds_of(decision, config), config.microbatches)
-        ),
-    ]
+        blocks += [Text(comparison.title), comparison.table, Heading("Partition")]
+    blocks += [_rank_table(found), *map(Text, _boundaries(found)), Heading("What bounds it")]
+    blocks += map(Text, bounds_in_words(bounds_of(decision, config), config.microbatches))
     if decision.considered:
-        parts += [pages.heading("Candidates"), pages.table(_CONSIDERED, _considered_rows(decision))]
-    parts += [
-        pages.heading("Modules"),
-        pages.bars([(f"{c.name or '(root)'} on {c.pp_rank}", c.compute_share) for c in costs]),
-        pages.table(_MODULES, _module_rows(costs)),
-    ]
-    parts += [pages.paragraph(text) for text in _why(found)]
-    if changed is not None and other is not None:
-        parts += [
-            pages.heading("What if"),
-            pages.table(_COMPARED, _compared_rows(found, changed)),
-            pages.table(_RANKS, _rank_rows(changed)),
-        ]
-    return pages.page(f"Partition of {_title(decided, comparison)}", parts)
+        blocks += [Heading("Candidates"), _candidate_table(decision)]
+    shares = [(f"{cost.name or '(root)'} on {cost.pp_rank}", cost.compute_share) for cost in costs]
+    blocks += [Heading("Modules"), bars(shares), _module_table(costs)]
+    blocks += map(Text, _why(found))
+    if changed is not None:
+        blocks += [Heading("What if"), _comparison_table(found, changed), _rank_table(changed)]
+    return blocks
 
 
 def _facts(

@@ -9,13 +9,14 @@ from typing import Any
 
 from smp.commands.decided import Decided
 from smp.commands.ending import BadUse
+from smp.commands.report import Table
 from smp.config import given_files
 from smp.observe.timeline import recorded as recordings
 from smp.observe.timeline.recorded import Recorded
 from smp.planning.reasons import compute_shares
 from smp.planning.recorded_costs import with_recorded
 
-COLUMNS = ("pp_rank", "forward", "backward", "recorded", "estimated", "bubble")
+_COLUMNS = ("pp_rank", "forward", "backward", "recorded", "estimated", "bubble")
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class Comparison:
         )
 
     @property
-    def rows(self) -> list[list[str]]:
-        """Cells of a table with `COLUMNS`."""
+    def table(self) -> Table:
+        """Recorded and estimated work of each rank."""
         found = self.recorded
-        return [
+        rows = [
             [
                 str(rank),
                 f"{found.forward_ms[rank]:.4g} ms",
@@ -63,6 +64,7 @@ class Comparison:
             ]
             for rank, (own, expected) in enumerate(zip(self.shares, self.estimated, strict=True))
         ]
+        return Table(_COLUMNS, rows, text_columns=0)
 
     @property
     def facts(self) -> dict[str, Any]:
