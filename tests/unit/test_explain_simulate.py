@@ -14,8 +14,7 @@ from smp_cli.main import main
 from torch import Tensor, nn
 
 from smp.pipeline import schedules
-from smp.planning import simulation as simulating
-from smp.planning.simulation import Stops, prove
+from smp.planning.simulation import NotOrdered, prove
 
 MODEL = "tests.unit.test_explain_simulate:stack"
 TWO = "pipeline_parallel_degree=2,microbatches=4"
@@ -249,25 +248,9 @@ def test_given_time_of_a_microbatch_scales_the_step(capsys: pytest.CaptureFixtur
     assert sum(rank["busy"] for rank in found["ranks"]) == pytest.approx(4 * 50, rel=1e-3)
 
 
-def test_list_that_stops_is_answered_with_its_circle(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    file = tmp_path / "schedule.txt"
-    file.write_text("0: F0 B0 F1 B1\n1: F1 F0 B1 B0\n")
-    config = f"pipeline_parallel_degree=2,microbatches=2,schedule_file={file}"
-    assert run(capsys, "simulate", "--config", config, status=1) == (
-        "smp simulate: the schedule deadlocks: rank 0 is at B0 and waits for B0 of rank 1; rank 1 "
-        "is at F1 and waits for F1 of rank 0: a circle\n"
-    )
-    file.write_text("0: F0 F1 B0 B1\n1: F0 B0 F1 B1\n")
-    text = run(capsys, "simulate", "--config", config)
-    assert "0: F0 F1 B0 B1" in text and "picks another action" not in text
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--config", f"{TWO},schedule_file=/no/such"), "/no/such"),
         (("--config", TWO, "--microbatch-ms", "0"), "no time above 0"),
         (("--config", f"{TWO},pipeline=circle"), "pipeline='circle'"),
     ],
@@ -299,17 +282,12 @@ def test_proof_follows_waits_itself() -> None:
     # Of 24 actions 21 have one before them, 8 an input, 12 a forward, 8 a gradient.
     assert len(proof.order) == 24 and proof.num_waits == 21 + 8 + 12 + 8
     assert [(w.rank, w.action) for w in proof.order[-1][2]] == [(0, "B2"), (0, "F3"), (1, "B3")]
-    with pytest.raises(Stops, match=r"rank 1 runs B0 before"):
+    with pytest.raises(NotOrdered, match=r"rank 1 runs B0 before"):
         prove(swapped(found, "F0", "B0"), 3, 4, 4)
-    with pytest.raises(Stops, match=r"rank 1 runs B1 before"):
+    with pytest.raises(NotOrdered, match=r"rank 1 runs B1 before"):
         prove(swapped(found, "B1", "B0"), 3, 4, 4)
-    with pytest.raises(Stops, match="lets 2 microbatches in"):
+    with pytest.raises(NotOrdered, match="lets 2 microbatches in"):
         prove(found, 3, 4, 1)
     lost = dataclasses.replace(found, timeline=found.timeline[:-1])
-    with pytest.raises(Stops, match="23 of 24 actions"):
+    with pytest.raises(NotOrdered, match="23 of 24 actions"):
         prove(lost, 3, 4, 4)
-
-
-def test_a_stop_without_circle_keeps_the_words_of_the_simulator() -> None:
-    text = simulating._circle("this stops:\n  rank 0: next is F1, which waits for a place")
-    assert text == "the schedule deadlocks: this stops: rank 0: next is F1, which waits for a place"

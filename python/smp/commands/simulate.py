@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from smp.commands.decided import Decided, add_arguments, decide
-from smp.commands.ending import DONE, BadUse, DoesNotFit, guarded
+from smp.commands.ending import DONE, BadUse, guarded
 from smp.commands.printing import bytes_text, print_json
 from smp.commands.report import (
     Block,
@@ -21,13 +21,13 @@ from smp.commands.report import (
     write_page,
 )
 from smp.pipeline.schedules import Simulation
-from smp.planning.simulation import Proof, Stops, proof_in_words, prove, simulate, stages_of
+from smp.planning.simulation import Proof, proof_in_words, prove, simulate, stages_of
 
 _COLUMNS = ("pp_rank", "busy", "idle", "bubble", "most microbatches", "activations")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds the command ``simulate``. Status 1: the schedule stops; 2: bad use."""
+    """Adds the command ``simulate``. Status 2: bad use."""
     parser = subparsers.add_parser(
         "simulate",
         help="the schedule of a configuration as a timeline",
@@ -56,12 +56,9 @@ def _run(arguments: argparse.Namespace) -> int:
         stages = stages_of(decided.decision, config, arguments.microbatch_ms)
         simulation = simulate(stages, config)
         proof = prove(simulation, len(stages), config.microbatches, active)
-    except Stops as stops:
-        raise DoesNotFit(str(stops)) from None
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise BadUse(str(error)) from None
-    policy = config.pipeline if config.schedule_file is None else config.schedule_file
-    words = proof_in_words(proof, policy, active, is_list=config.schedule_file is not None)
+    words = proof_in_words(proof, config.pipeline, active)
     blocks = _blocks(decided, simulation, proof, words, unit)
     if arguments.page is not None:
         write_page(arguments.page, f"Schedule of {decided.loaded.trained}", blocks)

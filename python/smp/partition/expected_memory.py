@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import smp._C as _C
@@ -29,17 +28,13 @@ class Expected:
     peak: float
 
 
-def expect(
-    rank: Rank, decision: Decision, is_traced: bool, kept: Sequence[int] | None
-) -> Expected | None:
+def expect(rank: Rank, decision: Decision, is_traced: bool) -> Expected | None:
     """Returns what this rank is expected to need. Collective with several pipeline ranks.
 
     Args:
         rank: rank of this process.
         decision: partition of the model.
         is_traced: the first rank has a trace of the model; other ranks ignore this.
-        kept: microbatches that the schedule keeps on each pipeline rank, or None where its policy
-            decides.
 
     Returns:
         The expectation, or None without several pipeline ranks or without a trace.
@@ -49,7 +44,7 @@ def expect(
         return None
     by_rank = None
     if rank.global_rank == 0 and is_traced and decision.options is not None:
-        in_flight = kept or kept_microbatches(rank.config, pp_size, decision.num_chunks)
+        in_flight = kept_microbatches(rank.config, pp_size, decision.num_chunks)
         by_rank = [_expect_rank(decision, r, in_flight[r]) for r in range(pp_size)]
     decided = comm.allgather(by_rank, comm.WORLD)[0]
     return None if decided is None else decided[rank.ranks["pp"]]
