@@ -10,7 +10,6 @@ from typing import Any
 from smp.commands.decided import Decided, add_arguments, decide
 from smp.commands.ending import DONE, NO, BadUse, guarded
 from smp.commands.printing import bytes_text, print_json
-from smp.commands.recorded import Comparison, compare
 from smp.commands.report import Block, Heading, Table, Text, bars, print_blocks, write_page
 from smp.partition import partition_file
 from smp.partition.decision import Decision
@@ -48,13 +47,6 @@ def add_parser(subparsers: Any) -> None:
         help="what the partition would cost with these modules on other ranks",
     )
     parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="a JSON file of smp.trace of a run with this partition: modules cost what their rank "
-        "took there, instead of what their FLOPs say",
-    )
-    parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write a partition file, to be edited"
     )
     parser.set_defaults(execute=guarded("explain", _run))
@@ -63,9 +55,6 @@ def add_parser(subparsers: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     moves = dict(_move(word) for word in arguments.what_if)
     decided = decide(arguments)
-    comparison = None
-    if arguments.trace is not None:
-        comparison, decided = compare(arguments.trace, decided)
     decision = decided.decision
     try:
         found = explain(decision, arguments.module)
@@ -75,11 +64,11 @@ def _run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         raise BadUse(str(error)) from None
     changed = None if other is None else explain(other)
-    title, blocks = _title(decided, comparison), _blocks(decided, found, changed, comparison)
+    title, blocks = _title(decided), _blocks(decided, found, changed)
     if arguments.page is not None:
         write_page(arguments.page, f"Partition of {title}", blocks)
     if arguments.json:
-        print_json(_facts(decided, found, other, changed, comparison))
+        print_json(_facts(decided, found, other, changed))
     else:
         print_blocks([Text(title), *blocks])
     limit = arguments.memory
@@ -185,27 +174,23 @@ def _why(found: Explanation) -> list[str]:
     return lines
 
 
-def _title(decided: Decided, comparison: Comparison | None) -> str:
+def _title(decided: Decided) -> str:
     how = {
         "auto": "found automatically",
         "file": "from a partition file",
         "marks": "from marks in the model",
     }[decided.decision.decided_by]
-    costs = "predicted" if comparison is None else "work as recorded, else predicted"
-    return f"{decided.loaded.trained} on {decided.decision.num_partitions} ranks, {how} ({costs})"
+    return f"{decided.loaded.trained} on {decided.decision.num_partitions} ranks, {how} (predicted)"
 
 
 def _blocks(
     decided: Decided,
     found: Explanation,
     changed: Explanation | None,
-    comparison: Comparison | None,
 ) -> list[Block]:
     decision, config = decided.decision, decided.config
     costs = module_costs(decision)
     blocks: list[Block] = []
-    if comparison is not None:
-        blocks += [Text(comparison.title), comparison.table, Heading("Partition")]
     blocks += [_rank_table(found), *map(Text, _boundaries(found)), Heading("What bounds it")]
     blocks += map(Text, bounds_in_words(bounds_of(decision, config), config.microbatches))
     if decision.considered:
@@ -223,14 +208,12 @@ def _facts(
     found: Explanation,
     other: Decision | None,
     changed: Explanation | None,
-    comparison: Comparison | None,
 ) -> dict[str, Any]:
     decision = decided.decision
     bounds = bounds_of(decision, decided.config)
     facts = {
         "model": decided.loaded.name,
         "decided_by": decision.decided_by,
-        "trace": None if comparison is None else comparison.facts,
         **_in_figures(found),
         "bounds": asdict(bounds),
         "considered": [
