@@ -183,16 +183,12 @@ def _title(decided: Decided) -> str:
     return f"{decided.loaded.trained} on {decided.decision.num_partitions} ranks, {how} (predicted)"
 
 
-def _blocks(
-    decided: Decided,
-    found: Explanation,
-    changed: Explanation | None,
-) -> list[Block]:
+def _blocks(decided: Decided, found: Explanation, changed: Explanation | None) -> list[Block]:
     decision, config = decided.decision, decided.config
     costs = module_costs(decision)
-    blocks: list[Block] = []
-    blocks += [_rank_table(found), *map(Text, _boundaries(found)), Heading("What bounds it")]
-    blocks += map(Text, bounds_in_words(bounds_of(decision, config), config.microbatches))
+    words = bounds_in_words(bounds_of(decision, config), config.microbatches)
+    blocks: list[Block] = [_rank_table(found), *map(Text, _boundaries(found))]
+    blocks += [Heading("What bounds it"), *map(Text, words)]
     if decision.considered:
         blocks += [Heading("Candidates"), _candidate_table(decision)]
     shares = [(f"{cost.name or '(root)'} on {cost.pp_rank}", cost.compute_share) for cost in costs]
