@@ -8,4 +8,4 @@ from importlib.metadata import version
 from setuptools import setup
 
 major, minor = version("torch").split("+")[0].split(".")[:2]
-setup(install_requires=[f"torch=={major}.{minor}.*", "PyYAML", "rich"])
+setup(install_requires=[f"torch=={major}.{minor}.*", "PyYAML"])

@@ -1,9 +1,9 @@
 """What `smp plan` and `smp estimate` predict, against what this machine does.
 
 ``python benchmarks/planning.py`` trains one GPT-2 under layouts of 2 to 8 processes on the CPU, one
-thread each, with the same samples in each step. Predictions come from a hardware file that `smp
-doctor --calibrate` measures here before; nothing of the runs goes into them. At the end: Kendall's
-tau of predicted and measured step times, and the largest error of the memory of any rank.
+thread each, with the same samples in each step. Predictions come from a hardware file that
+`calibration.py` measures here before; nothing of the runs goes into them. At the end: Kendall's tau
+of predicted and measured step times, and the largest error of the memory of any rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from allocation_meter import preloaded
+from calibration import calibrate
 from environment import REPO, describe
 from planning_model import make_batch, make_model
 from planning_report import compared, summary
@@ -140,20 +140,6 @@ def _prediction(layout: Layout, plan: Plan) -> Predicted:
     )
 
 
-def calibrated(path: Path) -> Hardware:
-    """Measures this machine with the command that users have.
-
-    Raises:
-        RuntimeError: it cannot be measured.
-    """
-    command = [sys.executable, "-m", "smp_cli", "doctor", "--calibrate", str(path)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"smp doctor --calibrate failed:\n{done.stdout}\n{done.stderr}")
-    return hardware.load(str(path))
-
-
 def measured(layouts: Sequence[Layout], rounds: int, repeats: int) -> dict[str, dict[str, Any]]:
     """Results of the workers by layout: one launch for each number of processes.
 
@@ -255,7 +241,7 @@ def main() -> int:
     elif args.measured is not None:
         device = hardware_of(args.measured)
     else:
-        device = calibrated(args.out.with_name("hardware.json"))
+        device = hardware.read(json.dumps(calibrate()), "this machine")
     layouts = [layout for layout in LAYOUTS if layout.num_ranks in args.ranks]
     if args.measured is None:
         results = measured(layouts, args.rounds, args.repeats)

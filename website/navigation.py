@@ -22,7 +22,8 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
             "docs/tensor_parallelism.md", "docs/memory.md", "docs/checkpoints.md",
             "docs/slurm.md", "docs/kubernetes.md", "docs/aws.md", "docs/ray.md",
             "docs/security.md", "docs/debian.md"),
-    "When something is wrong": ("docs/troubleshooting.md", "docs/limits.md", "docs/models.md"),
+    "When something is wrong": ("docs/troubleshooting.md", "docs/limits.md", "docs/models.md",
+                                "docs/removed.md"),
 }  # fmt: skip
 
 

@@ -27,9 +27,7 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command("run", "start a script in several processes of this machine", "smp_cli.run"),
-    Command(
-        "doctor", "versions, devices, transports and limits, and what is wrong", "smp_cli.doctor"
-    ),
+    Command("doctor", "versions, devices, pairs of ranks, and what is wrong", "smp_cli.doctor"),
     Command(
         "verify",
         "compare a training script in small layouts with one process",

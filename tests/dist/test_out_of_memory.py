@@ -1,4 +1,4 @@
-"""Out of memory on one of several ranks: its error, and that what it proposes does fit."""
+"""Out of memory on one of several ranks: its error, and settings with which it fits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def train_pipeline(rank: int, limits_mb: tuple[int, int], keys: dict[str, Any]) 
     return "fits"
 
 
-def test_rank_of_a_pipeline_names_fewer_microbatches_in_flight_and_they_fit(pool: Pool) -> None:
+def test_rank_of_a_pipeline_says_what_was_expected_and_fewer_in_flight_fit(
+    pool: Pool,
+) -> None:
     keys = {"active_microbatches": 4, "pipeline": "simple"}
     limits = (70, 4096)
     outcomes = pool.outcomes(2, train_pipeline, limits, keys)
@@ -48,9 +50,7 @@ def test_rank_of_a_pipeline_names_fewer_microbatches_in_flight_and_they_fit(pool
         r"the partition expected at most .*, 4 microbatches in flight of \d+\.\d MiB each", text
     ), text
     assert "global_rank 0 (pp 0 tp 0 rdp 0) raised" in outcomes[1].message
-    proposed = re.search(r'"active_microbatches": (\d)', text)
-    assert proposed, text
-    fewer = keys | {"active_microbatches": int(proposed[1])}
+    fewer = keys | {"active_microbatches": 1}
     assert pool.run(2, train_pipeline, limits, fewer) == ["fits", "fits"]
 
 
@@ -77,7 +77,9 @@ def train_replicas(rank: int, limit_mb: int, keys: dict[str, Any]) -> str:
     return "fits"
 
 
-def test_replicas_that_have_no_room_for_state_are_told_to_share_it(pool: Pool) -> None:
+def test_replicas_without_room_for_state_say_so_and_fit_if_they_share_it(
+    pool: Pool,
+) -> None:
     """Parameters of 36 MiB, as many of gradients, and twice as many of state."""
     limit_mb = 136
     outcomes = pool.outcomes(2, train_replicas, limit_mb, {})
@@ -86,5 +88,4 @@ def test_replicas_that_have_no_room_for_state_are_told_to_share_it(pool: Pool) -
     assert "out of memory in the update of the optimizer: 9.0 MiB was asked for" in texts[0]
     held = dict(re.findall(r"^  ([a-z ]+): (\d+)\.\d MiB", texts[0], re.M))
     assert held["parameters"] == held["gradients"] == "36", texts[0]
-    assert '  "shard_optimizer_state": True: ' in texts[0], texts[0]
     assert pool.run(2, train_replicas, limit_mb, {"shard_optimizer_state": True}) == ["fits"] * 2

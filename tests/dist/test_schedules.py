@@ -165,20 +165,6 @@ def test_equal_slow_stages_execute_the_plan(
     pytest.fail(f"expected\n{plan}got\n" + "or\n".join(seen))
 
 
-@pytest.mark.sample(keep=4)
-@pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("schedule", POLICIES)
-def test_a_schedule_from_a_file_is_executed_to_the_letter(
-    pool: Pool, schedule: str, pp: int, tmp_path: Path
-) -> None:
-    num_chunks = _C.make_policy(schedule).default_chunks
-    plan = smp.schedule.plan(schedule, pp, 2 * pp, num_chunks)
-    file = tmp_path / "schedule"
-    file.write_text(f"# {schedule}\n{plan}")
-    got = run_slow_chain(pool, tmp_path, pp, num_chunks, (20, 20, 20), 0.0, schedule_file=str(file))
-    assert got == without_weights(plan, 0)
-
-
 def test_zero_bubble_fills_gaps_and_puts_off_no_more_than_its_depth(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -197,44 +183,6 @@ def test_zero_bubble_fills_gaps_and_puts_off_no_more_than_its_depth(
             own = [word for word in words if word[0] == phase]
             assert own == [f"{phase}{mb}" for mb in range(8)], line
         assert all(words.index(f"B{mb}") < words.index(f"W{mb}") for mb in range(8)), line
-
-
-# ---- what does not fit -------------------------------------------------------
-
-
-def refused(rank: int, pp: int, path: str) -> str:
-    import smp
-
-    smp.init({"pipeline_parallel_degree": pp, "microbatches": 2, "schedule_file": path})
-    model = smp.DistributedModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-
-    @smp.step
-    def train(x: Tensor) -> None:
-        model.backward(model(x).mean())
-
-    with pytest.raises(ValueError, match="schedule_file") as refusal:
-        train(torch.ones(2, 2))
-    return str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("0: F0 F1 B0 B1\n", "it has lines for 1 ranks, this run has 2"),
-        ("0: F0 B0 F1 B1\n1: F1 F0 B0 B1\n", "waits for"),
-        ("0: F0 X1\n1: F0\n", "line 1"),
-        (None, "No such file"),
-    ],
-)
-def test_a_schedule_that_cannot_run_is_refused_by_all_ranks_alike(
-    pool: Pool, text: str | None, reason: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "schedule"
-    if text is not None:
-        file.write_text(text)
-    first, second = pool.run(2, refused, 2, str(file))
-    assert reason in first
-    assert first.partition("] ")[2] == second.partition("] ")[2], "the same text on all ranks"
 
 
 # ---- families ----------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from smp.observe.timeline import recorded
 from tests.dist.pool import Pool
 from tests.dist.training import Run, init, make_model
 from tests.reference.data import compute_loss, make_batch
@@ -56,13 +55,31 @@ def trace_steps(rank: int, run: Run, path: str, warm_up: bool) -> list[list[str]
     return orders
 
 
-def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(events of the Chrome trace, data of the page)"""
-    trace = json.loads(path.with_name(path.name + ".json").read_text())
+def read(path: Path) -> dict[str, Any]:
+    """The Chrome trace, which the page has as well."""
+    trace: dict[str, Any] = json.loads(path.with_name(path.name + ".json").read_text())
     page = path.with_name(path.name + ".html").read_text()
     data = re.search(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
-    assert data is not None
-    return trace["traceEvents"], json.loads(data[1])
+    assert data is not None and json.loads(data[1]) == trace
+    return trace
+
+
+def boxes_of(trace: dict[str, Any], rank: int, row: str) -> list[dict[str, Any]]:
+    events = trace["traceEvents"]
+    (tid,) = (
+        e["tid"]
+        for e in events
+        if (e["name"], e["pid"]) == ("thread_name", rank) and e["args"]["name"] == row
+    )
+    found = [e for e in events if (e["ph"], e["pid"], e["tid"]) == ("X", rank, tid)]
+    return sorted(found, key=lambda e: e["ts"])
+
+
+def arrows_of(trace: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    starts = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "s"}
+    ends = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    return [(start, ends[number]) for number, start in starts.items()]
 
 
 LAYOUTS = [
@@ -76,57 +93,47 @@ LAYOUTS = [
 def test_trace_shows_what_the_ranks_executed(pool: Pool, tmp_path: Path, run: Run) -> None:
     path = tmp_path / "steps"
     orders = pool.run(run.world_size, trace_steps, run, str(path), True, timeout=120)
-    events, data = read(path)
-    check_boxes(data, orders, first_step=1)
-    check_transfers(data)
-    check_recorded(recorded.read(path.with_name("steps.json").read_text()), run, data)
-    assert data["notes"] == [], "nothing was dropped, every tensor has its arrow, a plan was made"
-    assert {e["pid"] for e in events} == set(range(run.world_size))
-    starts = sorted(e["id"] for e in events if e["ph"] == "s")
-    assert starts == sorted(e["id"] for e in events if e["ph"] == "f")
-    assert len(starts) == len(data["transfers"])
+    trace = read(path)
+    assert {e["pid"] for e in trace["traceEvents"]} == set(range(run.world_size))
+    check_boxes(trace, orders, first_step=1)
+    check_transfers(trace)
+    other = trace["otherData"]
+    assert other["notes"] == [], "nothing was dropped, all tensors have arrows, a plan was made"
+    assert set(other["clock_uncertainty_us"].values()) == {0.0}
 
 
-def check_boxes(data: dict[str, Any], orders: list[list[list[str]]], first_step: int) -> None:
-    words = data["words"]
-    assert sorted(row["rank"] for row in data["rows"]) == list(range(len(orders)))
-    for row in data["rows"]:
-        runs = row["runs"]
-        for step, order in enumerate(orders[row["rank"]], start=first_step):
-            begun = [words[r[5]] for r in runs if r[6] == step and "/" not in words[r[5]]]
-            assert begun == order and order
+def check_boxes(trace: dict[str, Any], orders: list[list[list[str]]], first_step: int) -> None:
+    steps = trace["otherData"]["steps"]
+    for rank, order_of_steps in enumerate(orders):
+        runs = boxes_of(trace, rank, "executed")
+        for step, order in enumerate(order_of_steps, start=first_step):
+            tasks = [r["args"]["task"] for r in runs if r["args"]["step"] == step]
+            assert [task for task in tasks if "/" not in task] == order and order
         for before, after in zip(runs, runs[1:], strict=False):
-            assert before[0] + before[1] <= after[0] + 0.2, "boxes of a rank must not overlap"
-        assert len(row["bySteps"]) == STEPS
-        for figures in row["bySteps"]:
-            assert 0 <= figures["bubble"] < 1 and 0 <= figures["planned"] < 1
-            assert figures["busy"] > 0
-        assert 0 < row["bubble"] < 1
-        assert row["plan"] and row["offset"] == row["uncertainty"] == 0
+            assert before["ts"] + before["dur"] <= after["ts"] + 0.2, "boxes must not overlap"
+        own = [step["ranks"][str(rank)] for step in steps if str(rank) in step["ranks"]]
+        assert len(own) == STEPS
+        for figures in own:
+            assert 0 <= figures["bubble"] < 1 and 0 <= figures["planned_bubble"] < 1
+            assert figures["busy_us"] > 0
+        assert 0 < trace["otherData"]["bubble"][str(rank)] < 1
+        assert boxes_of(trace, rank, "planned")
         # Waiting and idle times have a reason.
-        assert row["waits"] and all(words[w[5]] for w in row["waits"])
-        assert all(words[i[2]] for i in row["idles"])
+        waits = [e for e in trace["traceEvents"] if (e["ph"], e["pid"]) == ("b", rank)]
+        assert waits and all(re.search(r"waits for \w", e["name"]) for e in waits)
+        assert all(e["name"] for e in boxes_of(trace, rank, "idle"))
 
 
-def check_recorded(found: recorded.Recorded, run: Run, data: dict[str, Any]) -> None:
-    """What `smp explain` reads of the file is what the page shows as busy."""
-    assert (found.num_steps, found.microbatches) == (STEPS, run.microbatches)
-    assert len(found.forward_ms) == len(found.backward_ms) == run.pp
-    busy_ms = sum(figures["busy"] for row in data["rows"] for figures in row["bySteps"]) / 1e3
-    rounds = STEPS * run.microbatches * run.world_size / run.pp
-    assert found.total_ms == pytest.approx(busy_ms / rounds, rel=0.01)
-    assert all(0 < bubble < 1 for bubble in found.bubbles)
-
-
-def check_transfers(data: dict[str, Any]) -> None:
-    replica_of = [row["replica"] for row in data["rows"]]
-    assert data["transfers"]
-    for source, target, sent, received, num_bytes, *_ in data["transfers"]:
-        assert source != target and replica_of[source] == replica_of[target]
-        assert received >= sent and num_bytes > 0
+def check_transfers(trace: dict[str, Any]) -> None:
+    replicas = [set(step["ranks"]) for step in trace["otherData"]["steps"]]
+    arrows = arrows_of(trace)
+    assert arrows
+    for sent, received in arrows:
+        ends = {str(sent["pid"]), str(received["pid"])}
+        assert len(ends) == 2 and any(ends <= replica for replica in replicas)
+        assert received["ts"] >= sent["ts"] and sent["args"]["bytes"] > 0
     # Activations go down the chain and gradients come back; the model's output goes one way.
-    words = data["words"]
-    ways = {(t[0], t[1]) for t in data["transfers"] if words[t[6]] != "model output"}
+    ways = {(s["pid"], r["pid"]) for s, r in arrows if s["args"]["what"] != "model output"}
     assert all((b, a) in ways for a, b in ways)
 
 
@@ -135,19 +142,17 @@ def test_first_step_can_be_traced_and_a_folder_gets_files_of_its_own(
 ) -> None:
     run = Run("chain", 2, 1, manual=True)
     orders = pool.run(2, trace_steps, run, str(tmp_path), False, timeout=120)
-    _, data = read(tmp_path / "trace")
-    check_boxes(data, orders, first_step=0)
+    check_boxes(read(tmp_path / "trace"), orders, first_step=0)
 
 
 def test_one_process_shows_one_row(pool: Pool, tmp_path: Path) -> None:
     run = Run("chain", 1, 1)
     pool.run(1, trace_steps, run, str(tmp_path / "alone.html"), True, timeout=120)
-    events, data = read(tmp_path / "alone")
-    (row,) = data["rows"]
-    texts = [data["words"][r[5]] for r in row["runs"] if r[6] == 1]
-    assert texts == [text for mb in range(4) for text in (f"F{mb}", f"B{mb}/1")]
-    assert row["bubble"] < 0.5 and data["transfers"] == [] == data["notes"]
-    assert [e["ts"] for e in events if e["ph"] == "X"]
+    trace = read(tmp_path / "alone")
+    tasks = [e["args"]["task"] for e in boxes_of(trace, 0, "executed") if e["args"]["step"] == 1]
+    assert tasks == [text for mb in range(4) for text in (f"F{mb}", f"B{mb}/1")]
+    assert trace["otherData"]["bubble"]["0"] < 0.5
+    assert arrows_of(trace) == [] == trace["otherData"]["notes"]
 
 
 # ---- what is refused -------------------------------------------------------
@@ -232,9 +237,9 @@ def drop_old_events(rank: int, path: str) -> None:
 
 def test_dropped_events_are_told_on_the_page(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, drop_old_events, str(tmp_path / "short"), timeout=60)
-    _, data = read(tmp_path / "short")
-    assert any("older events were dropped" in note for note in data["notes"])
-    assert all(len(row["runs"]) <= 20 for row in data["rows"])
+    trace = read(tmp_path / "short")
+    assert any("older events were dropped" in note for note in trace["otherData"]["notes"])
+    assert all(len(boxes_of(trace, rank, "executed")) <= 20 for rank in (0, 1))
 
 
 def raise_inside(rank: int, path: str) -> None:

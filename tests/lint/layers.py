@@ -67,6 +67,17 @@ PUBLIC_PATHS = frozenset(
         "utils",
     }
 )
+# Tools look at the core; the core runs without them.
+TOOLS = frozenset({"observe", "planning", "commands", "smp_cli"})
+# Files of the core that still import a tool. This table only gets shorter.
+CORE_USES_TOOLS: dict[str, frozenset[str]] = {
+    "model/distributed_model.py": frozenset({"observe"}),
+    "model/engine.py": frozenset({"observe"}),
+    "model/model_calls.py": frozenset({"observe"}),
+    "optim/distributed_optimizer.py": frozenset({"observe"}),
+    "step/batch_check.py": frozenset({"observe"}),
+    "step/decorator.py": frozenset({"observe"}),
+}
 _ON_TOP = PUBLIC_PATHS | {"__init__", "__main__"}
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]')
@@ -155,6 +166,32 @@ def _targets(node: ast.AST, package: list[str]) -> Iterator[str]:
         module = _smp_module(name)
         if module is not None:
             yield module
+
+
+def used_tools(root: Path) -> dict[str, frozenset[str]]:
+    """Returns the tools that each file of the core imports; files without any are left out."""
+    package_root = root / "python" / "smp"
+    found: dict[str, set[str]] = {}
+    for path in sorted(package_root.rglob("*.py")):
+        relative = path.relative_to(package_root)
+        if len(relative.parts) == 1 or relative.parts[0] in TOOLS | PUBLIC_PATHS:
+            continue
+        for name in _imported_modules(path):
+            parts = name.split(".")
+            top = parts[1] if parts[0] == "smp" and len(parts) > 1 else parts[0]
+            if top in TOOLS:
+                found.setdefault(relative.as_posix(), set()).add(top)
+    return {place: frozenset(tools) for place, tools in found.items()}
+
+
+def _imported_modules(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "smp":
+            yield from (f"smp.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
 
 
 def check_python(root: Path) -> list[str]:

@@ -26,6 +26,27 @@ def test_python_imports_go_down_only() -> None:
     assert layers.check_python(layers.REPO) == []
 
 
+def test_the_core_imports_no_tools() -> None:
+    found = layers.used_tools(layers.REPO)
+    assert found == layers.CORE_USES_TOOLS, "an exception too many or too few: make it shorter"
+
+
+@pytest.mark.parametrize(
+    ("line", "tool"),
+    [
+        ("from smp.observe.metrics import x", "observe"),
+        ("from smp import planning", "planning"),
+        ("import smp.commands.plan", "commands"),
+        ("def f():\n    from smp_cli.main import main", "smp_cli"),
+    ],
+)
+def test_an_import_of_a_tool_is_found(tmp_path: Path, line: str, tool: str) -> None:
+    _write(tmp_path, "python/smp/model/a.py", line + "\n")
+    _write(tmp_path, "python/smp/observe/a.py", line + "\n")
+    _write(tmp_path, "python/smp/step/a.py", "from smp.model import x\n")
+    assert layers.used_tools(tmp_path) == {"model/a.py": frozenset({tool})}
+
+
 def test_the_picture_of_the_rooms_is_the_tree() -> None:
     package = layers.REPO / "python" / "smp"
     folders = {path.name for path in package.iterdir() if any(path.glob("*.py"))}

@@ -24,7 +24,7 @@ _WRITERS = {
     "python/smp/world/extension.py",
     "python/smp_cli/doctor/devices.py",
     "python/smp_cli/doctor/hosts.py",
-    "python/smp_cli/doctor/software.py",
+    "python/smp_cli/doctor/versions.py",
 }
 
 

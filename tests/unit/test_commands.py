@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import constants as hub_constants
 from torch import nn
 
-from smp.commands import ending, printing
+from smp.commands import ending, printing, report
 from smp.commands.ending import BadUse, DoesNotFit
 from smp.commands.models import load_model
 
@@ -153,12 +153,25 @@ def test_errors_become_a_line_and_a_status(
 
 
 def test_table_prints_names_with_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    printing.print_table("", ("module", "bytes"), [("h.[0-5]", "1"), ("[bold]", "22")])
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["module", "bytes"],
-        ["h.[0-5]", "1"],
-        ["[bold]", "22"],
+    table = report.Table(("module", "bytes"), [("h.[0-5]", "1"), ("[bold]", "22")])
+    report.print_blocks([report.Text("sizes"), table, report.OnPage("<hr>")])
+    assert capsys.readouterr().out.splitlines() == [
+        "sizes",
+        "module   bytes",
+        "h.[0-5]      1",
+        "[bold]      22",
     ]
+
+
+def test_pages_have_the_blocks_and_no_markup_of_names(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    table = report.Table(("module",), [("<b>",)])
+    report.write_page(path, "a & b", [report.Heading("h"), table, report.Listing(["x", " y"])])
+    text = path.read_text()
+    assert "<title>a &amp; b</title>" in text and "<td>&lt;b&gt;</td>" in text
+    assert "<h2>h</h2>" in text and "<pre>x\n y</pre>" in text and "<b>" not in text
+    with pytest.raises(BadUse, match="cannot write"):
+        report.write_page(tmp_path, "title", [])
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,6 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "partition_file": None,
         "partition_memory_limit": None,
         "virtual_stages": 1,
-        "schedule_file": None,
         "layout_independent_dropout": False,
     }
 
@@ -372,8 +371,8 @@ def test_other_memory_limits_are_refused(value: object) -> None:
     )
 
 
-@pytest.mark.parametrize("key", ["partition_file", "schedule_file"])
-def test_a_file_is_a_path_that_is_not_empty(key: str) -> None:
+def test_a_file_is_a_path_that_is_not_empty() -> None:
+    key = "partition_file"
     assert getattr(Config.from_dict({key: "a/b.txt"}), key) == "a/b.txt"
     for value in ("", "  ", 3):
         assert "is not a text that is not empty" in refusal({key: value})
@@ -403,7 +402,6 @@ def test_each_schedule_has_its_number_of_active_microbatches_and_stages() -> Non
     for pipeline, (active, stages) in expected.items():
         cfg = Config.from_dict(base | {"pipeline": pipeline})
         assert (cfg.active_microbatches, cfg.virtual_stages) == (active, stages)
-    assert Config.from_dict(base | {"schedule_file": "f"}).active_microbatches == 16
     given = Config.from_dict(base | {"pipeline": "virtual_interleaved", "virtual_stages": 3})
     assert given.virtual_stages == 3
 
@@ -411,7 +409,6 @@ def test_each_schedule_has_its_number_of_active_microbatches_and_stages() -> Non
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"schedule_file": "f", "pipeline": "simple"}, "give one of the two"),
         ({"virtual_stages": 2}, "has an effect with pipeline='virtual_interleaved' only"),
         (
             {"partitions": 2, "pipeline": "virtual_interleaved", "auto_partition": False},

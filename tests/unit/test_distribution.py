@@ -8,7 +8,7 @@ import re
 import subprocess
 
 import pytest
-from smp_cli.doctor import software
+from smp_cli.doctor import versions
 
 from tests.lint.layers import REPO
 
@@ -19,9 +19,9 @@ _FROM_INDEX = re.compile(r"pip install (?:-\S+ )*[\"']?smp(?![-\w'])")
 def test_name_of_the_distribution_is_one_everywhere() -> None:
     config = configparser.ConfigParser()
     config.read(REPO / "setup.cfg")
-    assert config["metadata"]["name"] == software.DISTRIBUTION == "smp-train"
+    assert config["metadata"]["name"] == versions.DISTRIBUTION == "smp-train"
     assert "smp = smp_cli:main" in config["options.entry_points"]["console_scripts"]
-    wheel = software.DISTRIBUTION.replace("-", "_")
+    wheel = versions.DISTRIBUTION.replace("-", "_")
     script = (REPO / "scripts" / "wheel.sh").read_text()
     assert script.count(f"dist/{wheel}-*.whl") == 2 and "dist/smp-" not in script
 
@@ -49,7 +49,7 @@ def test_doctor_warns_of_the_other_project(monkeypatch: pytest.MonkeyPatch) -> N
     def with_namesake(name: str) -> str:
         return "4.2.0" if name == "smp" else version(name)
 
-    assert not any("smp 4.2.0" in problem for problem in software.packages().problems)
+    assert not any("smp 4.2.0" in problem for problem in versions.packages().problems)
     monkeypatch.setattr(importlib.metadata, "version", with_namesake)
-    (problem,) = (one for one in software.packages().problems if "smp 4.2.0" in one)
+    (problem,) = (one for one in versions.packages().problems if "smp 4.2.0" in one)
     assert problem.endswith("this one is smp-train: pip uninstall smp")

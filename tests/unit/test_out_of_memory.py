@@ -1,4 +1,4 @@
-"""Out of memory on one process: the error, and that what it proposes does fit."""
+"""Out of memory on one process: the error lists what was held."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def train(microbatches: int, limit_mb: int) -> float:
     return float(loss)
 
 
-def test_error_says_what_was_held_and_what_it_proposes_fits() -> None:
+def test_error_lists_what_was_held() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train(1, 150)
     text = str(caught.value)
@@ -55,13 +55,12 @@ def test_error_says_what_was_held_and_what_it_proposes_fits() -> None:
     assert activations and 100 < int(activations[1]) < 160, text
     assert re.search(r"^  0: parameters 1\.0 MiB$", text, re.M), text
     assert "the partition expected nothing" in text
-    proposed = re.search(r'^  "microbatches": (\d+): ', text, re.M)
-    assert proposed, text
+    assert text.splitlines()[-1].startswith("smp estimate computes what ranks hold")
     smp.shutdown()
     del caught
     whole = train(1, 4096)
     smp.shutdown()
-    assert train(int(proposed[1]), 150) == pytest.approx(whole)
+    assert train(4, 150) == pytest.approx(whole), "smaller microbatches fit"
 
 
 def test_error_without_a_limit_of_ours_is_explained_too(monkeypatch: pytest.MonkeyPatch) -> None:

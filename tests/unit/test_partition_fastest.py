@@ -125,17 +125,6 @@ def test_ranks_in_front_do_more_where_more_microbatches_are_in_flight() -> None:
     assert module is not None and "such that a step is shortest" in module.reason
 
 
-def test_schedule_from_a_file_is_what_is_simulated() -> None:
-    index = chain([1.0] * 12)
-    policy = decide_fastest(index, 2, Fastest(StepShape("interleaved", 4, 2)))
-    lists = tuple(
-        line.partition(":")[2].strip()
-        for line in _C.plan_schedule("interleaved", 2, 4, 1).splitlines()
-    )
-    listed = decide_fastest(index, 2, Fastest(StepShape("interleaved", 4, 4, lists)))
-    assert listed.step_ratio == pytest.approx(policy.step_ratio)
-
-
 def test_many_microbatches_are_extrapolated() -> None:
     index = chain([1.0] * 12)
     options = _C.PartitionOptions(2)

@@ -101,8 +101,8 @@ def test_choices_by_parameters_are_taken_to_be_even() -> None:
     with torch.device("meta"):
         model = Experts()
     result = traced(model, torch.randn(12, 4))
-    made = [result.cost_of(expert).output_bytes for expert in model.experts.values()]
-    assert made == [8 * 4 * 4] * 3, "two of three experts for each of 12 tokens"
+    kept = [result.cost_of(expert).activation_bytes for expert in model.experts.values()]
+    assert kept == [8 * 4 * 4] * 3, "two of three experts for each of 12 tokens"
 
 
 @pytest.mark.parametrize("how", ["copied", "view", "item"])

@@ -13,7 +13,7 @@ from smp.planning.layout import Layout, reach
 from smp.planning.passing import Cores
 from smp.planning.profile import ModelProfile, Part
 from smp.planning.search import Job, layouts, predict, search
-from smp.planning.stages import contents_of, held_by_rank, of_parts, peak_bytes
+from smp.planning.stages import Terms, contents_of, held_by_rank, of_parts, peak_bytes
 from smp.planning.step_time import Grid, stage_time
 
 ELEMENTS = 10**6
@@ -134,8 +134,8 @@ def test_peak_of_the_search_is_that_of_the_fullest_rank() -> None:
         plan = predict(job(8), layout, simulated=False)
         contents = contents_of(plan.stages, layout.pp, layout.chunks)
         assert sorted(r for c in contents for r in c.ranks) == list(range(layout.pp))
-        most = max(held.peak for held in held_by_rank(contents, layout, False, 1 << 20))
-        assert peak_bytes(contents, layout, False, 1 << 20) == pytest.approx(most)
+        most = max(held.peak for held in held_by_rank(contents, Terms.of(layout, False, 1 << 20)))
+        assert peak_bytes(contents, Terms.of(layout, False, 1 << 20)) == pytest.approx(most)
         number += 1
     assert number > 500
 
@@ -156,5 +156,7 @@ def test_a_tail_keeps_as_many_microbatches_as_the_last_rank() -> None:
     head = part("head", False, tied=ELEMENTS)
     stages = of_parts([([*own], 0, 0) for own in (*parts, [head])], 4)
     contents = contents_of(stages, 4, 1)
-    kept = [held.activations / 1e6 for held in held_by_rank(contents, layout, False, 1 << 20)]
+    kept = [
+        held.activations / 1e6 for held in held_by_rank(contents, Terms.of(layout, False, 1 << 20))
+    ]
     assert kept == [4 + 1, 3, 2, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,12 +13,11 @@ from typing import Any
 
 import pytest
 from smp_cli import cores
-from smp_cli.doctor import host, probes, report, transports
+from smp_cli.doctor import host, probes, ranks, report
 from smp_cli.doctor.probes import PROBES, Probe, run_probe
 from smp_cli.doctor.report import Section
 from smp_cli.main import main
 
-from smp.planning import hardware
 from tests.conftest import REPO
 from tests.installed import python_path
 
@@ -82,7 +82,7 @@ def test_machine_without_torch_gets_a_report(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", "import sys; from smp_cli import main; sys.exit(main())"]
-        + ["doctor", "--json", "--only", "packages,build,transport tcp"],
+        + ["doctor", "--json", "--only", "packages,build,ranks over tcp"],
         env=env | {"PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
@@ -94,39 +94,41 @@ def test_machine_without_torch_gets_a_report(tmp_path: Path) -> None:
     # `run_probe` puts our packages first, so torch is found behind them, in the broken folder.
     for name in ("packages", "build"):
         assert any("libcudart is missing" in text for text in found[name]["problems"]), found
-    assert "two ranks could not talk" in found["transport tcp"]["problems"][0]
+    assert "2 ranks could not talk" in found["ranks over tcp"]["problems"][0]
 
 
-def test_transport_is_measured_between_two_ranks() -> None:
-    section = run_probe(next(p for p in PROBES if p.name == "transport tcp"), 100)
-    assert section.values["shared"] is False
-    assert float(section.values["round trip"].split()[0]) > 0
-    assert float(section.values["bandwidth"].split()[0]) > 0
+@pytest.mark.parametrize(
+    ("name", "way"), [("ranks over tcp", "tcp"), ("ranks over shared memory", "shared memory")]
+)
+def test_ways_between_two_ranks_are_measured(name: str, way: str) -> None:
+    section = run_probe(next(p for p in PROBES if p.name == name), 100)
+    found = re.fullmatch(
+        rf"{way}, round trip (\d+) us, (\d+\.\d+) GB/s", section.values["ranks 0 and 1"]
+    )
+    assert found and int(found[1]) > 0 and float(found[2]) > 0
 
 
-def test_lane_of_each_pair_is_told_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_of_each_pair_is_named_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     import smp_testing  # noqa: F401 - what the ranks import; skips where there is none
 
     monkeypatch.setenv("PYTHONPATH", python_path(SUBSTITUTES))
     settings = {"SMP_TEST_LANES": "1:0:4:ring"}
-    section = transports.measure_lanes(settings, 3, 1 << 14)
-    assert not section.problems
+    section = ranks.measure_pairs("lanes", settings, 3, 1 << 14)
     assert list(section.values) == [f"ranks {pair}" for pair in ("0 and 1", "0 and 2", "1 and 2")]
     for words in section.values.values():
-        lane, rate, unit = words.split()
-        assert lane == "ipc," and float(rate) >= 0 and unit == "GB/s"
-    assert not section.problems
-    too_large = transports.measure_lanes(settings, 2, 1 << 20)
-    assert "found no place on the lane" in too_large.problems[0]
-    host = transports.measure_lanes(settings | {"SMP_LANE": "host"}, 2, 1 << 14)
+        assert re.fullmatch(r"ipc, round trip \d+ us, \d+\.\d+ GB/s", words)
+    assert not any("no place" in problem for problem in section.problems)
+    too_large = ranks.measure_pairs("lanes", settings, 2, 1 << 20)
+    assert any("found no place on the lane" in problem for problem in too_large.problems)
+    host = ranks.measure_pairs("lanes", settings | {"SMP_LANE": "host"}, 2, 1 << 14)
     assert host.values["ranks 0 and 1"].startswith("host, ")
     assert host.values["ranks 0 and 1"].endswith("(SMP_LANE=host)")
 
 
 def test_without_devices_tensors_travel_in_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports, "count_gpus", lambda env: 0)
-    section = transports.lanes()
-    assert "shared memory or sockets" in section.values["no GPUs"] and not section.problems
+    monkeypatch.setattr(ranks, "count_gpus", lambda env: 0)
+    section = ranks.on_devices()
+    assert "tensors travel in messages" in section.values["not measured"] and not section.problems
 
 
 def test_json_and_text_have_the_same_and_the_status_counts_problems(
@@ -198,13 +200,13 @@ def test_unwritable_and_network_folders_are_problems(
 ) -> None:
     monkeypatch.setattr(host.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(host, "file_system", lambda _: "nfs4")
+    assert "network file system (nfs4)" in " ".join(host.temporary_files().problems)
 
-    def fails(_: Path) -> float:
-        raise OSError(30, "Read-only file system")
+    def fails() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr(host, "_write_speed", fails)
-    problems = " ".join(host.temporary_files().problems)
-    assert "Read-only file system" in problems and "network file system (nfs4)" in problems
+    monkeypatch.setattr(host.tempfile, "gettempdir", fails)
+    assert "set TMPDIR" in host.temporary_files().problems[0]
 
 
 def test_file_system_is_that_of_the_innermost_mount(tmp_path: Path) -> None:
@@ -228,47 +230,12 @@ def test_quota_of_the_control_group_bounds_the_cores(tmp_path: Path) -> None:
     assert cores.cpu_quota(tmp_path / "old") is None
 
 
-def test_slow_transports_are_problems() -> None:
-    section = Section("x", {"round trip us": 5000.0, "bytes per s": 1e8})
-    transports._judge(section)
-    assert len(section.problems) == 2 and section.values["bandwidth"] == "0.10 GB/s"
+def test_slow_pairs_are_problems() -> None:
+    section = Section("x")
+    ranks._judge(section, [{"round_trip_s": 5e-3, "bytes_per_s": 1e8}])
+    assert section.problems[0].startswith("a message takes 5.0 ms there and back")
+    assert section.problems[1].startswith("100 MB/s between two ranks of one machine is slow")
 
 
 def test_probes_have_limits() -> None:
     assert all(0 < probe.limit_s <= 120 for probe in probes.PROBES)
-
-
-def test_calibration_is_hardware_for_a_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("smp_cli.doctor.calibration.count_gpus", lambda environ: 0)
-    file = tmp_path / "here.json"
-    assert main(["doctor", "--calibrate", str(file)]) == 0
-    found = hardware.load(str(file))
-    assert json.loads(capsys.readouterr().out) == found.to_json()
-    assert found.at_once == found.devices_per_host == cores.usable_cores()
-    assert found.flops_per_byte("fp32") > 0 and found.inside.latency_s > 0
-    assert found.source.startswith("measured by")
-    # Processor time of one core: an element of a small transformer takes nanoseconds.
-    overheads = found.overheads
-    assert overheads is not None and found.collective is not None
-    assert 1e-10 < overheads.microbatch_element_s < 1e-7
-    assert 1e-10 < overheads.update_element_s < 1e-7
-    assert 1e-6 < overheads.call_s < 1e-1 and overheads.crowded >= 1
-
-
-def test_calibration_into_no_folder_is_bad_use(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", "--calibrate", str(tmp_path / "no" / "here.json")]) == 2
-    assert "is no file in a folder that is there" in capsys.readouterr().err
-
-
-def test_calibration_that_cannot_measure_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = Section("calibration", problems=["1 ranks could not talk to each other: no torch"])
-    monkeypatch.setattr("smp_cli.doctor.calibration.run_link", lambda *_: (broken, None))
-    file = tmp_path / "here.json"
-    assert main(["doctor", "--calibrate", str(file)]) == 1
-    assert "no torch" in capsys.readouterr().err and not file.exists()

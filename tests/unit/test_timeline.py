@@ -280,28 +280,19 @@ def test_bubbles_and_plan_are_those_of_the_device(document: Document) -> None:
     assert not any("devices" in n for n in document.notes)
 
 
+def test_chrome_trace_has_the_figures_of_each_step(document: Document) -> None:
+    (found,), (step,) = to_chrome(document)["otherData"]["steps"], document.steps
+    assert (found["number"], found["microbatches"], found["makespan_us"]) == (4, 2, 10_000)
+    assert (found["begin_us"], found["end_us"]) == (0, 11_000)
+    for rank in (0, 1):
+        own = found["ranks"][str(rank)]
+        assert own["busy_us"] == step.busy_ns[rank] / 1e3
+        assert own["bubble"] == pytest.approx(step.bubble(rank))
+        assert own["planned_bubble"] == step.planned_bubble(rank)
+    assert found["planned_us"] == step.plan.makespan_ns / 1e3
+
+
 # ---- the page --------------------------------------------------------------
-
-
-def test_page_has_rows_of_devices_and_lanes(document: Document) -> None:
-    text, _ = scripts(to_page(build(with_devices())))
-    data = json.loads(text)
-    row, words = data["rows"][0], data["words"]
-    assert [(words[r[5]], r[0], r[1]) for r in row["device"]] == [
-        ("F0", 0, 1000),
-        ("F1", 1000, 1000),
-        ("B0/1", 5000, 1000),
-        ("B1/1", 9000, 1000),
-    ]
-    assert [[(c[0], c[4], c[5]) for c in track] for track in row["copies"]] == [
-        [(1000, 1000, 1), (3000, 3000, 1)],
-        [(2000, 2000, 1)],
-        [(6000, 4000, 0)],
-    ]
-    assert words[row["copies"][0][0][2]] == "fake lane" and row["copies"][0][0][3] == 1
-    assert data["rows"][1]["device"] == data["rows"][1]["copies"] == []
-    plain, _ = scripts(to_page(document))
-    assert all(row["device"] == row["copies"] == [] for row in json.loads(plain)["rows"])
 
 
 def scripts(page: str) -> tuple[str, str]:
@@ -310,8 +301,25 @@ def scripts(page: str) -> tuple[str, str]:
     return data, program
 
 
+def page_of(document: Document) -> str:
+    return to_page(to_chrome(document))
+
+
+def answer_of_page(document: Document, tmp_path: Path, code: str) -> Any:
+    """The JSON that code behind the program of the page prints; `trace` is what it has read."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node")
+    text, program = scripts(page_of(document))
+    file = tmp_path / "page.js"
+    file.write_text(f"{program}\nconst trace = readTrace({text});\n{code}", encoding="utf-8")
+    done = subprocess.run([node, file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def test_page_is_complete_and_refers_to_nothing_outside(document: Document) -> None:
-    page = to_page(document)
+    page = page_of(document)
     assert page.startswith("<!DOCTYPE html>") and page.rstrip().endswith("</html>")
     assert not re.search(r"https?:|//[a-z]|<link|<img|<iframe|@import|url\(|\ssrc=|\shref=", page)
     assert not re.search(r"\b(fetch|XMLHttpRequest|WebSocket|import)\s*\(", page)
@@ -320,84 +328,129 @@ def test_page_is_complete_and_refers_to_nothing_outside(document: Document) -> N
         assert page.count(f"<{tag}>") + page.count(f"<{tag} ") == page.count(f"</{tag}>"), tag
 
 
-def test_page_has_each_task_once_and_cannot_be_left_by_a_module_name(document: Document) -> None:
-    text, _ = scripts(to_page(document))
-    assert "<" not in text
-    data = json.loads(text)
-    words = data["words"]
-    for row, rank in zip(data["rows"], document.ranks, strict=True):
-        assert Counter((words[r[5]], r[0], r[1]) for r in row["runs"]) == Counter(
-            (e.task, e.begin_ns / 1e3, e.duration_ns / 1e3) for e in rank.of_kind("run")
-        )
-        assert row["runs"] == sorted(row["runs"])
-    assert NAMES[3] in words
-    assert [t[:2] for t in data["transfers"]] == [[0, 1], [0, 1]]
-    assert [row["bubble"] for row in data["rows"]] == [0.6, 0.4]
+def test_page_has_the_trace_and_cannot_be_left_by_a_module_name(document: Document) -> None:
+    text, _ = scripts(page_of(document))
+    assert "<" not in text and NAMES[3] in json.dumps(json.loads(text))
+    assert json.loads(text) == json.loads(json.dumps(to_chrome(document)))
 
 
 def test_program_of_the_page_finds_every_element(document: Document) -> None:
-    page = to_page(document)
+    page = page_of(document)
     _, program = scripts(page)
     wanted = set(re.findall(r'getElementById\("([^"]+)"\)', program))
-    assert wanted and wanted == set(re.findall(r'\sid="([^"]+)"', page)) - {"controls", "help"}
+    assert wanted and wanted == set(re.findall(r'\sid="([^"]+)"', page))
 
 
-def test_program_of_the_page_parses(document: Document, tmp_path: Path) -> None:
-    _, program = scripts(to_page(document))
-    node = shutil.which("node")
-    if node is None:  # at least its brackets, outside of texts and comments
-        bare = re.sub(r'//[^\n]*|"(\\.|[^"\\])*"', "", program)
-        assert [bare.count(c) for c in "({["] == [bare.count(c) for c in ")}]"]
-        return
-    file = tmp_path / "page.js"
-    file.write_text(program, encoding="utf-8")
-    done = subprocess.run([node, "--check", file], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+def test_program_of_the_page_has_its_brackets(document: Document) -> None:
+    """Also where there is no node to run it."""
+    _, program = scripts(page_of(document))
+    bare = re.sub(r'//[^\n]*|"(\\.|[^"\\])*"', "", program)
+    assert [bare.count(c) for c in "({["] == [bare.count(c) for c in ")}]"]
 
 
-def test_numbers_of_the_page_are_those_of_the_document(document: Document, tmp_path: Path) -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("needs node")
-    text, _ = scripts(to_page(document))
-    view = (
-        Path(__file__).parents[2]
-        / "python"
-        / "smp"
-        / "observe"
-        / "timeline"
-        / "page_parts"
-        / "timeline_view.js"
+def test_page_reads_rows_of_ranks_devices_and_lanes(document: Document, tmp_path: Path) -> None:
+    code = """
+    console.log(JSON.stringify(trace.ranks.map((rank) => rank.rows.map(
+      (row) => [row.kind, row.name, row.boxes.map((b) => [b.begin, b.end, b.name])]))));
+    """
+    plain, on_device = (
+        answer_of_page(one, tmp_path, code) for one in (document, build(with_devices()))
     )
-    program = tmp_path / "figures.js"
-    program.write_text(
-        view.read_text(encoding="utf-8")
-        + f"\nconst data = {text};\n"
-        + """
-        const places = layout(data, {plan: true, waits: true});
+    assert [kind for kind, _, _ in plain[0]] == ["planned", "executed", "idle", "wait"]
+    rows = {name: boxes for _, name, boxes in plain[0]}
+    assert [(b, e) for b, e, _ in rows["executed"]] == [
+        (0, 1000), (1000, 2000), (5000, 6000), (9000, 10000)
+    ]  # fmt: skip
+    assert rows["idle"] == [[2000, 5000, "the data of a result of rank 1"]]
+    assert rows["waits"] == [
+        [1000, 5000, "B0 step function waits for the data of a result of rank 1"]
+    ]
+    names = [name for _, name, _ in on_device[0]]
+    assert names[:3] == ["planned", "executed", "device"]
+    assert [n for n in names if n.startswith("lane")] == [
+        "lane to rank 1", "lane to rank 1 (2)", "lane from rank 1"
+    ]  # fmt: skip
+
+
+def test_figures_of_the_page_are_those_of_the_document(document: Document, tmp_path: Path) -> None:
+    result = answer_of_page(
+        document,
+        tmp_path,
+        """
+        const height = place(trace.ranks);
+        const boxes = (list) => list.map(([begin, end]) => ({begin, end}));
         console.log(JSON.stringify({
-          figures: data.rows.map((row, i) => figures(data, i, 4)),
-          tops: places.places.map((p) => p.top), bottoms: places.places.map((p) => p.bottom),
-          lanes: toLanes([[0, 4], [1, 2], [3, 2], [5, 1]], 2),
-          after: [0, 1.5, 4, 9].map((t) => firstAfter([[0, 1], [1, 2], [4, 1]], t)),
-          ticks: ticks(0, 1000, 900), short: [shorten("a.layers.3.mlp", 8), shorten("ab", 3)],
+          figures: trace.ranks.map((rank) => figures(trace, rank, 4)),
+          whole: trace.ranks.map((rank) => figures(trace, rank, null)),
+          tops: trace.ranks.map((r) => r.y), bottoms: trace.ranks.map((r) => r.bottom), height,
+          spread: spread(boxes([[0, 4], [1, 3], [3, 5], [5, 6]]), 2),
+          after: [0, 1.5, 4, 9].map((t) => firstAfter(boxes([[0, 1], [1, 3], [4, 5]]), t)),
+          ticks: ticks(0, 1000, 900), words: [timeText(1500), bytesText(4096), shareText(0.5)],
         }));
         """,
-        encoding="utf-8",
     )
-    done = subprocess.run([node, program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
     (step,) = document.steps
+    assert result["whole"] == result["figures"]
     for rank, figures in enumerate(result["figures"]):
         assert figures["bubble"] == pytest.approx(step.bubble(rank))
         assert figures["planned"] == pytest.approx(step.planned_bubble(rank), abs=1e-4)
         assert figures["busy"] == step.busy_ns[rank] / 1e3
-        assert figures["tasks"] == 4
     assert [f["sent"] for f in result["figures"]] == [8192, 0]
     assert result["figures"][0]["reasons"] == [["the data of a result of rank 1", 3000]]
-    assert result["tops"][1] >= result["bottoms"][0]
-    assert result["lanes"] == [[[0, 4], [5, 1]], [[1, 2], [3, 2]]]
+    assert result["tops"][1] > result["bottoms"][0] and result["height"] > result["bottoms"][1]
+    assert [[(b["begin"], b["end"]) for b in row] for row in result["spread"]] == [
+        [(0, 4), (5, 6)],
+        [(1, 3), (3, 5)],
+    ]
     assert result["after"] == [0, 1, 2, 3]
-    assert result["ticks"]["distance"] == 100 and len(result["ticks"]["values"]) == 11
-    assert result["short"] == ["….3.mlp", "ab"]
+    assert len(result["ticks"]) == 11
+    assert result["words"] == ["1.500 ms", "4.1 kB", "50.0 %"]
+
+
+def test_page_draws_and_says_what_is_under_the_pointer(document: Document, tmp_path: Path) -> None:
+    """With a browser that is made up: it keeps what is drawn and what the elements listen to."""
+    result = answer_of_page(
+        document,
+        tmp_path,
+        """
+        const drawn = [];
+        const pen = new Proxy({}, {
+          get: (own, name) => own[name] || ((...args) => drawn.push([name, ...args])),
+        });
+        const element = (id) => ({
+          id, listeners: {}, style: {}, hidden: true, checked: true, value: "4", clientWidth: 1000,
+          scrollTop: 0, offsetWidth: 50, getContext: () => pen, add() {}, append() {},
+          replaceChildren(...rows) { this.rows = rows.length; },
+          addEventListener(name, call) { this.listeners[name] = call; },
+        });
+        const elements = {};
+        globalThis.document = {
+          documentElement: {},
+          createElement: element,
+          getElementById: (id) => elements[id] = elements[id] || element(id),
+        };
+        document.getElementById("canvas").parentElement = element("main");
+        globalThis.window = {innerHeight: 800, innerWidth: 1200, addEventListener() {}};
+        globalThis.matchMedia = () => element("media");
+        globalThis.getComputedStyle = () => ({getPropertyValue: (name) => name});
+        globalThis.Option = class {};
+        showWords(trace);
+        show(trace);
+        const texts = drawn.filter((call) => call[0] === "fillText").map((call) => call[1]);
+        const row = trace.ranks[0].rows.find((one) => one.kind === "executed");
+        const move = elements.canvas.listeners.pointermove;
+        move({buttons: 0, offsetX: GUTTER + 2, offsetY: row.y + 2, clientX: 0, clientY: 0});
+        const tip = elements.tip.textContent;
+        move({buttons: 0, offsetX: 2, offsetY: 2, clientX: 0, clientY: 0});
+        console.log(JSON.stringify({
+          texts, tip, hidden: elements.tip.hidden, rows: elements.figures.rows,
+          lines: drawn.filter((call) => call[0] === "lineTo").length,
+          summary: elements.summary.textContent,
+        }));
+        """,
+    )
+    assert {"rank 0 (pp 0)", "bubble 60.0 %", "F0 step f…"} <= set(result["texts"])
+    assert result["tip"].startswith("F0 step function\n1.000 ms\n") and result["hidden"]
+    assert result["rows"] == 3, "a head and two ranks"
+    assert result["lines"] == 2 + 2, "two arrows, begin and end of the step"
+    assert "2 microbatches · schedule interleaved" in result["summary"]

@@ -62,15 +62,3 @@ def decide(arguments: argparse.Namespace) -> Decided:
         call = loaded.call(arguments.microbatch, arguments.seq)
         found = traced_estimate(loaded, *call, run)
     return Decided(loaded, config, found.decision, found.costs)
-
-
-def write_page(path: Path, text: str) -> None:
-    """Writes a page.
-
-    Raises:
-        BadUse: the file cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadUse(f"cannot write {str(path)!r}: {error.strerror}") from None

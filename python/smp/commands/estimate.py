@@ -10,7 +10,8 @@ from smp.commands.arguments import add_memory, add_microbatch, add_model, check_
 from smp.commands.configuration import add_configuration, read_configuration
 from smp.commands.ending import DONE, NO, BadUse, DoesNotFit, guarded
 from smp.commands.models import LoadedModel, load_model, quiet_transformers
-from smp.commands.printing import bytes_text, count_text, print_json, print_table
+from smp.commands.printing import bytes_text, count_text, print_json
+from smp.commands.report import Table, Text, print_blocks
 from smp.commands.split_form import split_form
 from smp.partition.trace import TraceError
 from smp.planning.decided import Run
@@ -135,7 +136,7 @@ def _print(loaded: LoadedModel, found: Estimate) -> None:
     title = (
         f"{loaded.trained}, {count_text(found.elements)} parameters: bytes of a rank (predicted)"
     )
-    print_table(title, columns, rows, text_columns=0)
+    print_blocks([Text(title), Table(columns, rows, text_columns=0)])
 
 
 def _of_kind(held: RankBytes, kind: str) -> float:

@@ -7,16 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from smp.commands.decided import Decided, add_arguments, decide, write_page
+from smp.commands.decided import Decided, add_arguments, decide
 from smp.commands.ending import DONE, NO, BadUse, guarded
-from smp.commands.printing import bytes_text, print_json, print_table
-from smp.commands.recorded import COLUMNS as RECORDED
-from smp.commands.recorded import Comparison, compare
+from smp.commands.printing import bytes_text, print_json
+from smp.commands.report import Block, Heading, Table, Text, bars, print_blocks, write_page
 from smp.partition import partition_file
 from smp.partition.decision import Decision
 from smp.partition.explain import Explanation, explain
 from smp.partition.fastest import Candidate
-from smp.planning import pages
 from smp.planning.reasons import (
     ModuleCosts,
     bounds_in_words,
@@ -49,13 +47,6 @@ def add_parser(subparsers: Any) -> None:
         help="what the partition would cost with these modules on other ranks",
     )
     parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="a JSON file of smp.trace of a run with this partition: modules cost what their rank "
-        "took there, instead of what their FLOPs say",
-    )
-    parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write a partition file, to be edited"
     )
     parser.set_defaults(execute=guarded("explain", _run))
@@ -64,9 +55,6 @@ def add_parser(subparsers: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     moves = dict(_move(word) for word in arguments.what_if)
     decided = decide(arguments)
-    comparison = None
-    if arguments.trace is not None:
-        comparison, decided = compare(arguments.trace, decided)
     decision = decided.decision
     try:
         found = explain(decision, arguments.module)
@@ -76,12 +64,13 @@ def _run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         raise BadUse(str(error)) from None
     changed = None if other is None else explain(other)
+    title, blocks = _title(decided), _blocks(decided, found, changed)
     if arguments.page is not None:
-        write_page(arguments.page, _page(decided, found, other, changed, comparison))
+        write_page(arguments.page, f"Partition of {title}", blocks)
     if arguments.json:
-        print_json(_facts(decided, found, other, changed, comparison))
+        print_json(_facts(decided, found, other, changed))
     else:
-        _print(decided, found, other, changed, comparison)
+        print_blocks([Text(title), *blocks])
     limit = arguments.memory
     is_too_large = changed is not None and any(
         limit is not None and rank.memory_bytes > limit for rank in changed.ranks
@@ -96,8 +85,8 @@ def _move(word: str) -> tuple[str, int]:
     return name, int(rank)
 
 
-def _rank_rows(found: Explanation) -> list[list[str]]:
-    return [
+def _rank_table(found: Explanation) -> Table:
+    rows = [
         [
             str(rank.pp_rank),
             bytes_text(rank.param_bytes),
@@ -109,10 +98,11 @@ def _rank_rows(found: Explanation) -> list[list[str]]:
         ]
         for rank in found.ranks
     ]
+    return Table(_RANKS, rows, text_columns=0)
 
 
-def _module_rows(costs: list[ModuleCosts]) -> list[list[str]]:
-    return [
+def _module_table(costs: list[ModuleCosts]) -> Table:
+    rows = [
         [
             cost.name or "(root)",
             str(cost.pp_rank),
@@ -122,11 +112,12 @@ def _module_rows(costs: list[ModuleCosts]) -> list[list[str]]:
         ]
         for cost in costs
     ]
+    return Table(_MODULES, rows)
 
 
-def _considered_rows(decision: Decision) -> list[list[str]]:
+def _candidate_table(decision: Decision) -> Table:
     taken = tuple(decision.partition_idxs)
-    return [
+    rows = [
         [
             _name_of(candidate),
             "yes" if tuple(candidate.assignment.partition_idxs) == taken else "",
@@ -135,6 +126,7 @@ def _considered_rows(decision: Decision) -> list[list[str]]:
         ]
         for candidate in decision.considered
     ]
+    return Table(_CONSIDERED, rows, text_columns=2)
 
 
 def _name_of(candidate: Candidate) -> str:
@@ -144,7 +136,7 @@ def _name_of(candidate: Candidate) -> str:
     return f"ranks in front may have {100 * lead:.3g} % more"
 
 
-def _compared_rows(found: Explanation, changed: Explanation) -> list[list[str]]:
+def _comparison_table(found: Explanation, changed: Explanation) -> Table:
     def of(explanation: Explanation) -> list[str]:
         ratio = explanation.step_ratio
         return [
@@ -155,7 +147,7 @@ def _compared_rows(found: Explanation, changed: Explanation) -> list[list[str]]:
         ]
 
     names = ("time of a step", "largest load", "memory of the largest rank", "between ranks")
-    return [list(row) for row in zip(names, of(found), of(changed), strict=True)]
+    return Table(_COMPARED, list(zip(names, of(found), of(changed), strict=True)))
 
 
 def _boundaries(found: Explanation) -> list[str]:
@@ -182,84 +174,29 @@ def _why(found: Explanation) -> list[str]:
     return lines
 
 
-def _title(decided: Decided, comparison: Comparison | None) -> str:
+def _title(decided: Decided) -> str:
     how = {
         "auto": "found automatically",
         "file": "from a partition file",
         "marks": "from marks in the model",
     }[decided.decision.decided_by]
-    costs = "predicted" if comparison is None else "work as recorded, else predicted"
-    return f"{decided.loaded.trained} on {decided.decision.num_partitions} ranks, {how} ({costs})"
+    return f"{decided.loaded.trained} on {decided.decision.num_partitions} ranks, {how} (predicted)"
 
 
-def _print(
-    decided: Decided,
-    found: Explanation,
-    other: Decision | None,
-    changed: Explanation | None,
-    comparison: Comparison | None,
-) -> None:
-    decision, config = decided.decision, decided.config
-    if comparison is not None:
-        print_table(comparison.title, RECORDED, comparison.rows, text_columns=0)
-        print()
-    print(_title(decided, comparison))
-    print_table("", _RANKS, _rank_rows(found), text_columns=0)
-    words = bounds_in_words(bounds_of(decision, config), config.microbatches)
-    print("\n" + "\n".join([*_boundaries(found), *words]))
-    if decision.considered:
-        print()
-        print_table("Candidates", _CONSIDERED, _considered_rows(decision), text_columns=2)
-    print()
-    print_table("Modules", _MODULES, _module_rows(module_costs(decision)))
-    if found.module is not None:
-        print("\n" + "\n".join(_why(found)))
-    if changed is not None and other is not None:
-        print()
-        print_table("What if", _COMPARED, _compared_rows(found, changed))
-
-
-def _page(
-    decided: Decided,
-    found: Explanation,
-    other: Decision | None,
-    changed: Explanation | None,
-    comparison: Comparison | None,
-) -> str:
+def _blocks(decided: Decided, found: Explanation, changed: Explanation | None) -> list[Block]:
     decision, config = decided.decision, decided.config
     costs = module_costs(decision)
-    recorded: list[str] = []
-    if comparison is not None:
-        recorded = [
-            pages.paragraph(comparison.title),
-            pages.table(RECORDED, comparison.rows),
-            pages.heading("Partition"),
-        ]
-    parts = [
-        *recorded,
-        pages.table(_RANKS, _rank_rows(found)),
-        *(pages.paragraph(text) for text in _boundaries(found)),
-        pages.heading("What bounds it"),
-        *(
-            pages.paragraph(text)
-            for text in bounds_in_words(bounds_of(decision, config), config.microbatches)
-        ),
-    ]
+    words = bounds_in_words(bounds_of(decision, config), config.microbatches)
+    blocks: list[Block] = [_rank_table(found), *map(Text, _boundaries(found))]
+    blocks += [Heading("What bounds it"), *map(Text, words)]
     if decision.considered:
-        parts += [pages.heading("Candidates"), pages.table(_CONSIDERED, _considered_rows(decision))]
-    parts += [
-        pages.heading("Modules"),
-        pages.bars([(f"{c.name or '(root)'} on {c.pp_rank}", c.compute_share) for c in costs]),
-        pages.table(_MODULES, _module_rows(costs)),
-    ]
-    parts += [pages.paragraph(text) for text in _why(found)]
-    if changed is not None and other is not None:
-        parts += [
-            pages.heading("What if"),
-            pages.table(_COMPARED, _compared_rows(found, changed)),
-            pages.table(_RANKS, _rank_rows(changed)),
-        ]
-    return pages.page(f"Partition of {_title(decided, comparison)}", parts)
+        blocks += [Heading("Candidates"), _candidate_table(decision)]
+    shares = [(f"{cost.name or '(root)'} on {cost.pp_rank}", cost.compute_share) for cost in costs]
+    blocks += [Heading("Modules"), bars(shares), _module_table(costs)]
+    blocks += map(Text, _why(found))
+    if changed is not None:
+        blocks += [Heading("What if"), _comparison_table(found, changed), _rank_table(changed)]
+    return blocks
 
 
 def _facts(
@@ -267,14 +204,12 @@ def _facts(
     found: Explanation,
     other: Decision | None,
     changed: Explanation | None,
-    comparison: Comparison | None,
 ) -> dict[str, Any]:
     decision = decided.decision
     bounds = bounds_of(decision, decided.config)
     facts = {
         "model": decided.loaded.name,
         "decided_by": decision.decided_by,
-        "trace": None if comparison is None else comparison.facts,
         **_in_figures(found),
         "bounds": asdict(bounds),
         "considered": [

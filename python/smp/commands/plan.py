@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from smp.commands.arguments import add_memory, add_model, check_counts
 from smp.commands.ending import DONE, BadUse, DoesNotFit, guarded
 from smp.commands.models import Call, LoadedModel, load_model, quiet_transformers
-from smp.commands.printing import bytes_text, count_text, print_json, print_table
+from smp.commands.printing import bytes_text, count_text, print_json
+from smp.commands.report import Table, print_blocks
 from smp.commands.split_form import split_form
 from smp.modules.materialize import cast
 from smp.partition.trace import TraceError
@@ -109,13 +110,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Tells people on a terminal what goes on."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    """Shows people on a terminal, in one line, how far the command is."""
+    if not sys.stderr.isatty():
         yield lambda text: None
         return
-    with console.status("") as status:
-        yield lambda text: status.update(text)
+    erase = "\r\x1b[K"
+    try:
+        yield lambda text: print(erase + text, end="", file=sys.stderr, flush=True)
+    finally:
+        print(erase, end="", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,7 @@ def _print(loaded: LoadedModel, job: Job, found: Found) -> None:
                 plan.bound,
             )
         )
-    print_table("", columns, rows, text_columns=2)
+    print_blocks([Table(columns, rows, text_columns=2)])
     print("configuration of plan 1:")
     print(json.dumps(found.plans[0].layout.config(job.precision)))
     if found.plans[0].layout.checkpoints:
@@ -299,7 +302,7 @@ def _explain(job: Job, plan: Plan) -> None:
             )
         )
     columns = ("pp_rank", "from .. to", "forward", "backward", "state", "activations", "peak")
-    print_table("", columns, rows, text_columns=2)
+    print_blocks([Table(columns, rows, text_columns=2)])
     print(describe(job.hardware))
     print("configuration:")
     print(json.dumps(layout.config(job.precision), indent=2))

@@ -1,49 +1,23 @@
-"""What commands print: tables for people, JSON for programs, and quantities as both write them."""
+"""Quantities as commands write and read them, and JSON for programs."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from smp.config.schema import to_bytes
 
 _PREFIXES = ("", "k", "M", "G", "T", "P")
-_WIDE = 200  # where the output is no terminal: programs that cut lines are worse than long lines
 
 
 def print_json(facts: Any) -> None:
-    """One JSON document on the standard output."""
+    """Prints one JSON document on the standard output."""
     print(json.dumps(facts, indent=2))
 
 
-def print_table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1
-) -> None:
-    """A table for people on the standard output.
-
-    Args:
-        title: above the table; empty for none.
-        columns: their names.
-        rows: as many cells each; cells are printed as they are, without markup.
-        text_columns: the first so many columns begin at the left, the others end at the right.
-    """
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < text_columns else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    width = None if sys.stdout.isatty() else _WIDE
-    Console(file=sys.stdout, width=width, markup=False, highlight=False).print(table)
-
-
 def bytes_text(count: float) -> str:
-    """A number of bytes in binary units, with three digits."""
+    """Returns a number of bytes in binary units, with three digits."""
     power = 0
     while abs(count) >= 1000 and power < len(_PREFIXES) - 1:
         count /= 1024
@@ -53,7 +27,7 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A large number with three digits: 175 G."""
+    """Returns a large number with three digits, such as ``"175 G"``."""
     power = 0
     while abs(count) >= 1000 and power < len(_PREFIXES) - 1:
         count /= 1000

@@ -5,18 +5,29 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from smp.commands.decided import Decided, add_arguments, decide, write_page
-from smp.commands.ending import DONE, BadUse, DoesNotFit, guarded
-from smp.commands.printing import bytes_text, print_json, print_table
+from smp.commands.decided import Decided, add_arguments, decide
+from smp.commands.ending import DONE, BadUse, guarded
+from smp.commands.printing import bytes_text, print_json
+from smp.commands.report import (
+    Block,
+    Heading,
+    Listing,
+    OnPage,
+    Table,
+    Text,
+    folded,
+    print_blocks,
+    timeline,
+    write_page,
+)
 from smp.pipeline.schedules import Simulation
-from smp.planning import pages
-from smp.planning.simulation import Proof, Stops, proof_in_words, prove, simulate, stages_of
+from smp.planning.simulation import Proof, proof_in_words, prove, simulate, stages_of
 
 _COLUMNS = ("pp_rank", "busy", "idle", "bubble", "most microbatches", "activations")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds the command ``simulate``. Status 1: the schedule stops; 2: bad use."""
+    """Adds the command ``simulate``. Status 2: bad use."""
     parser = subparsers.add_parser(
         "simulate",
         help="the schedule of a configuration as a timeline",
@@ -45,21 +56,16 @@ def _run(arguments: argparse.Namespace) -> int:
         stages = stages_of(decided.decision, config, arguments.microbatch_ms)
         simulation = simulate(stages, config)
         proof = prove(simulation, len(stages), config.microbatches, active)
-    except Stops as stops:
-        raise DoesNotFit(str(stops)) from None
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise BadUse(str(error)) from None
-    policy = config.pipeline if config.schedule_file is None else config.schedule_file
-    words = proof_in_words(proof, policy, active, is_list=config.schedule_file is not None)
+    words = proof_in_words(proof, config.pipeline, active)
+    blocks = _blocks(decided, simulation, proof, words, unit)
     if arguments.page is not None:
-        write_page(arguments.page, _page(decided, simulation, proof, words, unit))
+        write_page(arguments.page, f"Schedule of {decided.loaded.trained}", blocks)
     if arguments.json:
         print_json(_facts(decided, simulation, proof, words, unit))
     else:
-        print(_title(decided, simulation, unit))
-        print_table("", _COLUMNS, _rows(simulation), text_columns=0)
-        print(f"\n{simulation.executed.rstrip()}\n")
-        print("\n".join(words))
+        print_blocks(blocks)
     return DONE
 
 
@@ -77,8 +83,8 @@ def _bubble(simulation: Simulation) -> float:
     return sum(rank.bubble_ms for rank in simulation.ranks) / total if total else 0.0
 
 
-def _rows(simulation: Simulation) -> list[list[str]]:
-    return [
+def _table(simulation: Simulation) -> Table:
+    rows = [
         [
             str(pp_rank),
             f"{rank.busy_ms:.4g}",
@@ -89,6 +95,7 @@ def _rows(simulation: Simulation) -> list[list[str]]:
         ]
         for pp_rank, rank in enumerate(simulation.ranks)
     ]
+    return Table(_COLUMNS, rows, text_columns=0)
 
 
 def _order_lines(proof: Proof) -> list[str]:
@@ -99,24 +106,23 @@ def _order_lines(proof: Proof) -> list[str]:
     return lines
 
 
-def _page(
+def _blocks(
     decided: Decided, simulation: Simulation, proof: Proof, words: list[str], unit: str
-) -> str:
-    return pages.page(
-        f"Schedule of {decided.loaded.trained}",
-        [
-            pages.paragraph(_title(decided, simulation, unit)),
-            pages.timeline(simulation, unit),
-            pages.paragraph(
-                "F: forward, B: backward, W: gradients of weights; the number is the microbatch, "
-                "the one behind a dot the stage of its rank. A box tells its times."
-            ),
-            pages.table(_COLUMNS, _rows(simulation)),
-            pages.heading("Why it cannot deadlock"),
-            *(pages.paragraph(text) for text in words),
-            pages.folded("All actions, each behind what it waits for", _order_lines(proof)),
-        ],
+) -> list[Block]:
+    explanation = Text(
+        "F: forward, B: backward, W: gradients of weights; the number is the microbatch, the one "
+        "behind a dot the stage of its rank. A box tells its times."
     )
+    return [
+        Text(_title(decided, simulation, unit)),
+        timeline(simulation, unit),
+        OnPage(explanation.to_html()),
+        _table(simulation),
+        Listing(simulation.executed.splitlines()),
+        Heading("Why it cannot deadlock"),
+        *map(Text, words),
+        folded("All actions, each behind what it waits for", _order_lines(proof)),
+    ]
 
 
 def _facts(

@@ -240,8 +240,6 @@ class Config:
     partition looks at the memory that there is."""
     virtual_stages: int = _int(None, 1)
     """Parts of the model per rank, run in turn. None: 2 for virtual_interleaved, else 1."""
-    schedule_file: str = _text(None)
-    """Schedule in its text form, in place of `pipeline`."""
     layout_independent_dropout: bool = _bool(False)
     """Masks of dropout depend on seed, step, sample, module and element, and on no layout."""
 
@@ -411,11 +409,11 @@ def _resolve_active_microbatches(values: Mapping[str, Any]) -> int:
     """Given value or default, at most `microbatches`."""
     microbatches = int(values["microbatches"])
     active = values["active_microbatches"]
-    if active is None and values["schedule_file"] is None:
+    if active is None:
         policy = _C.make_policy(values["pipeline"])
         pp = int(values["pipeline_parallel_degree"])
         active = policy.default_active_microbatches(pp, microbatches)
-    return microbatches if active is None else min(int(active), microbatches)
+    return min(int(active), microbatches)
 
 
 def _resolve_virtual_stages(values: Mapping[str, Any]) -> int:
@@ -427,13 +425,6 @@ def _resolve_virtual_stages(values: Mapping[str, Any]) -> int:
 
 def check_schedule(config: Config) -> None:
     """Keys that say how microbatches and stages follow each other go together."""
-    if config.schedule_file is not None and config.pipeline != _C.DEFAULT_POLICY:
-        raise config_error(
-            "schedule_file",
-            config.schedule_file,
-            f"pipeline={config.pipeline!r} names a schedule as well",
-            "give one of the two",
-        )
     if config.virtual_stages > 1 and _C.make_policy(config.pipeline).default_chunks == 1:
         names = [name for name in PIPELINES if _C.make_policy(name).default_chunks > 1]
         raise config_error(

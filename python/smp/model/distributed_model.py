@@ -38,7 +38,7 @@ from smp.modules.training_dtypes import plan_dtypes
 from smp.nn import DistributedModule
 from smp.partition.costs import Trace
 from smp.partition.decision import Decision
-from smp.partition.expected import Expected
+from smp.partition.expected_memory import Expected
 from smp.partition.trace_choice import TraceOptions, check_tracing
 from smp.precision.holdings import master_of, updates_some
 from smp.replacement import replace_marked
@@ -304,7 +304,7 @@ class DistributedModel(ModelViews):
 
     @property
     def _expected_memory(self) -> Expected | None:
-        """Of this rank, by the partition; None before."""
+        """What the partition expects this rank to hold, or None before the partition."""
         return self._engine.partitioning.expected
 
     @property

@@ -151,7 +151,7 @@ class Engine:
         """
         current = self._current
         self.compiled.take()
-        decision, schedule = self.partitioning.decide(trace)
+        decision = self.partitioning.decide(trace)
         pp_rank = current.rank.ranks["pp"]
         storage = self.storage = make_storage(
             current.rank,
@@ -174,7 +174,7 @@ class Engine:
         self._finish_on_shutdown(storage)
         self.lay_out_gradients()
         if current.rank.sizes["pp"] > 1:
-            self.pipeline = PipelinePlace(current, self.idx, self._root, decision, schedule)
+            self.pipeline = PipelinePlace(current, self.idx, self._root, decision)
             if current.rank.config.half_dtype is not None:
                 self.pipeline.modules.look_at = self.operands.look_at
         for placed in current.observers.model_placed:

@@ -10,16 +10,14 @@ from torch import nn
 import smp._C as _C
 from smp import activations
 from smp.activations import HonouredModules
-from smp.model.expected_memory import expect
 from smp.partition.costs import Trace
 from smp.partition.decide import Fastest
 from smp.partition.decision import Decision
-from smp.partition.expected import Expected
+from smp.partition.expected_memory import Expected, expect
 from smp.partition.fastest import StepShape
 from smp.partition.room import device_room_bytes, state_factor
 from smp.partition.together import Placed, Wishes, decide_together
 from smp.partition.trace_choice import TraceOptions
-from smp.pipeline.chosen_schedule import ChosenSchedule, choose_schedule
 from smp.world import runtime
 from smp.world.placement_map import ranges
 
@@ -70,11 +68,11 @@ class Partitioning:
             path: as `partition_file` in the configuration, which comes first.
             num_chunks: stages per rank in it.
         """
-        if self._schedule().num_chunks == num_chunks:
+        if self._num_chunks == num_chunks:
             self._followed = path
 
-    def decide(self, trace: Trace | None) -> tuple[Decision, ChosenSchedule]:
-        """The partition and the schedule of this model. Collective over all ranks.
+    def decide(self, trace: Trace | None) -> Decision:
+        """Decides the partition of this model. Collective over all ranks.
 
         Args:
             trace: of the model, on the first rank, if there is one.
@@ -84,15 +82,13 @@ class Partitioning:
         """
         current, config = self._current, self._current.rank.config
         given = current.rank.given
-        schedule = self._schedule()
-        self._check_files()
+        self._check_file()
         wishes = Wishes(
             file=config.partition_file or self._followed,
-            num_chunks=schedule.num_chunks,
+            num_chunks=self._num_chunks,
             memory_limit_bytes=config.partition_memory_limit or 0,
-            kept=schedule.kept_microbatches,
             whole=activations.units(self._root.modules()) | set(self._honoured.layers),
-            fastest=self._fastest(schedule),
+            fastest=self._fastest(),
             is_weighed=given.get("memory_weight") is not None or "optimize" in given,
             earlier=self._earlier(),
         )
@@ -105,16 +101,14 @@ class Partitioning:
         self.decision = decision
         if current.rank.sizes["pp"] > 1:
             current.wrapped.placed[self._root] = Placed.of(decision)
-        self.expected = expect(
-            current.rank, self._root, decision, trace, schedule.kept_microbatches
-        )
+        self.expected = expect(current.rank, decision, trace is not None)
         if current.rank.global_rank == 0 and current.rank.sizes["pp"] > 1:
             ranks = [current.rank.on_pipeline_rank(p) for p in range(current.rank.sizes["pp"])]
             for line in decision.words([ranges(own) for own in ranks]):
                 _log.info("smp: %s", line)
         activations.note_placement(decision)
         activations.settle_marks(decision.modules)
-        return decision, schedule
+        return decision
 
     def _earlier(self) -> Placed | None:
         """Returns where an earlier wrapper of the same model has left its parameters.
@@ -133,14 +127,14 @@ class Partitioning:
             )
         return placed
 
-    def _fastest(self, schedule: ChosenSchedule) -> Fastest | None:
+    def _fastest(self) -> Fastest | None:
         """What the shortest step depends on; several models share the room."""
         rank = self._current.rank
         config = rank.config
         if not config.auto_partition or rank.sizes["pp"] == 1:
             return None
         active = config.active_microbatches or config.microbatches
-        shape = StepShape(schedule.policy, config.microbatches, active, schedule.lists)
+        shape = StepShape(config.pipeline, config.microbatches, active)
         return Fastest(
             shape,
             device_room_bytes(rank.device, rank.local_size)
@@ -148,11 +142,14 @@ class Partitioning:
             state_factor(self._root.parameters(), config, rank.shard_size),
         )
 
-    def _schedule(self) -> ChosenSchedule:
-        return choose_schedule(self._current.rank)
+    @property
+    def _num_chunks(self) -> int:
+        """Stages per rank."""
+        rank = self._current.rank
+        return 1 if rank.sizes["pp"] == 1 else rank.config.virtual_stages
 
-    def _check_files(self) -> None:
-        """Files that describe one model cannot be meant for several.
+    def _check_file(self) -> None:
+        """Refuses a file that describes one model where there are several.
 
         Raises:
             ValueError: on every rank.
@@ -160,10 +157,9 @@ class Partitioning:
         config, wrapped = self._current.rank.config, self._current.wrapped
         if wrapped.num_wrapped < 2:
             return
-        for key in ("partition_file", "schedule_file"):
-            if getattr(config, key) is not None:
-                raise ValueError(
-                    f"{_C.rank_prefix()}smp config: {key} is for one model, and "
-                    f"{wrapped.num_wrapped} were wrapped ({wrapped.candidates}); leave "
-                    "it out, or put the models into one module"
-                )
+        if config.partition_file is not None:
+            raise ValueError(
+                f"{_C.rank_prefix()}smp config: partition_file is for one model, and "
+                f"{wrapped.num_wrapped} were wrapped ({wrapped.candidates}); leave "
+                "it out, or put the models into one module"
+            )

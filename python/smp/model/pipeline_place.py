@@ -6,7 +6,6 @@ from torch import nn
 
 from smp.partition.decision import Decision
 from smp.pipeline import RemoteModules
-from smp.pipeline.chosen_schedule import ChosenSchedule
 from smp.pipeline.opening import check_order, open_pipeline
 from smp.world import runtime
 
@@ -22,7 +21,6 @@ class PipelinePlace:
         idx: number of the model.
         root: the user's model.
         decision: which rank has which module.
-        schedule: of the pipeline.
 
     Attributes:
         modules: between the modules of this rank and those of others.
@@ -35,13 +33,10 @@ class PipelinePlace:
         idx: int,
         root: nn.Module,
         decision: Decision,
-        schedule: ChosenSchedule,
     ) -> None:
         hub = current.pipeline
         if hub is None:
-            hub = current.pipeline = open_pipeline(
-                current.rank, schedule, decision, current.timeline
-            )
+            hub = current.pipeline = open_pipeline(current.rank, decision, current.timeline)
         check_order(current.rank.config, hub, decision)
         self._hub = hub
         self.server = hub.server

@@ -27,7 +27,6 @@ class ModuleCost:
             `trace_flops`.
         time_ms: of the forward, if measured.
         activation_bytes: kept for backward, parameters and buffers apart.
-        output_bytes: of the tensors that it returned.
         data_dependent: it read a value of a tensor into Python.
     """
 
@@ -36,7 +35,6 @@ class ModuleCost:
     backward_flops: float = 0.0
     time_ms: float | None = None
     activation_bytes: int = 0
-    output_bytes: int = 0
     data_dependent: bool = False
 
     @property

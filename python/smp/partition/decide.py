@@ -42,7 +42,6 @@ def partition_options(
     pp_size: int,
     num_chunks: int = 1,
     memory_limit_bytes: int = 0,
-    kept: Sequence[int] | None = None,
     must_fit: bool = True,
     lead_weight: float | None = None,
     state_factor: float = 4.0,
@@ -54,8 +53,6 @@ def partition_options(
         pp_size: number of partitions.
         num_chunks: stages per partition, for schedules with virtual stages.
         memory_limit_bytes: the most that a partition may hold; 0 for no limit.
-        kept: microbatches of activations that the schedule keeps on each rank; None: as the
-            policy of ``config`` does.
         must_fit: without it, the least memory is taken where nothing keeps the limit.
         lead_weight: time alone is balanced, and a stage counts this much of what comes before it;
             None: as ``config`` says.
@@ -66,7 +63,7 @@ def partition_options(
         pp_size,
         memory_weight=weight if lead_weight is None else 0.0,
         num_chunks=num_chunks,
-        kept_microbatches=kept_microbatches(config, pp_size, num_chunks) if kept is None else kept,
+        kept_microbatches=kept_microbatches(config, pp_size, num_chunks),
         memory_limit_bytes=memory_limit_bytes,
         must_fit=must_fit,
         lead_weight=lead_weight or 0.0,
@@ -102,7 +99,6 @@ def decide(
     file: str | Path | None = None,
     num_chunks: int = 1,
     memory_limit_bytes: int = 0,
-    kept: Sequence[int] | None = None,
     fastest: Fastest | None = None,
 ) -> Decision:
     """Assigns every module to a pipeline rank. Deterministic; not collective.
@@ -118,7 +114,6 @@ def decide(
         file: a partition file (see `smp.partition.partition_file`) to follow instead.
         num_chunks: stages per rank, for schedules with virtual stages; with ``auto_partition``.
         memory_limit_bytes: the most that a rank may hold; 0 for no limit.
-        kept: see `partition_options`.
         fastest: with ``auto_partition``, the shortest step is looked for instead of a balance by
             ``memory_weight``.
 
@@ -130,7 +125,7 @@ def decide(
             for the memory limit; the file does not fit the model.
     """
     index = build_tree(root) if index is None else index
-    options = partition_options(config, pp_size, num_chunks, memory_limit_bytes, kept)
+    options = partition_options(config, pp_size, num_chunks, memory_limit_bytes)
     if file is not None:
         assignment = partition_file.read(file, index, pp_size, num_chunks)
         _check_memory(index, assignment, options)
@@ -150,7 +145,7 @@ def decide(
             )
         add_wishes(index, wishes, pp_size)
         if fastest is not None and pp_size > 1:
-            make = partial(partition_options, config, pp_size, num_chunks, kept=kept)
+            make = partial(partition_options, config, pp_size, num_chunks)
             return _decide_fastest(index, make, memory_limit_bytes, fastest)
         return Decision.of(index, solve(index, options), options)
     if num_chunks > 1:

@@ -21,16 +21,14 @@ class StepShape:
     """How a step passes the pipeline.
 
     Attributes:
-        policy: name of the schedule; without effect if there are lists.
+        policy: name of the schedule.
         microbatches: of one step.
         active: most of them in flight.
-        lists: per pipeline rank its actions in the text form.
     """
 
     policy: str
     microbatches: int
     active: int
-    lists: tuple[str, ...] = ()
 
     @property
     def leads(self) -> tuple[float, ...]:
@@ -170,11 +168,6 @@ def simulated_step_ms(
         num_partitions: pipeline ranks.
         shape: of the step.
     """
-    if shape.lists:
-        text = "\n".join(f"{rank}: {actions}" for rank, actions in enumerate(shape.lists))
-        return _C.simulate_lists(
-            stages, boundaries, shape.microbatches, shape.active, text
-        ).makespan_ms
     most = max(_FEWEST_SIMULATED, _SIMULATED_PER_RANK * num_partitions)
 
     def simulated_ms(microbatches: int) -> float:

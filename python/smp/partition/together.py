@@ -85,7 +85,6 @@ class Wishes:
         file: a partition file to follow; only the first rank reads it.
         num_chunks: stages per rank.
         memory_limit_bytes: the most that a rank may hold; 0 for no limit.
-        kept: microbatches of activations that the schedule keeps on each rank.
         whole: modules that are better not cut: each is one checkpoint.
         fastest: the shortest step is looked for, with the least room that any rank has.
         is_weighed: instead, time and memory are weighed as the configuration says; the first rank's
@@ -97,7 +96,6 @@ class Wishes:
     file: str | Path | None = None
     num_chunks: int = 1
     memory_limit_bytes: int = 0
-    kept: Sequence[int] | None = None
     whole: Collection[nn.Module] = ()
     fastest: Fastest | None = None
     is_weighed: bool = False
@@ -171,7 +169,6 @@ def _decide(
             file=wishes.file,
             num_chunks=wishes.num_chunks,
             memory_limit_bytes=wishes.memory_limit_bytes,
-            kept=wishes.kept,
             fastest=wishes.fastest,
         )
     except OSError as error:
@@ -197,9 +194,7 @@ def _reads_in_the_way(
     """Why a model cannot be split that could be, if its modules left parameters of others alone."""
     if trace is None or not trace.parameter_reads or not config.auto_partition:
         return ""
-    options = partition_options(
-        config, pp_size, wishes.num_chunks, wishes.memory_limit_bytes, wishes.kept
-    )
+    options = partition_options(config, pp_size, wishes.num_chunks, wishes.memory_limit_bytes)
     alone = build_tree(root, replace(trace, parameter_reads={}))
     try:
         _add_wishes(alone, pp_size)

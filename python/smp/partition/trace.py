@@ -263,7 +263,6 @@ class _Run:
                     forward_flops=raw.forward_flops,
                     backward_flops=raw.backward_flops,
                     activation_bytes=raw.activation_bytes,
-                    output_bytes=raw.output_bytes,
                     data_dependent=raw.data_dependent,
                 )
                 for raw in recorder.costs

@@ -65,7 +65,6 @@ class RawCost:
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     activation_bytes: int = 0
-    output_bytes: int = 0
     data_dependent: bool = False
 
 
@@ -207,9 +206,7 @@ class Recorder(TorchDispatchMode):
             finally:
                 self._stack.pop()
                 self._arguments.pop()
-            results = _tensors(result)
-            self._charge_nodes(results)
-            cost.output_bytes += sum({_key(t): trace_flops.num_bytes(t) for t in results}.values())
+            self._charge_nodes(_tensors(result))
             return result
 
         return traced

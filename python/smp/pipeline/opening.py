@@ -1,4 +1,4 @@
-"""Opens the module server of this rank, by configuration, schedule and what the models need."""
+"""Opens the module server of this rank, by configuration and what the models need."""
 
 from __future__ import annotations
 
@@ -6,31 +6,22 @@ import smp._C as _C
 from smp.config.schema import Config
 from smp.partition.decision import Decision
 from smp.pipeline import PipelineHub
-from smp.pipeline.chosen_schedule import ChosenSchedule
 from smp.world.attached import Pipeline
 from smp.world.log import first_rank_log
 from smp.world.rank import Rank
 
 
-def open_pipeline(
-    rank: Rank, schedule: ChosenSchedule, decision: Decision, timeline: _C.Timeline
-) -> PipelineHub:
-    """The server and its hub, without models. Not collective.
+def open_pipeline(rank: Rank, decision: Decision, timeline: _C.Timeline) -> PipelineHub:
+    """Opens the server and its hub, without models. Not collective.
 
     Args:
         rank: one of several of a pipeline.
-        schedule: what the server runs by.
         decision: about the first model.
         timeline: records what the server does.
     """
     config, connections = rank.config, rank.connections
     assert connections is not None and connections.mailbox is not None
     in_order = needs_order(config, decision)
-    if in_order and schedule.lists:
-        raise ValueError(
-            f"{_C.rank_prefix()}smp config: lists of schedule_file let microbatches overlap, which "
-            "would mix what forwards of this model keep in one place; leave it out"
-        )
     server = _C.Server(
         connections.mailbox,
         connections.board,
@@ -38,9 +29,9 @@ def open_pipeline(
         pp_ranks=list(rank.groups["pp"]),
         # These run their tasks in one order; the first one decides.
         order_ranks=list(rank.groups["dp" if config.orders_replicas else "tp"]),
-        policy=schedule.policy,
-        actions=schedule.lists[rank.ranks["pp"]] if schedule.lists else None,
-        num_chunks=schedule.num_chunks,
+        policy=config.pipeline,
+        actions=None,
+        num_chunks=config.virtual_stages,
         active_microbatches=1 if in_order else config.active_microbatches or 0,
         # The ranks of a tensor-parallel group run their modules, hence collectives, in one order.
         deterministic=config.orders_replicas or rank.sizes["tp"] > 1,

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-import smp._C as _C
-from smp.config.schema import Config, check_world
+from smp.config.schema import check_world
 from smp.partition.costs import Trace
-from smp.partition.decide import partition_options
+from smp.partition.decide import kept_microbatches
 from smp.partition.decision import Decision
-from smp.partition.trace import trace
-from smp.partition.tree import build_tree
-from smp.planning import tensor_split
 from smp.planning.decided import Run, decided, scaled, sharding_of
 from smp.planning.half import computing_in
-from smp.planning.memory import Holding, Passing, RankBytes, Sharding, rank_bytes
-from smp.planning.recomputed import Layer, layers_of, repeated_layers, with_checkpoints
+from smp.planning.memory import RankBytes, rank_bytes
+from smp.planning.recomputed import repeated_layers
+from smp.planning.run_cuts import stages_of
+from smp.planning.stages import Content, Terms, contents_of, holding_of
 from smp.planning.tensor_split import Shares
-
-_MOST_LEAVING = 2  # copies to the host under way, see docs/design/memory.md
+from smp.planning.traced_model import TracedModel
 
 
 @dataclass(frozen=True)
@@ -78,127 +74,48 @@ def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: 
     """
     config = run.config
     check_world(config, run.num_ranks)
-    shares = Shares.of(config)
-    spreads = config.expert_parallel_degree > 1
     with computing_in(root, config.half_dtype):
-        whole = trace(root, args, kwargs, device=torch.device("cpu"))
-    traced = scaled(whole, root, shares, spreads)
-    layers = layers_of(traced, repeated_layers(root)) if run.checkpoints else []
-    costs = with_checkpoints(traced, layers) if layers else traced
-    decision = decided(root, traced, run, [layer.module for layer in layers])
+        model = TracedModel(root, args, kwargs)
+    terms = terms_of(run)
+    traced = scaled(model.costs, root, terms.shares, terms.spreads_experts)
+    decision = decided(root, traced, run, repeated_layers(root) if run.checkpoints else ())
+    size = decision.num_partitions
+    contents = contents_of(stages_of(model, decision), size, decision.num_chunks)
     return Estimate(
         sum(p.numel() for p in root.parameters()),
-        tuple(
-            _stage(decision, costs, layers, shares, run, pp_rank)
-            for pp_rank in range(config.pipeline_parallel_degree)
-        ),
+        tuple(_stage(rank, contents, terms, run.num_ranks // size) for rank in range(size)),
         decision,
         traced,
     )
 
 
-def _stage(
-    decision: Decision,
-    costs: Trace,
-    layers: Sequence[Layer],
-    shares: Shares,
-    run: Run,
-    pp_rank: int,
-) -> StageEstimate:
+def terms_of(run: Run) -> Terms:
+    """Returns the terms of a configuration; a sample is what one rank reads of a microbatch."""
     config = run.config
-    pp_size, chunks = decision.num_partitions, decision.num_chunks
-    options = partition_options(config, pp_size, chunks)
-    tree = build_tree(decision.modules[0], costs).tree
-    evaluation = _C.evaluate_partition(tree, decision.assignment, options)
-    stages = range(pp_rank, pp_size * chunks, pp_size)
-    state = options.state_factor * sum(evaluation.param_bytes[s] for s in stages)
-    kept = max(0.0, evaluation.memory_bytes[pp_rank] - state)
-    per_microbatch = sum(evaluation.activation_bytes[s] for s in stages)
-    sharding = sharding_of(config, run.num_ranks, run.device)
-    holding = _parameters(decision, shares, sharding, pp_rank)
-    own = [layer for layer in layers if decision.partition_of[layer.module] == pp_rank]
-    width = sharding.parameter_bytes
-    passing = Passing(
-        _largest_tensor(decision, costs, pp_rank),
-        width * holding.largest,
-        width * _tied_elements(decision, shares, pp_rank),
-        max((layer.kept_bytes for layer in own), default=0),
+    pp = config.pipeline_parallel_degree
+    return Terms(
+        Shares.of(config),
+        kept_microbatches(config, pp, config.virtual_stages if pp > 1 else 1),
+        config.microbatches,
+        sharding_of(config, run.num_ranks, run.device),
+        checkpoints=run.checkpoints,
+        offload=config.offload_activations,
+        horizon=config.activation_loading_horizon,
+        spreads_experts=config.expert_parallel_degree > 1,
     )
-    held = replace(
-        holding,
-        activations=kept,
-        temporary=passing.forward_ends(options.kept_microbatches[pp_rank]),
-        late=passing.backward_ends,
-    )
-    if config.offload_activations and own:
-        held = _offloaded(held, own, kept, config)
+
+
+def _stage(
+    pp_rank: int, contents: Sequence[Content], terms: Terms, num_ranks: int
+) -> StageEstimate:
+    (content,) = (one for one in contents if pp_rank in one.ranks)
+    kept = terms.kept[pp_rank]
+    holding = holding_of(content, terms, kept)
     return StageEstimate(
         pp_rank=pp_rank,
-        num_ranks=run.num_ranks // pp_size,
+        num_ranks=num_ranks,
         elements=int(holding.elements),
-        kept_microbatches=options.kept_microbatches[pp_rank],
-        microbatch_bytes=per_microbatch,
-        held=rank_bytes(held, sharding, config.microbatches),
+        kept_microbatches=kept,
+        microbatch_bytes=holding_of(content, terms, 1).activations,
+        held=rank_bytes(holding, terms.sharding, terms.microbatches),
     )
-
-
-def _parameters(decision: Decision, shares: Shares, sharding: Sharding, pp_rank: int) -> Holding:
-    """Numbers of elements of the parameters of a partition."""
-    seen: set[nn.Parameter] = set()
-    elements = trainable = small = largest = wide = 0.0
-    by_unit: dict[nn.Module, float] = {}
-    unit_of: dict[nn.Module, nn.Module] = {}
-    for layer in repeated_layers(decision.modules[0]):
-        unit_of.update(dict.fromkeys(layer.modules(), layer))
-    for module, partition in zip(decision.modules, decision.partition_idxs, strict=True):
-        for parameter in module.parameters(recurse=False):
-            if partition != pp_rank or parameter in seen:
-                seen.add(parameter)
-                continue
-            seen.add(parameter)
-            is_split = tensor_split.has_split_parameters(module)
-            numel = parameter.numel() * (shares.split_state if is_split else 1.0)
-            elements += numel
-            trainable += numel if parameter.requires_grad else 0
-            wide += numel if parameter.dtype == torch.float32 else 0
-            largest = max(largest, numel)
-            if numel < sharding.persistent:
-                small += numel
-            else:
-                unit = unit_of.get(module, module)
-                by_unit[unit] = by_unit.get(unit, 0) + numel
-    units = sum(sorted(by_unit.values(), reverse=True)[:2])
-    return Holding(elements, trainable, small, largest, units, wide)
-
-
-def _largest_tensor(decision: Decision, costs: Trace, pp_rank: int) -> float:
-    """That a rank makes."""
-    return max(
-        (
-            value.num_bytes
-            for value in costs.values
-            if decision.partition_of[costs.modules[value.producer]] == pp_rank
-        ),
-        default=0,
-    )
-
-
-def _tied_elements(decision: Decision, shares: Shares, pp_rank: int) -> float:
-    """Of parameters that several modules of a rank use."""
-    shared = {(tie.owner_idx, tie.owner_name) for tie in decision.index.shared}
-    total = 0.0
-    for idx, name in shared:
-        module = decision.modules[idx]
-        if decision.partition_idxs[idx] == pp_rank:
-            is_split = tensor_split.has_split_parameters(module)
-            numel = module._parameters[name].numel()  # type: ignore[union-attr]
-            total += numel * (shares.split_state if is_split else 1.0)
-    return total
-
-
-def _offloaded(held: Holding, own: Sequence[Layer], kept: float, config: Config) -> Holding:
-    """Inputs of checkpoints are in host memory, but for those on their way and needed soon."""
-    largest = max(layer.input_bytes for layer in own)
-    near = (config.activation_loading_horizon + _MOST_LEAVING) * largest
-    on_device = min(kept, near)
-    return replace(held, activations=on_device, host=kept - on_device)

@@ -33,7 +33,7 @@ class Link:
 class Overheads:
     """What a step takes on the cores of a host besides work and messages, in seconds of a core.
 
-    Measured while all cores are busy, with the library itself (`smp doctor --calibrate`).
+    Measured while all cores are busy, with the library itself (`benchmarks/calibration.py`).
 
     Attributes:
         microbatch_element_s: of a microbatch, for each element of the parameters: they are read for

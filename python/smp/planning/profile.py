@@ -23,6 +23,7 @@ class Part:
         input_bytes: what comes into it from the part before, with a gradient.
         largest_bytes: of the largest tensor that it makes.
         tied_elements: of parameters that a part before it has as well.
+        frozen_split, frozen_whole: elements of these two that are not trained.
         num_products: pairs of columns and rows that are summed over ranks in a forward.
         num_mixtures: of these, experts that tokens are routed to.
         routed_kept: bytes of activations that experts keep, and that are whole on each rank unless
@@ -43,6 +44,8 @@ class Part:
     input_bytes: float = 0.0
     largest_bytes: float = 0.0
     tied_elements: int = 0
+    frozen_split: int = 0
+    frozen_whole: int = 0
     num_products: int = 0
     num_mixtures: int = 0
     routed_kept: float = 0.0

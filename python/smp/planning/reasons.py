@@ -68,15 +68,6 @@ def options_of(decision: Decision, config: Config) -> _C.PartitionOptions:
     return partition_options(config, decision.num_partitions, decision.num_chunks)
 
 
-def compute_shares(decision: Decision, config: Config) -> list[float]:
-    """Of all arithmetic, by pipeline rank."""
-    evaluation = _C.evaluate_partition(
-        decision.index.tree, decision.assignment, options_of(decision, config)
-    )
-    size, total = decision.num_partitions, sum(evaluation.compute)
-    return [sum(evaluation.compute[rank::size]) / total if total else 0.0 for rank in range(size)]
-
-
 def module_costs(decision: Decision) -> list[ModuleCosts]:
     """The largest modules that are whole on one rank, in the order of the model."""
     tree, parents = decision.index.tree, decision.index.parents

@@ -1,9 +1,9 @@
-"""A trace as it would be if some of its modules were checkpointed."""
+"""Layers of a model that repeat, and what comes into them and stays."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -56,22 +56,3 @@ def layers_of(trace: Trace, modules: Sequence[nn.Module]) -> list[Layer]:
         kept = sum(trace.costs[idx].activation_bytes for idx in inside)
         result.append(Layer(module, incoming, kept))
     return result
-
-
-def with_checkpoints(trace: Trace, layers: Collection[Layer]) -> Trace:
-    """The trace in which each layer keeps its input only."""
-    index_of = {module: idx for idx, module in enumerate(trace.modules)}
-    costs = list(trace.costs)
-    inside: set[int] = set()
-    for layer in layers:
-        below = {index_of[module] for module in layer.module.modules()}
-        inside |= below
-        for idx in below:
-            costs[idx] = replace(costs[idx], activation_bytes=0)
-        top = index_of[layer.module]
-        costs[top] = replace(costs[top], activation_bytes=min(layer.input_bytes, layer.kept_bytes))
-    values = tuple(
-        replace(value, activation_bytes=0) if value.producer in inside else value
-        for value in trace.values
-    )
-    return replace(trace, costs=tuple(costs), values=values)

@@ -22,6 +22,25 @@ from smp.planning.traced_model import TracedModel
 from smp.world.log import first_rank_log
 
 
+def stages_of(model: TracedModel, decision: Decision) -> list[Stage]:
+    """Returns the stages that a partition makes of a model.
+
+    Args:
+        model: the model with its costs.
+        decision: partition of its modules.
+    """
+    size = decision.num_partitions
+    chunks = decision.chunk_idxs or (0,) * len(decision.modules)
+    stage_of = {
+        module: chunk * size + rank
+        for module, rank, chunk in zip(
+            decision.modules, decision.partition_idxs, chunks, strict=True
+        )
+    }
+    by_module = [stage_of[module] for module in model.costs.modules]
+    return of_parts(model.cut(by_module, size * decision.num_chunks, size), size)
+
+
 class RunCuts:
     """The partitions that runs of a model would have.
 
@@ -58,16 +77,7 @@ class RunCuts:
         Raises:
             ValueError: the library cannot partition the model so.
         """
-        decision = self._decided(layout, precision, room_bytes)
-        chunks = decision.chunk_idxs or (0,) * len(decision.modules)
-        stage_of = {
-            module: chunk * layout.pp + rank
-            for module, rank, chunk in zip(
-                decision.modules, decision.partition_idxs, chunks, strict=True
-            )
-        }
-        by_module = [stage_of[module] for module in self._costs.modules]
-        return of_parts(self._model.cut(by_module, layout.pp * layout.chunks, layout.pp), layout.pp)
+        return stages_of(self._model, self._decided(layout, precision, room_bytes))
 
     def _decided(self, layout: Layout, precision: str, room_bytes: int) -> Decision:
         values = layout.config(precision)
@@ -95,7 +105,6 @@ def _of_samples(traced: Trace, samples: int) -> Trace:
                 forward_flops=samples * cost.forward_flops,
                 backward_flops=samples * cost.backward_flops,
                 activation_bytes=samples * cost.activation_bytes,
-                output_bytes=samples * cost.output_bytes,
             )
             for cost in traced.costs
         ),

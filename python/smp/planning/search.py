@@ -13,7 +13,15 @@ from smp.planning.memory import RankBytes
 from smp.planning.profile import ModelProfile, Part
 from smp.planning.run_cuts import RunCuts
 from smp.planning.sent import sent_bytes
-from smp.planning.stages import Content, Stage, contents_of, cut, held_by_rank, peak_bytes
+from smp.planning.stages import (
+    Content,
+    Stage,
+    Terms,
+    contents_of,
+    cut,
+    held_by_rank,
+    peak_bytes,
+)
 from smp.planning.step_time import Grid, StepTime, step_time
 
 _MICROBATCHES = (1, 2, 4, 8, 16)
@@ -191,7 +199,7 @@ def _cuts(profile: ModelProfile, layout: Layout) -> tuple[Stage, ...]:
 def _predicted(job: Job, layout: Layout, stages: tuple[Stage, ...], simulated: bool) -> Plan:
     time, grid = _time(job, layout, stages, simulated)
     contents = contents_of(stages, layout.pp, layout.chunks)
-    held = held_by_rank(contents, layout, job.half, job.hardware.bucket_bytes)
+    held = held_by_rank(contents, Terms.of(layout, job.half, job.hardware.bucket_bytes))
     return Plan(layout, stages, time, tuple(held), grid)
 
 
@@ -232,7 +240,8 @@ def search(job: Job, tell: Callable[[str], None] = lambda text: None) -> Found:
         # Those that differ in their placement alone come one after the other.
         anywhere = replace(layout, placement="DPT")
         if anywhere not in peaks:
-            peaks = {anywhere: peak_bytes(contents, layout, job.half, job.hardware.bucket_bytes)}
+            terms = Terms.of(layout, job.half, job.hardware.bucket_bytes)
+            peaks = {anywhere: peak_bytes(contents, terms)}
         peak = peaks[anywhere]
         if peak <= job.usable_bytes:
             fitting.append((_time(job, layout, stages, simulated=False)[0].total, layout))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import smp._C as _C
-from smp.config import given_files
 from smp.config.schema import Config
 from smp.partition.decide import partition_options
 from smp.partition.decision import Decision
@@ -16,7 +14,6 @@ from smp.pipeline import schedules
 
 #: What the simulator counts as one microbatch of the whole model on one rank.
 WHOLE = 1000.0
-_NEXT = re.compile(r"rank (\d+): next is (\S+), which waits for (?:(\S+) of rank (\d+)|(.*))")
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,8 @@ class Proof:
     num_waits: int
 
 
-class Stops(Exception):
-    """The schedule comes to a stop; the text says who waits for whom."""
+class NotOrdered(Exception):
+    """An action of a schedule stands before what it waits for, or is missing."""
 
 
 def stages_of(
@@ -84,21 +81,15 @@ def stages_of(
 
 
 def simulate(stages: Sequence[schedules.Stage], config: Config) -> schedules.Simulation:
-    """A step under the schedule of a configuration.
+    """Simulates a step under the schedule of a configuration.
 
     Raises:
-        Stops: it cannot finish.
-        ValueError: the schedule does not fit the stages.
-        OSError: its file cannot be read.
+        ValueError: The schedule does not fit the stages.
     """
-    active: int | None = min(config.active_microbatches or config.microbatches, config.microbatches)
-    schedule = config.pipeline
-    if config.schedule_file is not None:
-        schedule = schedules.normalize(given_files.read_text(config.schedule_file))
-    try:
-        return schedules.simulate(stages, config.microbatches, schedule, active_microbatches=active)
-    except RuntimeError as error:
-        raise Stops(_circle(str(error))) from None
+    active = min(config.active_microbatches or config.microbatches, config.microbatches)
+    return schedules.simulate(
+        stages, config.microbatches, config.pipeline, active_microbatches=active
+    )
 
 
 def prove(
@@ -117,7 +108,7 @@ def prove(
         active: most microbatches in flight.
 
     Raises:
-        Stops: some action stands before what it waits for, or is not there.
+        NotOrdered: some action stands before what it waits for, or is not there.
     """
     entries = simulation.timeline
     done: set[tuple[str, int, int]] = set()  # kind, stage, microbatch
@@ -132,11 +123,11 @@ def prove(
             waits.append(Wait(entry.rank, last[entry.rank], "the rank runs one at a time"))
         for needed, why in _needs(kind, entry.stage, mb, num_stages):
             if needed not in done:
-                raise Stops(f"rank {entry.rank} runs {entry.action} before {needed[0]}{mb}")
+                raise NotOrdered(f"rank {entry.rank} runs {entry.action} before {needed[0]}{mb}")
             waits.append(Wait(*name_of[needed], why))
         if kind == "F" and entry.stage == 0:
             if entered - left >= active:
-                raise Stops(f"rank {entry.rank} lets {active + 1} microbatches in")
+                raise NotOrdered(f"rank {entry.rank} lets {active + 1} microbatches in")
             entered += 1
         if kind == "B" and entry.stage == 0:
             left += 1
@@ -147,7 +138,7 @@ def prove(
         num_waits += len(waits)
     expected = num_stages * num_microbatches * (3 if has_weights else 2)
     if len(done) != expected:
-        raise Stops(f"{len(done)} of {expected} actions are there")
+        raise NotOrdered(f"{len(done)} of {expected} actions are there")
     return Proof(tuple(order), num_waits)
 
 
@@ -171,17 +162,16 @@ def _needs(
     return [(("F", stage - 1, mb), "its input")] if stage > 0 else []
 
 
-def proof_in_words(proof: Proof, schedule: str, active: int, *, is_list: bool) -> list[str]:
-    """Why ranks cannot wait for each other for ever, for a reader who checks it.
+def proof_in_words(proof: Proof, schedule: str, active: int) -> list[str]:
+    """Explains to a reader who checks it why ranks cannot wait for each other for ever.
 
     Args:
-        proof: of a step.
-        schedule: what it is called.
-        active: most microbatches in flight.
-        is_list: the order is given; otherwise a policy picks among what is ready.
+        proof: proof for one step.
+        schedule: name of the policy.
+        active: largest number of microbatches in flight.
     """
     ranks = len({rank for rank, _, _ in proof.order})
-    lines = [
+    return [
         f"Each of the {ranks} ranks runs its actions in the order that is shown ({schedule}). An "
         "action waits for three things only: for the one before it on its rank; for data of the "
         "same microbatch (a forward for that of the stage before, a backward for that of the stage "
@@ -191,33 +181,7 @@ def proof_in_words(proof: Proof, schedule: str, active: int, *, is_list: bool) -
         f"stands behind everything that it waits for: the {proof.num_waits} waits for actions were "
         "followed one by one, and each points backward. A circle would have to point forward "
         "somewhere, so there is none, however long actions take and however late data come.",
+        "The order is that of the estimated times. Where data come later the policy picks "
+        "another action that is ready; that its steps end with any times is tested, not proved "
+        "here (tests/cpp/schedule).",
     ]
-    if not is_list:
-        lines.append(
-            "The order is that of the estimated times. Where data come later the policy picks "
-            "another action that is ready; that its steps end with any times is tested, not proved "
-            "here (tests/cpp/schedule)."
-        )
-    return lines
-
-
-def _circle(text: str) -> str:
-    """The circle in what the simulator says of a schedule that stops."""
-    waits: Mapping[int, tuple[str, str, int]] = {
-        int(m[1]): (m[2], m[3], int(m[4])) for m in _NEXT.finditer(text) if m[4] is not None
-    }
-    for start in waits:
-        path = [start]
-        while path[-1] in waits:
-            after = waits[path[-1]][2]
-            if after in path:
-                ring = path[path.index(after) :]
-                words = "; ".join(
-                    f"rank {rank} is at {waits[rank][0]} and waits for {waits[rank][1]} of rank "
-                    f"{waits[rank][2]}"
-                    for rank in ring
-                )
-                return f"the schedule deadlocks: {words}: a circle"
-            path.append(after)
-    lines = " ".join(line.strip() for line in text.splitlines())
-    return f"the schedule deadlocks: {lines}"

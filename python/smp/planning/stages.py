@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from smp.partition.decide import kept_by
-from smp.planning.layout import PERSISTENT, Layout
-from smp.planning.memory import Holding, Passing, RankBytes, rank_bytes
+from smp.planning.layout import Layout
+from smp.planning.memory import Holding, Passing, RankBytes, Sharding, rank_bytes
 from smp.planning.profile import ModelProfile, Part
 from smp.planning.tensor_split import Shares
 
 _ROUNDS = 40  # of a bisection
-_LEAVING, _HORIZON = 2, 4  # inputs of checkpoints on the device while they are offloaded
+_MOST_LEAVING = 2  # copies to the host under way, see docs/design/memory.md
 
 
 @dataclass(frozen=True)
@@ -192,46 +192,51 @@ def contents_of(stages: Sequence[Stage], num_ranks: int, chunks: int) -> list[Co
     ]
 
 
-def held_by_rank(
-    contents: Sequence[Content], layout: Layout, half: bool, bucket_bytes: int
-) -> list[RankBytes]:
-    """What each pipeline rank holds at its peak.
+@dataclass(frozen=True)
+class Terms:
+    """Choices of a run that decide how much of its content a rank holds.
 
-    Args:
-        contents: of all ranks.
-        layout: of the run.
-        half: parameters have 16 bits.
-        bucket_bytes: of gradients that are reduced together.
+    Attributes:
+        shares: what a rank has of a tensor-parallel group's microbatch.
+        kept: microbatches whose activations each pipeline rank keeps.
+        microbatches: of a step.
+        sharding: of parameters and state.
+        samples: of a microbatch, as parts count them.
+        checkpoints: each repeated layer is computed again.
+        offload: inputs of checkpoints go to host memory.
+        horizon: inputs of checkpoints that are back on the device before they are needed.
+        spreads_experts: experts are spread over the ranks of a tensor-parallel group.
     """
-    kept = kept_microbatches(layout)
-    sharding = layout.sharding(half, bucket_bytes)
-    result: dict[int, RankBytes] = {}
-    for content in contents:
-        known: dict[int, RankBytes] = {}
-        for rank in content.ranks:
-            times = kept[rank]
-            if times not in known:
-                holding = _holding(content, layout, times, kept[-1], sharding.parameter_bytes)
-                known[times] = rank_bytes(holding, sharding, layout.microbatches)
-            result[rank] = known[times]
-    return [result[rank] for rank in range(layout.pp)]
 
+    shares: Shares
+    kept: Sequence[int]
+    microbatches: int
+    sharding: Sharding
+    samples: int = 1
+    checkpoints: bool = False
+    offload: bool = False
+    horizon: int = 4
+    spreads_experts: bool = False
 
-def peak_bytes(contents: Sequence[Content], layout: Layout, half: bool, bucket_bytes: int) -> float:
-    """The peak of the fullest rank; arguments as of `held_by_rank`."""
-    kept = kept_microbatches(layout)
-    sharding = layout.sharding(half, bucket_bytes)
-    most = 0.0
-    for content in contents:
-        times = max(kept[rank] for rank in content.ranks)
-        holding = _holding(content, layout, times, kept[-1], sharding.parameter_bytes)
-        most = max(most, rank_bytes(holding, sharding, layout.microbatches).peak)
-    return most
+    @classmethod
+    def of(cls, layout: Layout, half: bool, bucket_bytes: int) -> Terms:
+        """Returns the terms of a layout.
 
-
-def kept_microbatches(layout: Layout) -> Sequence[int]:
-    """Of which each pipeline rank keeps activations."""
-    return _kept(layout.schedule, layout.pp, layout.chunks, layout.microbatches, layout.active)
+        Args:
+            layout: layout of the run.
+            half: parameters have 16 bits.
+            bucket_bytes: bytes of gradients that are reduced together.
+        """
+        return cls(
+            layout.shares,
+            _kept(layout.schedule, layout.pp, layout.chunks, layout.microbatches, layout.active),
+            layout.microbatches,
+            layout.sharding(half, bucket_bytes),
+            layout.microbatch,
+            layout.checkpoints,
+            layout.offload,
+            spreads_experts=layout.spreads_experts,
+        )
 
 
 @cache
@@ -239,22 +244,49 @@ def _kept(policy: str, pp: int, chunks: int, microbatches: int, active: int) -> 
     return tuple(kept_by(policy, pp, chunks, microbatches, active))
 
 
-def _holding(content: Content, layout: Layout, kept: int, kept_last: int, width: int) -> Holding:
-    """What a rank computes with.
+def held_by_rank(contents: Sequence[Content], terms: Terms) -> list[RankBytes]:
+    """Returns what each pipeline rank holds at its peak."""
+    held: dict[int, RankBytes] = {}
+    for content in contents:
+        known: dict[int, RankBytes] = {}
+        for rank in content.ranks:
+            kept = terms.kept[rank]
+            if kept not in known:
+                known[kept] = _rank_bytes(content, terms, kept)
+            held[rank] = known[kept]
+    return [held[rank] for rank in sorted(held)]
+
+
+def peak_bytes(contents: Sequence[Content], terms: Terms) -> float:
+    """Returns the peak of the fullest rank."""
+    return max(
+        _rank_bytes(content, terms, max(terms.kept[rank] for rank in content.ranks)).peak
+        for content in contents
+    )
+
+
+def _rank_bytes(content: Content, terms: Terms, kept: int) -> RankBytes:
+    holding = holding_of(content, terms, kept)
+    return rank_bytes(holding, terms.sharding, terms.microbatches)
+
+
+def holding_of(content: Content, terms: Terms, kept: int) -> Holding:
+    """Returns what a rank computes with.
 
     Args:
-        content: of the rank.
-        layout: of the run.
-        kept: microbatches of which it keeps activations.
-        kept_last: the same of the last rank; what a tail keeps goes back at once, as there.
-        width: bytes of an element of a parameter.
+        content: content of the rank.
+        terms: choices of the run.
+        kept: microbatches whose activations it keeps.
     """
-    shares = layout.shares
-    elements = small = largest = wide = all_kept = again = tensor = largest_input = tied = 0.0
+    shares, sharding = terms.shares, terms.sharding
+    elements = frozen = small = largest = wide = all_kept = again = tensor = largest_input = (
+        tied
+    ) = 0.0
     units: list[float] = []
     layers = 0
     parts = [(part, count, kept) for part, count in content.kinds]
-    parts += [(part, 1, kept_last) for part in content.tail]
+    # What a tail keeps goes back at once, as on the last rank.
+    parts += [(part, 1, terms.kept[-1]) for part in content.tail]
     for part, count, times in parts:
         unit = 0.0
         for numel, is_split, is_wide in part.tensors:
@@ -262,15 +294,16 @@ def _holding(content: Content, layout: Layout, kept: int, kept_last: int, width:
             elements += count * own
             wide += count * own * is_wide
             largest = max(largest, own)
-            if own < PERSISTENT:
+            if own < sharding.persistent:
                 small += count * own
             else:
                 unit += own
+        frozen += count * (part.frozen_split * shares.split_state + part.frozen_whole)
         units += [unit] * min(count, 2)
         activations = part.split_kept * shares.split + part.whole_kept * shares.whole
-        if layout.spreads_experts:
+        if terms.spreads_experts:
             activations -= part.routed_kept * (shares.whole - shares.split)
-        if layout.checkpoints and part.is_layer:
+        if terms.checkpoints and part.is_layer:
             again = max(again, activations)
             activations = min(activations, part.input_bytes * shares.whole)
             largest_input = max(largest_input, activations)
@@ -278,18 +311,18 @@ def _holding(content: Content, layout: Layout, kept: int, kept_last: int, width:
         all_kept += times * count * activations
         tensor = max(tensor, part.largest_bytes * shares.split)
         tied += part.tied_elements * shares.split_state
-    samples = layout.microbatch
+    samples, width = terms.samples, sharding.parameter_bytes
     activations = samples * all_kept
     host = 0.0
-    if layout.offload:
+    if terms.offload:
         inputs = kept * samples * layers * largest_input
-        near = min(inputs, (_LEAVING + _HORIZON) * samples * largest_input)
+        near = min(inputs, (_MOST_LEAVING + terms.horizon) * samples * largest_input)
         host = inputs - near
         activations = max(near, activations - host)
     passing = Passing(samples * tensor, width * largest, width * tied, samples * again)
     return Holding(
         elements=elements,
-        trainable=elements,
+        trainable=elements - frozen,
         small=small,
         largest=largest,
         units=sum(sorted(units, reverse=True)[:2]),

@@ -26,14 +26,18 @@ class TracedModel:
     """
 
     def __init__(
-        self, root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], flops_per_byte: float
+        self,
+        root: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        flops_per_byte: float | None = None,
     ) -> None:
         """Traces it.
 
         Args:
             root: on the meta device, in the dtype that it computes in.
             args, kwargs: of a forward with one sample.
-            flops_per_byte: of the device.
+            flops_per_byte: of the device, or None for the usual rate of its type.
 
         Raises:
             TraceError: the forward raised.
@@ -141,6 +145,7 @@ class TracedModel:
         group_name, top, whole_group = self._groups[self._owners[idxs[0]]]
         works = [self._works[idx] for idx in idxs]
         elements = {"split": 0, "whole": 0}
+        frozen = {"split": 0, "whole": 0}
         tensors: list[tuple[int, bool, bool]] = []
         seen: set[nn.Parameter] = set()
         tied = 0
@@ -154,9 +159,11 @@ class TracedModel:
                 if first_place[parameter] < place:
                     tied += parameter.numel()
                     continue
-                elements["split" if has_split else "whole"] += parameter.numel()
-                is_wide = parameter.dtype == torch.float32
-                tensors.append((parameter.numel(), has_split, is_wide))
+                kind = "split" if has_split else "whole"
+                elements[kind] += parameter.numel()
+                if not parameter.requires_grad:
+                    frozen[kind] += parameter.numel()
+                tensors.append((parameter.numel(), has_split, parameter.dtype == torch.float32))
         inside = {self.costs.modules[idx] for idx in idxs}
         is_whole = len(idxs) == len(whole_group)
         products = (0, 0) if top is None else _num_products(top, inside)
@@ -175,6 +182,8 @@ class TracedModel:
             input_bytes=float(self._inputs[top]) if top is not None else 0.0,
             largest_bytes=float(max((work.largest_bytes for work in works), default=0)),
             tied_elements=tied,
+            frozen_split=frozen["split"],
+            frozen_whole=frozen["whole"],
             num_products=products[0],
             num_mixtures=products[1],
             routed_kept=sum(work.routed_kept for work in works),

@@ -193,8 +193,6 @@ class BatchCheck:
             return "off: SMP_CHECK_FIRST_STEP is 0"
         if current.verification is not None:
             return "off: the run is recorded"
-        if current.rank.config.schedule_file:
-            return "cannot tell: the schedule is that of a file, for whole steps"
         if not self._engines:
             return "off: there is no model"
         compiled = any(engine.compiled.is_on for engine in self._engines)

@@ -1,45 +1,34 @@
-"""GPUs: what torch sees, and how fast the way to them is."""
+"""GPUs that torch sees."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from smp_cli.doctor.report import Section, gib
 
-_COPY_BYTES = 256 << 20
-_REPEATS = 5
-
 
 def devices() -> Section:
-    """Each GPU with its memory; copies from and to the first."""
-    section = Section("devices")
-    has_driver = Path("/proc/driver/nvidia/gpus").exists()
-    section.values["GPUs"] = torch.cuda.device_count()
+    """Lists each GPU with its memory."""
+    count = torch.cuda.device_count()
+    section = Section("devices", {"GPUs": count})
     if not torch.cuda.is_available():
-        if has_driver:
+        if Path("/proc/driver/nvidia/gpus").exists():
             section.problems.append(
-                f"the driver lists GPUs, but torch {torch.__version__} sees none: "
-                + ("its build has no CUDA" if torch.version.cuda is None else _why())
+                f"the driver lists GPUs, but torch {torch.__version__} sees none: {_reason()}"
             )
         return section
-    for index in range(torch.cuda.device_count()):
+    for index in range(count):
         section.values[f"GPU {index}"] = _describe(section, index)
-    try:
-        section.values["host to GPU 0"] = f"{_bandwidth('cpu', 'cuda:0') / 1e9:.1f} GB/s (pinned)"
-        section.values["GPU 0 to host"] = f"{_bandwidth('cuda:0', 'cpu') / 1e9:.1f} GB/s (pinned)"
-        if torch.cuda.device_count() > 1:
-            section.values["GPU 0 to GPU 1"] = f"{_bandwidth('cuda:0', 'cuda:1') / 1e9:.1f} GB/s"
-            section.values["direct access"] = torch.cuda.can_device_access_peer(0, 1)
-    except RuntimeError as error:
-        section.problems.append(f"a copy to or from a GPU failed: {str(error).splitlines()[0]}")
+    if count > 1:
+        section.values["direct access"] = torch.cuda.can_device_access_peer(0, 1)
     return section
 
 
-def _why() -> str:
+def _reason() -> str:
+    if torch.version.cuda is None:
+        return "its build has no CUDA"
     try:
         torch.cuda.init()
     except Exception as error:
@@ -60,22 +49,3 @@ def _describe(section: Section, index: int) -> str:
         )
     version = f"{properties.major}.{properties.minor}"
     return f"{properties.name}, compute capability {version}, {gib(free)} of {gib(total)} free"
-
-
-def _bandwidth(source: str, destination: str) -> float:
-    """Bytes per second, best of a few copies."""
-    sent = _buffer(source)
-    received = _buffer(destination)
-    best = float("inf")
-    for _ in range(_REPEATS):
-        torch.cuda.synchronize()
-        started_s = time.perf_counter()
-        received.copy_(sent, non_blocking=True)
-        torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - started_s)
-    return _COPY_BYTES / best
-
-
-def _buffer(device: str) -> Any:
-    pinned = device == "cpu"
-    return torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device, pin_memory=pinned)

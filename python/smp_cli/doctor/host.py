@@ -8,7 +8,6 @@ import resource
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from smp_cli.cores import cpu_quota
@@ -21,7 +20,6 @@ _MIN_SHM = 1 << 30
 _MIN_FREE = 5 << 30
 _MIN_MEMORY = 4 << 30
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p"}
-_WRITE_BYTES = 64 << 20
 
 
 def system() -> Section:
@@ -145,7 +143,7 @@ def _read(path: Path) -> str | None:
 
 
 def temporary_files() -> Section:
-    """The file system of TMPDIR: kind, space, speed."""
+    """Describes the file system of TMPDIR, the folder of temporary files."""
     section = Section("files")
     try:
         folder = Path(tempfile.gettempdir())
@@ -161,12 +159,6 @@ def temporary_files() -> Section:
         "file system": kind,
         "space": f"{gib(usage.free)} of {gib(usage.total)} free",
     }
-    try:
-        section.values["writes with fsync"] = f"{_write_speed(folder) / 1e6:.0f} MB/s"
-    except OSError as error:
-        section.problems.append(
-            f"{folder} cannot be written: {error.strerror}; set TMPDIR elsewhere"
-        )
     if usage.free < _MIN_FREE:
         section.problems.append(f"{folder} has only {gib(usage.free)} free; set TMPDIR elsewhere")
     if kind in _NETWORK:
@@ -187,15 +179,3 @@ def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str |
         if (path == resolved or path in resolved.parents) and len(path.parts) >= best:
             best, kind = len(path.parts), found
     return kind
-
-
-def _write_speed(folder: Path) -> float:
-    """Bytes per second of one sequential write that reaches the disk."""
-    data = os.urandom(1 << 20)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        started_s = time.perf_counter()
-        for _ in range(_WRITE_BYTES >> 20):
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        return _WRITE_BYTES / (time.perf_counter() - started_s)

@@ -28,7 +28,7 @@ from smp.world.presence import wait_for_hellos
 from smp.world.rendezvous import MeetingPoint, machine_id
 from smp_cli.doctor.network_variables import find_conflicts, network_variables
 from smp_cli.doctor.pairs import Pair, Server, measure
-from smp_cli.doctor.report import Section, gib, to_text
+from smp_cli.doctor.report import Section, gib, print_report
 
 _TIMEOUT_S = 120.0
 _MIN_FREE = 5 << 30
@@ -224,10 +224,7 @@ def main() -> int:
                 break
             time.sleep(0.02)
     if rank == 0:
-        if "--json" in sys.argv:
-            print(json.dumps({one.name: one.to_json() for one in sections}, indent=2))
-        else:
-            print(to_text(sections))
+        print_report(sections, "--json" in sys.argv)
     return int(any(one.problems for one in sections))
 
 

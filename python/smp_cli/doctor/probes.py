@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +26,9 @@ class Probe:
     name: str
     function: str
     limit_s: float
-    measures: bool = False
-    """Others would disturb it."""
 
     def load(self) -> Callable[[], Section]:
-        """The function."""
+        """Imports the function."""
         module, _, function = self.function.partition(":")
         loaded: Callable[[], Section] = getattr(importlib.import_module(module), function)
         return loaded
@@ -39,32 +38,28 @@ PROBES: tuple[Probe, ...] = (
     Probe("system", "smp_cli.doctor.host:system", 10),
     Probe("limits", "smp_cli.doctor.host:limits", 10),
     Probe("shared memory", "smp_cli.doctor.host:shared_memory", 10),
-    Probe("files", "smp_cli.doctor.host:temporary_files", 20, True),
-    Probe("tools", "smp_cli.doctor.software:tools", 30),
-    Probe("packages", "smp_cli.doctor.software:packages", 120),
-    Probe("build", "smp_cli.doctor.software:build", 120),
-    Probe("devices", "smp_cli.doctor.devices:devices", 120, True),
-    Probe("transport shared memory", "smp_cli.doctor.transports:shared_memory", 120, True),
-    Probe("transport tcp", "smp_cli.doctor.transports:tcp", 120, True),
-    Probe("lanes between devices", "smp_cli.doctor.transports:lanes", 120, True),
-    Probe("transport nccl", "smp_cli.doctor.transports:nccl", 120, True),
+    Probe("files", "smp_cli.doctor.host:temporary_files", 20),
+    Probe("packages", "smp_cli.doctor.versions:packages", 120),
+    Probe("build", "smp_cli.doctor.versions:build", 120),
+    Probe("devices", "smp_cli.doctor.devices:devices", 120),
+    Probe("ranks over shared memory", "smp_cli.doctor.ranks:over_shared_memory", 120),
+    Probe("ranks over tcp", "smp_cli.doctor.ranks:over_tcp", 120),
+    Probe("ranks on devices", "smp_cli.doctor.ranks:on_devices", 120),
 )
 
 
 def python_path(env: Mapping[str, str]) -> str:
-    """``PYTHONPATH`` with which another process finds the packages of this one."""
+    """Returns a ``PYTHONPATH`` with which another process finds the packages of this one."""
     return os.pathsep.join([_PACKAGES, env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 
 def run_probe(probe: Probe, limit_s: float) -> Section:
-    """What a probe found; a section with a problem if it crashed or took too long."""
+    """Runs a probe in a process; a crash and a process that takes too long are problems."""
     reader, writer = os.pipe()
-    env = dict(os.environ)
-    env["PYTHONPATH"] = python_path(env)
     process = subprocess.Popen(
         [sys.executable, "-m", "smp_cli.doctor", probe.function, str(writer)],
         pass_fds=(writer,),
-        env=env,
+        env={**os.environ, "PYTHONPATH": python_path(os.environ)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -74,16 +69,14 @@ def run_probe(probe: Probe, limit_s: float) -> Section:
     try:
         printed, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return Section(
-            probe.name, {}, [f"no answer within {limit_s:g} s; whatever it looks at hangs"]
-        )
+        return Section(probe.name, {}, [f"no answer within {limit_s:g} s; the probe hangs"])
     finally:
         _end(process)
         with open(reader, encoding="utf-8") as pipe:
             os.set_blocking(reader, False)
             answer = pipe.read() or ""
     try:
-        return Section.from_json(probe.name, json.loads(answer))
+        return Section(probe.name, **json.loads(answer))
     except ValueError:
         text = printed.decode(errors="replace").strip()[-_MAX_TEXT:]
         status = process.returncode
@@ -92,13 +85,10 @@ def run_probe(probe: Probe, limit_s: float) -> Section:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     if process.stdout is not None:
         process.stdout.close()
-    try:
+    # A process inside a call of the kernel, for instance into a dead file system, ends later.
+    with suppress(subprocess.TimeoutExpired):
         process.wait(5)
-    except subprocess.TimeoutExpired:
-        pass  # in the kernel, for instance in a dead file system; it ends with its call

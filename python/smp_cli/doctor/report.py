@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,33 +10,40 @@ from typing import Any
 
 @dataclass
 class Section:
-    """One subject of the report."""
+    """A subject of the report.
+
+    Attributes:
+        name: heading.
+        values: texts, numbers, and lists and dicts of them.
+        problems: one or two sentences each, with the remedy.
+    """
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
-    """Texts, numbers, and lists and dicts of them."""
     problems: list[str] = field(default_factory=list)
-    """What is wrong, and what to do, one sentence or two each."""
 
     def to_json(self) -> dict[str, Any]:
-        """For `from_json`, without the name."""
+        """Returns the section without its name."""
         return {"values": self.values, "problems": self.problems}
-
-    @staticmethod
-    def from_json(name: str, data: Mapping[str, Any]) -> Section:
-        """The inverse of `to_json`."""
-        return Section(name, dict(data["values"]), list(data["problems"]))
 
 
 def gib(num_bytes: float) -> str:
-    """``"1.5 GiB"``, or in MiB below one."""
+    """Returns a size such as ``"1.5 GiB"``, in MiB below one GiB."""
     if num_bytes >= 1 << 30:
         return f"{num_bytes / (1 << 30):.1f} GiB"
     return f"{num_bytes / (1 << 20):.0f} MiB"
 
 
+def print_report(sections: Sequence[Section], as_json: bool) -> None:
+    """Prints the sections for programs or for people."""
+    if as_json:
+        print(json.dumps({section.name: section.to_json() for section in sections}, indent=2))
+    else:
+        print(to_text(sections))
+
+
 def to_text(sections: Sequence[Section]) -> str:
-    """A block to paste: values by section, then everything that is wrong."""
+    """Returns a block to paste: values and problems by section, and the number of problems."""
     lines = ["smp doctor"]
     for section in sections:
         lines.append(f"\n{section.name}")

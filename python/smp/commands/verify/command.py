@@ -11,7 +11,8 @@ from pathlib import Path
 from smp_cli.sagemaker import read_config
 
 from smp.commands.ending import DONE, NO, BadUse, guarded
-from smp.commands.printing import print_json, print_table
+from smp.commands.printing import print_json
+from smp.commands.report import Table, Text, print_blocks
 from smp.commands.verify.checking import Check
 from smp.commands.verify.jobs import Script, ScriptFailed
 from smp.commands.verify.layouts import parse_layouts
@@ -119,9 +120,8 @@ def _print(verdicts: list[Verdict], steps: int) -> None:
         for verdict in verdicts
     ]
     columns = ("layout", "answer", "outputs", "gradients", "changes", "optimizer", "exact")
-    print_table(
-        f"Largest differences from one process in {steps} updates", columns, rows, text_columns=2
-    )
+    title = f"Largest differences from one process in {steps} updates"
+    print_blocks([Text(title), Table(columns, rows, text_columns=2)])
     for verdict in verdicts:
         if verdict.text:
             print(f"\n{verdict.layout}: {verdict.text}")

@@ -59,7 +59,6 @@ class Layout:
         }
         if self.pp == 1:
             values["virtual_stages"] = None
-            values["schedule_file"] = None
             values["auto_partition"] = True
         if is_exact:
             values |= {"fp16": False, "bf16": False, "fp16_params": False}

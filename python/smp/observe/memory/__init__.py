@@ -1,1 +1,1 @@
-"""Out of memory: what was held, what was expected, and what would have made it fit."""
+"""Out of memory: what a rank held, and what the partition expected of it."""

@@ -1,4 +1,4 @@
-"""The error of a rank that has no memory left: what it held, and what would have made it fit."""
+"""The error of a rank that has no memory left: what it held, and what the partition expected."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import nn
 
 import smp._C as _C
-from smp.observe.memory.advice import Need, Situation, best_setting, settings_that_fit
 from smp.observe.memory.failure import Failure, Failures, is_out_of_memory
 from smp.observe.memory.holdings import Held, held_by
-from smp.partition.expected import Expected
+from smp.partition.expected_memory import Expected
 from smp.world import runtime
 from smp.world.observers import StepObserver
 
-# Tensors of state for a parameter in the optimizers of PyTorch; others are taken for Adam.
-_STATES = {"SGD": 0, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2, "Rprop": 2, "Lion": 1}
+_REMEDY = (
+    "smp estimate computes what ranks hold with other settings, docs/memory.md lists what helps"
+)
 
 
 class OutOfMemory(torch.OutOfMemoryError):
-    """`torch.OutOfMemoryError`, also on the CPU, that says what was held and what to change."""
+    """A `torch.OutOfMemoryError`, also on the CPU, whose text lists what the rank held."""
 
 
 class MemoryObserver(StepObserver):
@@ -61,7 +61,7 @@ def _describe(current: runtime.Runtime, doing: str, error: RuntimeError, failure
     expected = [e for e in (_expected_of(model) for model in models) if e is not None]
     lines += _expected_lines(expected)
     if models:
-        lines += _advice_lines(_situation(current, models, held, failure, expected))
+        lines.append(_REMEDY)
     else:
         lines.append(
             "no model is partitioned yet: each rank builds all of it; build it on the meta device, "
@@ -71,7 +71,7 @@ def _describe(current: runtime.Runtime, doing: str, error: RuntimeError, failure
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people."""
+    """Returns a number of bytes with its unit, such as ``"1.5 GiB"``."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"
@@ -82,7 +82,7 @@ def size(num_bytes: float) -> str:
 
 
 def _rest(held: Held, failure: Failure) -> int:
-    """Activations of microbatches in flight, buffers of gradients, and what was being made."""
+    """Returns bytes of activations in flight, buffers of gradients, and what was being made."""
     counted = held.large_bytes if failure.counted_from else held.total
     return max(0, failure.in_use - counted)
 
@@ -117,7 +117,7 @@ def _expected_of(model: Any) -> Expected | None:
 
 
 def _expected_lines(expected: list[Expected]) -> list[str]:
-    if not expected or not any(one.activations for one in expected):
+    if not expected:
         return [
             "the partition expected nothing: models are traced with several pipeline ranks only"
         ]
@@ -125,78 +125,4 @@ def _expected_lines(expected: list[Expected]) -> list[str]:
         f"the partition expected at most {size(one.peak)}: parameters of {size(one.parameters)}, "
         f"{one.in_flight} microbatches in flight of {size(one.activations)} each"
         for one in expected
-    ]
-
-
-# ---- what would have fitted
-
-
-def _situation(
-    current: runtime.Runtime,
-    models: list[Any],
-    held: Held,
-    failure: Failure,
-    expected: list[Expected],
-) -> Situation:
-    rank, kinds = current.rank, held.by_kind
-    trainable = [
-        p for model in models for _, p in model.local_named_parameters() if p.requires_grad
-    ]
-    whole = sum(p.numel() * p.element_size() for p in trainable)
-    sharded = rank.config.sharded_data_parallel_degree
-    parameters = kinds["parameters"]
-    gradients = max(kinds["gradients"], whole // max(1, sharded))
-    per_parameter = max(
-        (_state_per_parameter(o.optimizer) for o in current.wrapped.optimizers), default=2.0
-    )
-    state = kinds["optimizer state"]
-    if not held.has_state:
-        state += int(per_parameter * whole / rank.shard_size)
-    traced = sum(e.activations * e.in_flight for e in expected)
-    activations = max(_rest(held, failure) + failure.asked, traced)
-    in_flight = max((e.in_flight for e in expected if e.activations), default=1)
-    config, pp = rank.config, rank.sizes["pp"]
-    blocks = [num_bytes for e in expected for num_bytes in e.block_bytes]
-    known = [e for e in expected if e.checkpointed and e.activations]
-    return Situation(
-        need=Need(parameters, gradients, state, activations, kinds["gathered units"]),
-        room_bytes=failure.in_use,
-        pp=pp,
-        rdp=rank.sizes["rdp"],
-        shard_size=rank.shard_size,
-        shards_parameters=sharded > 1,
-        microbatches=config.microbatches,
-        in_flight=in_flight,
-        most_in_flight=max(in_flight, config.active_microbatches or pp),
-        samples=max(1, current.steps.samples // max(1, config.microbatches)),
-        checkpointed_bytes=sum(e.checkpointed for e in known) if known else None,
-        num_blocks=len(blocks),
-        largest_unit_bytes=max(blocks, default=0),
-        is_fp32=config.half_dtype is None and all(p.dtype == torch.float32 for p in trainable),
-        optimizer_per_parameter=per_parameter,
-    )
-
-
-def _state_per_parameter(optimizer: torch.optim.Optimizer) -> float:
-    group = optimizer.param_groups[0] if optimizer.param_groups else {}
-    kind = type(optimizer).__name__
-    if kind == "SGD":
-        return 1.0 if group.get("momentum") else 0.0
-    return float(_STATES.get(kind, 2) + bool(group.get("amsgrad")))
-
-
-def _advice_lines(situation: Situation) -> list[str]:
-    needs, room = situation.need.total, situation.room_bytes
-    head = f"a step needs {size(needs)} of this rank, and {size(room)} is known to fit"
-    found = settings_that_fit(situation)
-    if found:
-        return [f"{head}; with one of these it would have:"] + [
-            f"  {one.words}: {size(one.needs_bytes)}" for one in found
-        ]
-    best = best_setting(situation)
-    if best is None:
-        return [f"{head}; no setting changes that, so it takes more memory or more ranks"]
-    return [
-        f"{head}; no setting, and no two, are enough: {best.words} alone leaves "
-        f"{size(best.needs_bytes)}; more ranks or more memory have to do the rest"
     ]

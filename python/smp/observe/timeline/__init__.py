@@ -68,9 +68,9 @@ def trace(path: str | Path, *, max_events: int = 200_000) -> Iterator[None]:
     error = None
     if rank.global_rank == 0:
         try:
-            document = build(recordings)
-            _file(stem, ".json").write_text(json.dumps(to_chrome(document)), encoding="utf-8")
-            _file(stem, ".html").write_text(to_page(document), encoding="utf-8")
+            found = to_chrome(build(recordings))
+            _file(stem, ".json").write_text(json.dumps(found), encoding="utf-8")
+            _file(stem, ".html").write_text(to_page(found), encoding="utf-8")
         except OSError as failure:
             error = f"smp.trace could not write its files: {failure}"
     if error := comm.allgather(error, comm.WORLD)[0]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smp.observe.timeline.document import Document, lane_tracks
+from smp.observe.timeline.document import Document, StepSpan, lane_tracks
 from smp.observe.timeline.events import PHASES, Event, RankRecording
 
 # "device" is named where it has boxes only. Behind these, if there are any, those of lanes follow.
@@ -19,7 +19,7 @@ _ARROW_END_US = 1.0
 
 
 def to_chrome(document: Document) -> dict[str, Any]:
-    """The JSON object: processes are ranks, times in microseconds from the begin of the trace."""
+    """Returns the JSON object: processes are ranks, times are microseconds of the trace."""
     events: list[dict[str, Any]] = []
     for index, rank in enumerate(document.ranks):
         events += _metadata(rank, index)
@@ -35,7 +35,29 @@ def to_chrome(document: Document) -> dict[str, Any]:
             "bubble": {str(r.rank): round(document.bubble(r.rank), 6) for r in document.ranks},
             "clock_uncertainty_us": {str(r.rank): r.uncertainty_ns / 1e3 for r in document.ranks},
             "notes": list(document.notes),
+            "policy": document.ranks[0].policy,
             "pp_rank": {str(r.rank): r.pp_rank for r in document.ranks},
+            "steps": [_step(step, document.begin_ns) for step in document.steps],
+        },
+    }
+
+
+def _step(step: StepSpan, origin_ns: int) -> dict[str, Any]:
+    """Returns the figures of one step of one replica."""
+    return {
+        "number": step.number,
+        "begin_us": _us(step.begin_ns, origin_ns),
+        "end_us": _us(step.end_ns, origin_ns),
+        "microbatches": step.num_microbatches,
+        "makespan_us": step.makespan_ns / 1e3,
+        "planned_us": step.plan.makespan_ns / 1e3 if step.plan.bubble is not None else None,
+        "ranks": {
+            str(rank): {
+                "busy_us": step.busy_ns[rank] / 1e3,
+                "bubble": round(step.bubble(rank), 6),
+                "planned_bubble": step.planned_bubble(rank),
+            }
+            for rank in step.busy_ns
         },
     }
 
@@ -143,12 +165,13 @@ def _transfers(document: Document) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for number, t in enumerate(document.transfers):
         name = f"{t.what} ({t.num_bytes} bytes, microbatch {t.mb})"
-        args = {"bytes": t.num_bytes, "microbatch": t.mb, "step": t.step}
+        args = {"bytes": t.num_bytes, "microbatch": t.mb, "step": t.step, "what": t.what}
         sent = {"pid": t.source, "tid": _SENT, "ts": _us(t.sent_ns, document.begin_ns)}
         received = {"pid": t.target, "tid": _RECEIVED}
         received["ts"] = _us(t.received_ns, document.begin_ns)  # type: ignore[assignment]
         box = {"ph": "X", "dur": _ARROW_END_US, "name": name, "cat": "tensor", "args": args}
         arrow = {"name": "tensor", "cat": "tensor", "id": number}
         events += [sent | box, received | box]
-        events += [sent | arrow | {"ph": "s"}, received | arrow | {"ph": "f", "bp": "e"}]
+        events += [sent | arrow | {"ph": "s", "args": args}]
+        events += [received | arrow | {"ph": "f", "bp": "e"}]
     return events

@@ -1,12 +1,15 @@
-"""What parts of a step take on a machine: measurements of ``smp doctor --calibrate``."""
+"""A rank that measures what parts of a step take on CPU cores: started by `calibration.py`."""
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smp
+import smp._C as _C
 from smp.commands.plan import View
 from smp.data_parallel import DEFAULT_MB, bucket_cap_bytes
 from smp.planning import hardware
@@ -22,7 +26,7 @@ from smp.planning.layout import Layout
 from smp.planning.search import Job, predict
 from smp.world import runtime
 
-_WIDTHS = {"cpu": 768, "cuda": 8192}  # of products
+_PRODUCT_WIDTH = 768
 _MOVED_BYTES = 256 << 20
 _WINDOW_S = 0.4  # of one measurement, the same on all ranks
 _FEWEST = 3
@@ -32,61 +36,75 @@ _FEW_LAYERS, _MANY_LAYERS = 4, 8  # of one process; of a pipeline
 _ROWS, _MICROBATCHES = (128, 384), (1, 3)
 _CALLS = (4, 12)  # per microbatch
 _STEPS = 4
+_SMALL_BYTES, _LARGE_BYTES = 8, 16 << 20
+_SMALL_REPEATS, _LARGE_REPEATS = 200, 8
+_LIMIT_S = 40.0
 
 
 def rates() -> dict[str, object]:
-    """What devices compute and move; cores of a CPU, one thread each, all at the same time."""
+    """Measures FLOPs and bytes per second of a core, with all cores busy and with the others idle.
+
+    Returns:
+        Rates of one busy core; `alone` is how many times as fast a core is while the others idle.
+    """
     smp.init({"ddp": True})
     torch.set_num_threads(1)
-    device = runtime.current().rank.device
-    alone = {}
-    if smp.rank() == 0:
-        alone = _rates(device)
+    alone = _rates() if smp.rank() == 0 else {}
     smp.barrier()
-    found = _rates(device)
+    found = _rates()
     smp.barrier()
+    faster = 1.0
     if smp.rank() == 0 and smp.size() > 1:
-        found["alone"] = alone["flops"]["fp32"] / found["flops"]["fp32"]  # type: ignore[index]
-    if device.type == "cuda":
-        found["memory"] = torch.cuda.get_device_properties(device).total_memory
-    return {"device": device.type, **found}
+        faster = alone["flops"]["fp32"] / found["flops"]["fp32"]
+    return {**found, "alone": faster}
 
 
-def _rates(device: torch.device) -> dict[str, object]:
-    width = _WIDTHS[device.type]
+def _rates() -> dict[str, Any]:
     flops = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        left, right = (torch.ones(width, width, device=device, dtype=dtype) for _ in range(2))
-        flops[name] = 2 * width**3 / _typical_s(lambda a=left, b=right: torch.mm(a, b), device)  # type: ignore[misc]
-    source = torch.ones(_MOVED_BYTES, dtype=torch.uint8, device=device)
+        left, right = (torch.ones(_PRODUCT_WIDTH, _PRODUCT_WIDTH, dtype=dtype) for _ in range(2))
+        flops[name] = 2 * _PRODUCT_WIDTH**3 / _typical_s(partial(torch.mm, left, right))
+    source = torch.ones(_MOVED_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
-    in_host = torch.empty(_MOVED_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return {
-        "flops": flops,
-        # Read and written.
-        "moved": 2 * _MOVED_BYTES / _typical_s(lambda: target.copy_(source), device),
-        "copied": _MOVED_BYTES / _typical_s(lambda: in_host.copy_(source), device),
-    }
+    copy_s = _typical_s(lambda: target.copy_(source))
+    # A copy reads and writes each byte.
+    return {"flops": flops, "moved": 2 * _MOVED_BYTES / copy_s, "copied": _MOVED_BYTES / copy_s}
 
 
-def _typical_s(run: Callable[[], object], device: torch.device) -> float:
-    """Median over a window of time, so that ranks that measure together do so all the time."""
+def _typical_s(run: Callable[[], object]) -> float:
+    """Returns the median over a window of time, the same on all ranks that measure together."""
     run()
     samples: list[float] = []
     begin_s = time.perf_counter()
     while len(samples) < _FEWEST or time.perf_counter() - begin_s < _WINDOW_S:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
         started_s = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
         samples.append(time.perf_counter() - started_s)
     return statistics.median(samples)
 
 
+def messages() -> dict[str, object]:
+    """Measures the round trip of a small message and the bandwidth of a large one."""
+    smp.init({"pipeline_parallel_degree": 2})
+    rank = runtime.current().rank
+    assert rank.mailbox is not None and rank.board is not None
+    probe = _C.LinkProbe(rank.mailbox, rank.board)
+    smp.barrier()
+    found: dict[str, object] = {}
+    if smp.rank() == 0:
+        small = probe.measure(1, _SMALL_BYTES, _SMALL_REPEATS, _LIMIT_S)
+        large = probe.measure(1, _LARGE_BYTES, _LARGE_REPEATS, _LIMIT_S)
+        found = {
+            "latency_s": statistics.median(both for _, both in small) / 2,
+            # Each byte travels there and back.
+            "bytes_per_s": 2 * _LARGE_BYTES / min(both for _, both in large),
+        }
+    smp.barrier()
+    return found
+
+
 class _Block(nn.Module):
-    """Of a transformer."""
+    """A layer of a transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +124,7 @@ class _Block(nn.Module):
 
 
 class _Transformer(nn.Module):
-    """A small one, with its loss."""
+    """A small transformer with its loss."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
@@ -121,7 +139,7 @@ class _Transformer(nn.Module):
 
 
 def training() -> dict[str, object]:
-    """Processor seconds of training besides what rows compute, for each element of the parameters.
+    """Measures processor seconds of training that do not depend on rows, for each element.
 
     Parameters are read and packed for products, gradients written and added. What a microbatch
     takes for no rows at all is that, by two numbers of rows.
@@ -143,7 +161,7 @@ def training() -> dict[str, object]:
 
 
 def sums() -> dict[str, object]:
-    """Seconds of summing gradients over all ranks at the same time, for each byte of a rank's."""
+    """Measures seconds of an all-reduce of gradients, for each byte of a rank."""
     smp.init({"ddp": True})
     torch.set_num_threads(1)
     rank = runtime.current().rank
@@ -161,7 +179,7 @@ def sums() -> dict[str, object]:
 
 
 def _trained_s(rows: int, microbatches: int) -> tuple[float, float]:
-    """Processor seconds of a step function and of an update, the mean of all ranks."""
+    """Returns processor seconds of a step function and of an update, the mean of all ranks."""
     step, data, model = _training_step(
         {"ddp": True, "microbatches": microbatches}, rows, _FEW_LAYERS
     )
@@ -185,10 +203,10 @@ def _optimizer(model: nn.Module) -> smp.DistributedOptimizer:
 
 
 def pipeline(known: str) -> dict[str, object]:
-    """Seconds of a step of a pipeline on two cores, measured and as a plan has it.
+    """Measures and predicts seconds of a step of a pipeline on two cores.
 
     Args:
-        known: a hardware file of this machine, whose `crowded` is 1.
+        known: text of a hardware file of this machine, whose `crowded` is 1.
     """
     cores = sorted(os.sched_getaffinity(0))[:_SHARED_CORES]
     os.sched_setaffinity(0, cores)
@@ -213,7 +231,7 @@ def pipeline(known: str) -> dict[str, object]:
 
 
 def _predicted_s(layout: Layout, device: Hardware) -> float:
-    """Seconds of a step of `_Transformer`, one sample a microbatch, on one host."""
+    """Returns predicted seconds of a step of `_Transformer` on one host."""
     with torch.device("meta"):
         model = _Transformer(_MANY_LAYERS)
     sample = torch.zeros(1, _TOKENS, dtype=torch.int64)
@@ -234,7 +252,7 @@ def _predicted_s(layout: Layout, device: Hardware) -> float:
 def _training_step(
     config: Mapping[str, Any], rows: int, num_layers: int
 ) -> tuple[Callable[[Tensor], object], Tensor, nn.Module]:
-    """A step function of `_Transformer` in a new run, and data of so many rows a microbatch."""
+    """Begins a run and returns a step function of `_Transformer`, its data and the model."""
     _begin(config)
     torch.set_num_threads(1)
     model = smp.DistributedModel(_Transformer(num_layers))
@@ -250,14 +268,14 @@ def _training_step(
 
 
 def _begin(config: Mapping[str, Any]) -> None:
-    """A new run, the one before is over."""
+    """Ends the run before and begins a new one."""
     if runtime.is_initialized():
         smp.shutdown()
     smp.init(config)
 
 
 class _Caller(nn.Module):
-    """Calls modules of the other rank, which do next to nothing."""
+    """A module that calls modules of the other rank, which compute next to nothing."""
 
     def __init__(self, num_calls: int) -> None:
         super().__init__()
@@ -274,7 +292,7 @@ class _Caller(nn.Module):
 
 
 def calls() -> dict[str, object]:
-    """Processor seconds of a call of a module on another rank with its backward, both ranks."""
+    """Measures processor seconds of a remote call with its backward, on both ranks."""
     found = {}
     for num_calls in _CALLS:
         for microbatches in (1, 8):
@@ -314,3 +332,27 @@ def _step_s(num_calls: int, microbatches: int) -> float:
         spent.append(time.process_time() - started_s)
     total: float = sum(smp.allgather(statistics.median(spent), smp.WORLD))
     return total
+
+
+_KINDS: dict[str, Callable[..., dict[str, object]]] = {
+    "rates": rates,
+    "messages": messages,
+    "training": training,
+    "sums": sums,
+    "pipeline": pipeline,
+    "calls": calls,
+}
+
+
+def main() -> None:
+    """Measures one kind; rank 0 prints the result."""
+    kind, *arguments = sys.argv[1:]
+    found = _KINDS[kind](*arguments)
+    is_first = smp.rank() == 0
+    smp.shutdown()
+    if is_first:
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
