@@ -17,7 +17,7 @@ NUM_CHECKS = 25
 
 def run_gloo(pool: Pool, checks: str, size: int, folder: Path, kind: str = "gloo") -> list[str]:
     """Output of each rank, after all have ended well."""
-    ended = run_ranks(pool, SCRIPT, size, [kind, checks, str(folder)], timeout=120)
+    ended = run_ranks(pool, SCRIPT, size, [kind, checks, str(folder)])
     for process in ended:
         assert process.returncode == 0 and not process.hung, f"{process.rank}: {process.output}"
     return [process.output for process in ended]

@@ -21,7 +21,7 @@ SLACK_BYTES = 64 * 2**20
 
 def test_six_billion_parameters_are_planned_without_memory(tmp_path: Path) -> None:
     path = tmp_path / "told.json"
-    done = launch([sys.executable, str(SCRIPT), str(path)], timeout=180)
+    done = launch([sys.executable, str(SCRIPT), str(path)])
     assert done.returncode == 0, done.stdout
     told = json.loads(path.read_text())
     print(told)

@@ -20,6 +20,7 @@ from smp.partition.costs import ModuleCost, Trace
 from smp.partition.trace import TraceError, trace
 from smp.partition.trace_choice import TraceOptions, trace_for_partition
 from smp.partition.tree import build_tree
+from tests.patience import PATIENCE_S
 from tests.reference.data import make_batch
 from tests.reference.models import HF_MODELS, OWN_MODELS, build
 
@@ -403,7 +404,7 @@ print(time.process_time() - before, (resident_kb("VmHWM") - resident_kb("RssFile
 @pytest.mark.alone
 def test_gptj_6b_is_traced_and_partitioned_in_5_s_and_1_gb() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", _GPTJ_6B], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", _GPTJ_6B], capture_output=True, text=True, timeout=PATIENCE_S
     )
     output = run.stdout
     assert run.returncode == 0, run.stderr

@@ -18,6 +18,7 @@ from smp.observe.timeline.events import Event, RankRecording
 from smp.observe.timeline.gather import estimate
 from smp.observe.timeline.page import to_page
 from smp.observe.timeline.plan import chain, make_plan
+from tests.patience import PATIENCE_S
 
 MS = 1_000_000
 FORWARD, BACKWARD = 0, 1
@@ -351,7 +352,9 @@ def test_program_of_the_page_parses(document: Document, tmp_path: Path) -> None:
         return
     file = tmp_path / "page.js"
     file.write_text(program, encoding="utf-8")
-    done = subprocess.run([node, "--check", file], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [node, "--check", file], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -385,7 +388,7 @@ def test_numbers_of_the_page_are_those_of_the_document(document: Document, tmp_p
         """,
         encoding="utf-8",
     )
-    done = subprocess.run([node, program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([node, program], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     (step,) = document.steps
