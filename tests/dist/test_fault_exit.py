@@ -10,6 +10,7 @@ import signal
 
 import pytest
 
+from benchmarks import faults
 from tests.dist.pool import Pool
 from tests.dist.processes import (
     REPO,
@@ -174,6 +175,13 @@ def test_slow_rank_is_not_reported(
         assert "FINISHED" in result.output
         text = result.output.replace("FAULT ", "")
         assert not re.search("(?i)fault|died|deadlock|error", text), result.output
+
+
+def test_benchmark_of_faults_measures_when_the_victim_is_named(pool: Pool) -> None:
+    seconds = [faults.measure(pool, faults.CASES[name], 1) for name in ("raise", "deadlock")]
+    assert all(0 < named <= gone for named, gone in seconds)
+    result = faults.summarise("deadlock", seconds[1:])
+    assert result["ratio_to_limit"] == seconds[1][0] / faults.DEADLOCK_S >= 1
 
 
 # test_robustness.py kills a rank under torchrun.
