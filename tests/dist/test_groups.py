@@ -181,7 +181,7 @@ def build_with_tp(rank: int, placement: str) -> dict[str, float]:
     for name, comm in communicators.items():
         assert comm is not None
         value = torch.tensor([float(2**rank)])
-        comm.all_reduce(value).wait(30.0)
+        comm.all_reduce(value).wait(PATIENCE_S)
         sums[name] = float(value)
     for kind in ("tp", "rdp", "shard"):
         value = torch.tensor(float(2**rank))

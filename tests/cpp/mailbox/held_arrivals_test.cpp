@@ -29,7 +29,7 @@ constexpr FakeOptions kBlocked{
     .num_slots = 4, .num_ending = 0, .has_late_takes = true};
 
 void wait_until(const std::function<bool()>& condition) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(120);
   while (!condition() && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(milliseconds(1));
   }
