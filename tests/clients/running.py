@@ -10,6 +10,7 @@ from typing import Any
 from tests.dist.pool import Pool
 from tests.dist.processes import run_ranks
 from tests.hosts.ranks import HostRanks
+from tests.patience import PATIENCE_S
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -30,7 +31,7 @@ class Client:
         world_size: int,
         argv: dict[str, Any] | None = None,
         parameters: dict[str, Any] | None = None,
-        timeout: float = 90.0,
+        timeout: float = PATIENCE_S,
         more_env: dict[str, str] | None = None,
     ) -> list[dict[str, Any]]:
         """What each rank reports, after all have ended well.

@@ -29,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.installed import python_path
+from tests.patience import PATIENCE_S
 
 NUM_WORKERS = 8
 _REPO = Path(__file__).resolve().parents[2]
-# After one rank has failed the others are given this long to fail as well.
+# After one rank has failed in a run that should not, the others have this long to fail as well.
 _GRACE_S = 12.0
 
 #: for tests that count what a step does: the first one runs more to be checked
@@ -89,7 +90,7 @@ class ZygoteProcess:
         self._to = Connection(self._commands, readable=False)
         self._from = Connection(self._answers, writable=False)
         self._ended: dict[int, tuple[int, float]] = {}
-        self._expect("ready", timeout=120)
+        self._expect("ready", timeout=PATIENCE_S)
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -97,7 +98,7 @@ class ZygoteProcess:
     def start(self, *command: Any) -> list[int]:
         """Forks; returns the pids."""
         self._to.send_bytes(pickle.dumps(command))
-        pids: list[int] = self._expect("started", timeout=30)[0]
+        pids: list[int] = self._expect("started", timeout=PATIENCE_S)[0]
         return pids
 
     def ended(self, pid: int) -> tuple[int, float] | None:
@@ -170,11 +171,11 @@ class Pool:
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = PATIENCE_S,
         env: dict[str, str] | None = None,
     ) -> list[Any]:
         """Results of ``function(rank, *args)``; the first failure is raised."""
-        outcomes = self.outcomes(world_size, function, *args, timeout=timeout, env=env)
+        outcomes = self._outcomes(world_size, function, args, timeout, _GRACE_S, env)
         failed = sorted((o for o in outcomes if o.error), key=lambda o: o.time)
         if failed:
             first = failed[0]
@@ -195,10 +196,21 @@ class Pool:
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = PATIENCE_S,
         env: dict[str, str] | None = None,
     ) -> list[Outcome]:
         """Like `run`, but an error is an outcome; for tests that want one."""
+        return self._outcomes(world_size, function, args, timeout, timeout, env)
+
+    def _outcomes(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout: float,
+        grace: float,
+        env: dict[str, str] | None,
+    ) -> list[Outcome]:
         if not 1 <= world_size <= NUM_WORKERS:
             raise ValueError(f"world_size {world_size} is not in 1..{NUM_WORKERS}")
         self._ensure_workers()
@@ -213,24 +225,25 @@ class Pool:
                 "env": {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared},
             }
             self._workers[rank][1].send_bytes(pickle.dumps(task))
-        outcomes = self._collect(world_size, time.monotonic() + timeout, timeout)
+        outcomes = self._collect(world_size, timeout, grace)
         if any(o.error for o in outcomes):
             self._discard_workers()
         return outcomes
 
-    def _collect(self, world_size: int, deadline: float, timeout: float) -> list[Outcome]:
+    def _collect(self, world_size: int, timeout: float, grace: float) -> list[Outcome]:
+        deadline = time.monotonic() + timeout
         waiting = {self._workers[rank][1]: rank for rank in range(world_size)}
         outcomes: dict[int, Outcome] = {}
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._raise_timeout(timeout, sorted(waiting.values()), outcomes)
+                self._raise_timeout(timeout, grace, sorted(waiting.values()), outcomes)
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 outcomes[rank] = self._receive(rank, pipe)
                 if outcomes[rank].error:
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                    deadline = min(deadline, time.monotonic() + grace)
         return [outcomes[rank] for rank in range(world_size)]
 
     def _receive(self, rank: int, pipe: Connection) -> Outcome:
@@ -247,7 +260,7 @@ class Pool:
             )
 
     def _raise_timeout(
-        self, timeout: float, missing: list[int], outcomes: dict[int, Outcome]
+        self, timeout: float, grace: float, missing: list[int], outcomes: dict[int, Outcome]
     ) -> None:
         for rank in missing:
             try:
@@ -256,7 +269,7 @@ class Pool:
                 pass
         time.sleep(1.0)
         parts = [
-            f"ranks {missing} did not finish in time ({timeout} s, or {_GRACE_S} s after a failure)"
+            f"ranks {missing} did not finish in time ({timeout} s, or {grace} s after a failure)"
         ]
         for outcome in sorted(outcomes.values(), key=lambda o: o.time):
             if outcome.error:

@@ -17,6 +17,7 @@ from pathlib import Path
 from smp.world import failure
 from tests.dist.pool import Pool
 from tests.installed import python_path
+from tests.patience import PATIENCE_S
 
 REPO = Path(__file__).resolve().parents[2]
 _RUN_IDS = itertools.count()
@@ -50,7 +51,7 @@ def start_ranks(
     script: Path,
     world_size: int,
     argv: Sequence[str] = (),
-    timeout: float = 60.0,
+    timeout: float = PATIENCE_S,
     env: dict[str, str] | None = None,
     launcher: str | None = "torchrun",
 ) -> Started:
@@ -125,7 +126,7 @@ def run_ranks(
     script: Path,
     world_size: int,
     argv: Sequence[str] = (),
-    timeout: float = 60.0,
+    timeout: float = PATIENCE_S,
     env: dict[str, str] | None = None,
     launcher: str | None = "torchrun",
 ) -> list[Ended]:
@@ -135,7 +136,7 @@ def run_ranks(
 
 
 def run_to_the_end(
-    pool: Pool, script: Path, world_size: int, argv: Sequence[str], timeout: float = 60.0
+    pool: Pool, script: Path, world_size: int, argv: Sequence[str], timeout: float = PATIENCE_S
 ) -> None:
     """`run_ranks`, where all are to end well.
 
@@ -179,7 +180,7 @@ def mpirun(num_processes: int) -> list[str] | None:
     ) + [sys.executable]  # fmt: skip
 
 
-def launch(command: Sequence[str], timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+def launch(command: Sequence[str], timeout: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
     """Runs a launcher; stdout and stderr come back as one text."""
     env = {
         name: value

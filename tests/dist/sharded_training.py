@@ -188,7 +188,7 @@ def check_runs(
     if clip is not None:
         config["sdp_gradient_clipping"] = clip
     runs = [run, sharded(run, degree, **config)]
-    results = pool.run(run.world_size, train_all, runs, clip, timeout=120.0)
+    results = pool.run(run.world_size, train_all, runs, clip)
     plain, parts = ([ranks[i] for ranks in results] for i in range(2))
     check_equal(parts, plain, tolerance)
     assert all(result.num_sharded > 1 and result.change > 1e-3 for result in parts)

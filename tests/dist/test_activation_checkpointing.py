@@ -259,7 +259,7 @@ def test_offloading_on_a_later_stage_is_no_reason_to_warn(pool: Pool, asks: str)
 
 def test_automatic_partition_traces_marked_modules(pool: Pool) -> None:
     cells = [Cell(pp=2, manual=False, strategy=strategy) for strategy in ("each", "contiguous")]
-    results = pool.run(2, train_all, cells, timeout=120, env=WITHOUT_CHECKS)
+    results = pool.run(2, train_all, cells, env=WITHOUT_CHECKS)
     for index, cell in enumerate(cells):
         # The first step has the trace, which runs blocks once more.
         again = NUM_BLOCKS * cell.microbatches

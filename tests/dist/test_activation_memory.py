@@ -32,7 +32,7 @@ def test_peak_of_each_rank_is_the_simulated_number_of_activations(
 ) -> None:
     cases = cases_of(num_ranks, microbatches)
     argv = [json.dumps(cases), str(tmp_path)]
-    run_to_the_end(metered_pool, SCRIPT, num_ranks, argv, timeout=300)
+    run_to_the_end(metered_pool, SCRIPT, num_ranks, argv)
     by_rank: list[list[dict[str, Any]]] = [
         json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(num_ranks)
     ]

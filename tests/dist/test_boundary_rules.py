@@ -122,7 +122,7 @@ def run_distributed(rank: int, rule: str, pp: int, dp: int, schedule: str) -> Re
 def test_rule_gives_the_numbers_of_one_process(pool: Pool, rule: str, schedule: str) -> None:
     expected = run_plain(rule)
     try:
-        records = pool.run(2, run_distributed, rule, 2, 1, schedule, timeout=30)
+        records = pool.run(2, run_distributed, rule, 2, 1, schedule)
     except RankFailure as error:
         if rule in REFUSABLE and ("ValueError" in str(error) or "RuntimeError" in str(error)):
             assert "module 'second'" in str(error), "a refusal names the module"
@@ -133,7 +133,7 @@ def test_rule_gives_the_numbers_of_one_process(pool: Pool, rule: str, schedule: 
 
 @pytest.mark.parametrize("rule", ["UnusedOutputsAndArguments", "UsedBySomeMicrobatchesOnly"])
 def test_buckets_do_not_wait_for_what_is_not_used(pool: Pool, rule: str) -> None:
-    records = pool.run(4, run_distributed, rule, 2, 2, "interleaved", timeout=30)
+    records = pool.run(4, run_distributed, rule, 2, 2, "interleaved")
     first = [record for record in records if record.dp_rank == 0]
     compare(first, run_plain(rule, replicas=2))
     params = [join([r for r in records if r.dp_rank == d]).params for d in (0, 1)]
@@ -173,7 +173,7 @@ def test_batches_that_microbatches_do_not_divide_are_weighted_exactly(
     pool: Pool, rows: list[int], pp: int, dp: int
 ) -> None:
     """Loss and gradients are those of the mean over the batch in one piece."""
-    results = pool.run(pp * dp, train_uneven, rows, pp, dp, timeout=30)
+    results = pool.run(pp * dp, train_uneven, rows, pp, dp)
     model = make("SuperForward")
     losses = [model(batch(rows[-1], replica, rows[-1])) for replica in range(dp)]
     torch.stack(losses).mean().backward()
@@ -245,7 +245,7 @@ def test_views_of_results_are_made_where_they_are_read(pool: Pool, views: str) -
     losses = [model(x) for x in batch(0, 0, 4 * MICROBATCHES).chunk(MICROBATCHES)]
     mean = torch.stack(losses).mean()
     mean.backward()
-    results = pool.run(2, train_viewed, views, timeout=30)
+    results = pool.run(2, train_viewed, views)
     grads: dict[str, Tensor | None] = {}
     for loss, part, _ in results:
         assert loss == pytest.approx(mean.item(), rel=1e-12)
@@ -296,7 +296,7 @@ def test_outputs_of_the_model_may_be_changed_in_place_on_every_rank(pool: Pool) 
         loss = loss_of_pair(model(x), x)
         (loss / MICROBATCHES).backward()
         losses.append(loss.item())
-    results = pool.run(2, change_outputs, timeout=30)
+    results = pool.run(2, change_outputs)
     grads: dict[str, Tensor | None] = {}
     for got, part in results:
         assert got == pytest.approx(losses, rel=1e-12)
@@ -344,7 +344,7 @@ def train_two(rank: int, pp: int) -> tuple[Any, Any, str]:
 def test_two_models_train_side_by_side_and_calls_that_name_none_list_them(
     pool: Pool, pp: int
 ) -> None:
-    results = pool.run(2, train_two, pp, timeout=30)
+    results = pool.run(2, train_two, pp)
     for index, rule in enumerate(("SuperForward", "SeveralOutputsThatNeedGradients")):
         merged: dict[str, Tensor | None] = {}
         for result in results:

@@ -14,7 +14,7 @@ SCRIPT = REPO / "tests" / "dist" / "scripts" / "checkpoint_memory.py"
 
 def test_peaks_fall_to_what_is_kept(metered_pool: Pool, tmp_path: Path) -> None:
     strategies = ["", "each", "contiguous", "budget:0.025"]
-    run_to_the_end(metered_pool, SCRIPT, 2, [json.dumps(strategies), str(tmp_path)], timeout=200)
+    run_to_the_end(metered_pool, SCRIPT, 2, [json.dumps(strategies), str(tmp_path)])
     hidden = TOKENS * HIDDEN * 4  # bytes of one hidden state
     blocks = BLOCKS // 2  # of one rank
     # Of each block: its argument, the wide product and its activation.

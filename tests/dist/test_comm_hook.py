@@ -298,7 +298,7 @@ def misuse(rank: int, how: str) -> None:
 )
 def test_a_hook_that_fails_is_an_error_that_says_so(pool: Pool, how: str, words: str) -> None:
     with pytest.raises(RankFailure, match=words):
-        pool.run(2, misuse, how, timeout=30)
+        pool.run(2, misuse, how)
 
 
 def refuse(rank: int, config: dict[str, Any], arguments: dict[str, Any]) -> str:

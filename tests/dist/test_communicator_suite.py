@@ -17,7 +17,7 @@ NUM_CHECKS = 25
 
 def run_gloo(pool: Pool, checks: str, size: int, folder: Path, kind: str = "gloo") -> list[str]:
     """Output of each rank, after all have ended well."""
-    ended = run_ranks(pool, SCRIPT, size, [kind, checks, str(folder)], timeout=120)
+    ended = run_ranks(pool, SCRIPT, size, [kind, checks, str(folder)])
     for process in ended:
         assert process.returncode == 0 and not process.hung, f"{process.rank}: {process.output}"
     return [process.output for process in ended]
@@ -58,16 +58,10 @@ def test_shared_memory_abort_ends_waits_and_the_process_can_leave(
 
 @pytest.mark.alone
 def test_shared_memory_is_several_times_as_fast_as_gloo(pool: Pool, tmp_path: Path) -> None:
-    times = []
-    for kind in ("gloo", "shared"):
-        folder = tmp_path / kind
-        folder.mkdir()
-        output = run_gloo(pool, "round_trip", 2, folder, kind)[0]
-        match = re.search(r"all_reduce_4mb_us=([\d.]+)", output)
-        assert match, output
-        times.append(float(match[1]))
+    output = run_gloo(pool, "round_trip", 2, tmp_path, "shared")[0]
+    found = {name: float(text) for name, text in re.findall(r"(\w+)_us=([\d.]+)", output)}
     # Measured: 0.2 to 0.3.
-    assert times[1] < 0.8 * times[0], times
+    assert found["all_reduce_4mb"] < 0.8 * found["plain_all_reduce_4mb"], output
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -81,11 +75,10 @@ def test_gloo_abort_ends_waits_and_the_process_can_leave(
 @pytest.mark.alone
 def test_gloo_round_trips_do_not_wait_for_any_polling(pool: Pool, tmp_path: Path) -> None:
     output = run_gloo(pool, "round_trip", 2, tmp_path)[0]
-    match = re.search(r"round_trip_us=([\d.]+) all_reduce_4mb_us=([\d.]+)", output)
-    assert match, output
-    # Far above what is measured (70 to 120 us; 3 ms), below what a sleep would cost.
-    assert float(match[1]) < 5_000, output
-    assert float(match[2]) < 500_000, output
+    found = {name: float(text) for name, text in re.findall(r"(\w+)_us=([\d.]+)", output)}
+    # A sleep between two looks would cost as much as many round trips of Gloo itself.
+    assert found["round_trip"] < 5 * found["plain_round_trip"], output
+    assert found["all_reduce_4mb"] < 5 * found["plain_all_reduce_4mb"], output
 
 
 def test_mpi_keeps_every_promise_of_a_communicator(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_compiled_blocks_train_as_in_one_process(
     # With memory in the balance no block is cut, and each is one unit.
     whole = (("memory_weight", 0.8),)
     run = Run(f"hf/{family}+nocache", *layout, dtype=torch.float32, config=whole)
-    results = pool.run(2, train_compiled, code_folder, run, timeout=300.0)
+    results = pool.run(2, train_compiled, code_folder, run)
     assert sum(num_blocks(result.units) for result in results) == 4 * run.dp
     for result in results:
         assert result.units and 1 <= result.num_graphs <= MAX_GRAPHS[family], result.num_graphs
@@ -53,7 +53,7 @@ def test_attention_that_inductor_cannot_run_in_float64_runs_in_eager_mode(
 ) -> None:
     """Its backward would fail, on both ranks. The rest of the blocks is compiled."""
     run = Run("hf/gpt2+nocache", 2, 1, dtype=torch.float64)
-    first, second = pool.run(2, train_compiled, code_folder, run, timeout=300.0)
+    first, second = pool.run(2, train_compiled, code_folder, run)
     check_against_reference([first.record, second.record], run)
     for result in (first, second):
         assert sum(unit.endswith(".mlp") for unit in result.units) == 2, result.units
@@ -81,7 +81,7 @@ def test_compiled_blocks_beside_sharded_and_split_ones_train_as_in_one_process(
 ) -> None:
     """Where every other block is split, these run in eager mode and the others are compiled."""
     is_split = "tensor_parallel_degree" in config
-    results = pool.run(2, train_layout, code_folder, family, config, timeout=300.0)
+    results = pool.run(2, train_layout, code_folder, family, config)
     losses, states = reference_updates(family, replicas=1 if is_split else 2)
     limit = TOLERANCE[torch.float32]
     for rank, result in enumerate(results):

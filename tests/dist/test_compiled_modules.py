@@ -96,7 +96,7 @@ def test_modules_that_are_compiled_before_or_after_wrapping_run_where_they_lie(p
     The runs follow each other in one process: contexts of later ones are other threads.
     """
     losses, state = reference_net(make_net())
-    by_rank = pool.run(2, run_forms, timeout=200.0)
+    by_rank = pool.run(2, run_forms)
     for wrap, (first, second) in zip(FORMS, zip(*by_rank, strict=True), strict=True):
         check_equal([first, second], losses, state)
         assert {*first.units, *second.units} == FORMS[wrap], (wrap, first.units, second.units)
@@ -137,7 +137,7 @@ def run_checkpointed(rank: int) -> list[NetRun]:
 
 
 def test_checkpointed_blocks_draw_the_numbers_of_eager_mode(pool: Pool) -> None:
-    for plain, compiled, plain_half, compiled_half in pool.run(2, run_checkpointed, timeout=200.0):
+    for plain, compiled, plain_half, compiled_half in pool.run(2, run_checkpointed):
         assert compiled.num_graphs >= 1 and compiled_half.num_graphs >= 1
         check_near(compiled, plain, 1e-10)
         # Under autocast a compiled block may keep intermediate numbers in float32.
@@ -159,7 +159,7 @@ def run_failing(rank: int) -> NetRun:
 def test_rank_0_tells_what_another_rank_cannot_compile(pool: Pool) -> None:
     """The module runs in eager mode, and its part is compiled."""
     losses, state = reference_net(make_net(decides=True))
-    first, second = pool.run(2, run_failing, timeout=120.0)
+    first, second = pool.run(2, run_failing)
     check_equal([first, second], losses, state)
     assert "last" not in second.units and "last.inner" in second.units, second.units
     (told,) = [line for line in first.said if "without torch.compile" in line]
@@ -188,7 +188,7 @@ def run_failing_beside(rank: int) -> tuple[NetRun, list[str]]:
 
 def test_a_replica_tells_what_it_alone_cannot_compile(pool: Pool) -> None:
     losses, state = reference_net(make_net())
-    (first, nothing), (second, told) = pool.run(2, run_failing_beside, timeout=120.0)
+    (first, nothing), (second, told) = pool.run(2, run_failing_beside)
     check_equal([first, second], losses, state)
     assert set(first.units) == BLOCKS and not nothing
     assert not BLOCKS & set(second.units)
@@ -205,7 +205,7 @@ def run_schedules(rank: int) -> list[NetRun]:
 
 def test_compiled_blocks_follow_every_schedule(pool: Pool) -> None:
     losses, state = reference_net(make_net())
-    for runs in zip(*pool.run(2, run_schedules, timeout=200.0), strict=True):
+    for runs in zip(*pool.run(2, run_schedules), strict=True):
         check_equal(list(runs), losses, state)
         # With two stages per rank the partition cuts some of these small blocks.
         assert sum(run.num_graphs for run in runs) >= 1
@@ -219,7 +219,7 @@ def run_sharded_state(rank: int) -> NetRun:
 def test_blocks_whose_parameters_are_gathered_late_are_compiled(pool: Pool) -> None:
     """Both replicas have the data of one process, so sums over them change nothing."""
     losses, state = reference_net(make_net())
-    results = pool.run(2, run_sharded_state, timeout=120.0)
+    results = pool.run(2, run_sharded_state)
     check_equal(results, losses, state)
     for result in results:
         assert set(result.units) == BLOCKS | {"last"}
@@ -241,5 +241,5 @@ def run_partition_file(rank: int, folder: Path) -> str:
 
 
 def test_a_partition_file_has_the_names_of_the_plain_model(pool: Pool, tmp_path: Path) -> None:
-    for text in pool.run(2, run_partition_file, tmp_path, timeout=60.0):
+    for text in pool.run(2, run_partition_file, tmp_path):
         assert "blocks.[2-3]" in text and "_orig_mod" not in text

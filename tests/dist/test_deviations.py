@@ -147,8 +147,8 @@ def _train_deviating(pp: int, smp: Any) -> Record:
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_deviations_change_no_bit_whatever_is_late(pool: Pool, pp: int) -> None:
-    expected = pool.run(pp, train_deviating, pp, False, 0, timeout=120)
-    late = pool.run(pp, train_deviating, pp, True, 400, timeout=120)
+    expected = pool.run(pp, train_deviating, pp, False, 0)
+    late = pool.run(pp, train_deviating, pp, True, 400)
     assert_same(expected, late)
     for ours, theirs in zip(late[0].traffic, expected[0].traffic, strict=True):
         assert ours["remote_calls"] == theirs["remote_calls"] > 0
@@ -190,7 +190,7 @@ def fail_in_step(rank: int, pp: int) -> None:
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_an_exception_in_a_module_that_is_known_is_raised_on_all_ranks(pool: Pool, pp: int) -> None:
-    outcomes = pool.outcomes(pp, fail_in_step, pp, timeout=60)
+    outcomes = pool.outcomes(pp, fail_in_step, pp)
     assert outcomes[-1].error == "ArithmeticError", outcomes[-1].traceback
     for outcome in outcomes[:-1]:
         assert "PeerFailure" in outcome.bases, outcome.traceback

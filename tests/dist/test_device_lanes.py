@@ -62,9 +62,9 @@ def run_both(
     pool: Pool, size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] = LANES
 ) -> Any:
     """Results without lanes, with them, and the sums of counters of all ranks with them."""
-    plain = pool.run(size, counted, function, args, timeout=120)
+    plain = pool.run(size, counted, function, args)
     assert all(not any(counts.values()) for _, counts in plain), "the CPU has no lanes"
-    late = pool.run(size, counted, function, args, timeout=240, env=env)
+    late = pool.run(size, counted, function, args, env=env)
     counts: Counter[str] = sum((counts for _, counts in late), Counter())
     assert all(counts["lane_tensors_sent"] > 0 for _, counts in late), "a rank sent nothing"
     assert counts["lane_tensors_sent"] == counts["lane_tensors_received"]
@@ -217,11 +217,11 @@ def test_random_programs_give_the_bits_of_a_run_without_lanes(pool: Pool) -> Non
         if not texts:
             return
         try:
-            plain = pool.run(programs[0].pp, run_distributed, texts, timeout=60)
+            plain = pool.run(programs[0].pp, run_distributed, texts)
         except AssertionError:  # a program that is refused
             seen.refused.update(texts)
             return
-        late = pool.run(programs[0].pp, counted, run_distributed, (texts,), timeout=120, env=LANES)
+        late = pool.run(programs[0].pp, counted, run_distributed, (texts,), env=LANES)
         for idx, text in enumerate(texts):
             assert_identical([ranks[idx] for ranks in plain], [ranks[idx] for ranks, _ in late])
             seen.equal.add(text)
@@ -250,7 +250,7 @@ def test_a_trace_shows_what_lanes_carry(pool: Pool, tmp_path: Path) -> None:
     """Every tensor of the pipeline, at both ends, from the post until its copy was over."""
     cases = ((None, None), (FAKE, "fake lane"), (FAKE_RING, "mapped memory"), (FAKE_MEET, "NCCL"))
     for env, lane in cases:
-        pool.run(2, trace_lanes, str(tmp_path / "lanes"), timeout=120, env=env)
+        pool.run(2, trace_lanes, str(tmp_path / "lanes"), env=env)
         events, data = test_timeline.read(tmp_path / "lanes")
         names = {
             (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"

@@ -107,7 +107,7 @@ def check(pool: Pool, family: str, tp: int, prescaled: bool) -> None:
     from smp.tensor_parallel import partial
 
     [expected] = pool.run(1, alone, family, 1 if prescaled else tp)
-    records = pool.run(tp, train, family, tp, prescaled, timeout=120)
+    records = pool.run(tp, train, family, tp, prescaled)
     names = {name for name in expected.params if ".experts." in name}
     assert names and names == set.union(*(record.own for record in records))
     assert sum(len(record.own) for record in records) == len(names)

@@ -14,7 +14,7 @@ RANKS = 4
 
 
 def test_memory_of_the_fullest_rank_is_bounded(metered_pool: Pool, tmp_path: Path) -> None:
-    run_to_the_end(metered_pool, SCRIPT, RANKS, [str(tmp_path)], timeout=240)
+    run_to_the_end(metered_pool, SCRIPT, RANKS, [str(tmp_path)])
     found = json.loads((tmp_path / "rank0.json").read_text())
     print(found)
     even, uneven, at_once = (found[load] for load in ("even", "one rank", "one rank at once"))

@@ -74,9 +74,7 @@ def test_training_goes_on_with_other_numbers_of_ranks(
     states: list[State] = []
     for step, (tp, pp, how) in enumerate(legs):
         run = ExpertRun(case, tp, pp=pp, prescaled=True)
-        results = pool.run(
-            run.world_size, train_on, run, how == "experts", str(tmp_path), step, 1, timeout=240
-        )
+        results = pool.run(run.world_size, train_on, run, how == "experts", str(tmp_path), step, 1)
         states = [state for state, _ in results]
         assert how in set.union(*(held for _, held in results)), f"leg {step}"
         if how == "experts":

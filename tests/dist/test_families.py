@@ -108,7 +108,7 @@ def test_dropout_depends_on_the_seed_and_not_on_the_schedule(pool: Pool, family:
     # the partition would depend on it, and random numbers are a function of the partition.
     first = run_of(case, 2, memory_weight=0.0)
     others = [first] + [run_of(case, 2, name, memory_weight=0.0) for name in SCHEDULES[1:]]
-    results: list[Any] = pool.run(2, train_seeded, [first, *others], timeout=120)
+    results: list[Any] = pool.run(2, train_seeded, [first, *others])
     records = [[rank[i] for rank in results] for i in range(1 + len(others))]
     check_was_distributed(records[0], first)
     without = train_reference(family, first.dtype, 1, first.microbatches).losses[0][0]
@@ -139,6 +139,6 @@ def test_family_trains_like_one_process_with_transformers_4_30_2(
     older_pool: Pool, family: str, pp: int
 ) -> None:
     runs = [run_of(family, pp, schedule) for schedule in SCHEDULES]
-    results = older_pool.run(pp, train_all, runs, timeout=120)
+    results = older_pool.run(pp, train_all, runs)
     [(version, file)] = older_pool.run(1, judge, runs, results)
     assert version == OLDER and Path(file).is_relative_to(OLDER_FOLDER)

@@ -388,7 +388,7 @@ MANUAL = {"auto_partition": False, "default_partition": 0, "ddp": False}
 @pytest.mark.parametrize("first", range(0, len(PLANTS), 6))
 def test_planted_differences_are_refused_and_named(pool: Pool, first: int) -> None:
     plants = list(PLANTS)[first : first + 6]
-    by_rank = pool.run(2, attempt, MANUAL, "Net", plants, timeout=120)
+    by_rank = pool.run(2, attempt, MANUAL, "Net", plants)
     for results in by_rank:
         for plant, found in zip(plants, results, strict=True):
             error = found["error"]

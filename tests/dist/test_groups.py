@@ -18,6 +18,7 @@ from smp.world.launch import read_launch
 from smp.world.process_groups import TorchGroups
 from smp.world.rendezvous import MeetingPoint
 from tests.dist.pool import Pool
+from tests.patience import PATIENCE_S
 
 KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
 
@@ -151,16 +152,22 @@ def build_with_tp(rank: int, placement: str) -> dict[str, float]:
         grid,
         rank,
         store,
-        groups.over_gloo(store, rank, loopback=True, timeout_s=30.0),
+        groups.over_gloo(store, rank, loopback=True, timeout_s=PATIENCE_S),
         shard_size=2,
         device=torch.device("cpu"),
         board=board,
         machine="here",
         shared_memory=True,
-        timeout_s=30.0,
+        timeout_s=PATIENCE_S,
     )
     torch_groups = TorchGroups(
-        grid, rank, store, shard_size=2, device=torch.device("cpu"), loopback=True, timeout_s=30.0
+        grid,
+        rank,
+        store,
+        shard_size=2,
+        device=torch.device("cpu"),
+        loopback=True,
+        timeout_s=PATIENCE_S,
     )
     assert made.replica is None
     sums = {}
@@ -174,7 +181,7 @@ def build_with_tp(rank: int, placement: str) -> dict[str, float]:
     for name, comm in communicators.items():
         assert comm is not None
         value = torch.tensor([float(2**rank)])
-        comm.all_reduce(value).wait(30.0)
+        comm.all_reduce(value).wait(PATIENCE_S)
         sums[name] = float(value)
     for kind in ("tp", "rdp", "shard"):
         value = torch.tensor(float(2**rank))

@@ -69,9 +69,7 @@ def test_sums_by_hosts_equal_one_process(
     pool: Pool, transport: str, hosts: str, run: Run, expected: ByHosts
 ) -> None:
     runs = [run, with_backend(run, "flat")]
-    results = pool.run(
-        len(hosts), train_whole, hosts, runs, timeout=120, env={"SMP_TRANSPORT": transport}
-    )
+    results = pool.run(len(hosts), train_whole, hosts, runs, env={"SMP_TRANSPORT": transport})
     for index, groups in enumerate((expected, {})):
         assert all(rank[index][1] == groups for rank in results)
         training.check_against_reference([rank[index][0] for rank in results], runs[index])
@@ -80,7 +78,7 @@ def test_sums_by_hosts_equal_one_process(
 @pytest.mark.parametrize("shared", ["1", "0"])
 def test_sums_within_a_host_need_no_shared_memory(pool: Pool, shared: str) -> None:
     run = Run("gpt2", 1, 4, microbatches=2)
-    results = pool.run(4, train_whole, "aabb", [run], timeout=120, env={"SMP_SHM": shared})
+    results = pool.run(4, train_whole, "aabb", [run], env={"SMP_SHM": shared})
     assert all(groups == {"dp": (2, 2)} for [(_, groups)] in results)
     training.check_against_reference([record for [(record, _)] in results], run)
 
@@ -97,7 +95,7 @@ def train_twice(rank: int, run: Run) -> list[torch.Tensor]:
 
 
 def test_two_runs_give_the_same_bits(pool: Pool) -> None:
-    ranks = pool.run(4, train_twice, Run("gpt2", 1, 4, dtype=torch.float32), timeout=120)
+    ranks = pool.run(4, train_twice, Run("gpt2", 1, 4, dtype=torch.float32))
     assert len(ranks[0]) > 10 and all(float(g.abs().max()) > 0 for g in ranks[0])
     for gradients in ranks[1:]:
         assert all(torch.equal(a, b) for a, b in zip(gradients, ranks[0], strict=True))
@@ -129,7 +127,7 @@ def test_shards_on_several_hosts_equal_whole_replicas(
 ) -> None:
     plain = Run("gpt2", 1, len(hosts), microbatches=1, steps=4)
     runs = [plain, sharded(plain, degree)]
-    results = pool.run(len(hosts), train_sharded, hosts, runs, timeout=120)
+    results = pool.run(len(hosts), train_sharded, hosts, runs)
     assert all(rank[1][1] == expected for rank in results)
     whole, parts = ([rank[index][0] for rank in results] for index in (0, 1))
     check_equal(parts, whole, 1e-9)
@@ -138,7 +136,7 @@ def test_shards_on_several_hosts_equal_whole_replicas(
 def test_shared_optimizer_state_on_several_hosts_equals_one_process(pool: Pool) -> None:
     run = Run("gpt2", 1, 4, config=(("shard_optimizer_state", True),))
     plain = Run("gpt2", 1, 4)
-    results = pool.run(4, train_whole, "aabb", [run, plain], timeout=120)
+    results = pool.run(4, train_whole, "aabb", [run, plain])
     for (record, groups), (expected, _) in results:
         assert groups == {"dp": (2, 2), "shard": (2, 2), "shard_reduce": (2, 2)}
         losses = (torch.tensor(record.losses), torch.tensor(expected.losses))

@@ -35,7 +35,7 @@ def compare_all(
 def test_split_modules_equal_one_process(
     pool: Pool, degree: int, prescaled: bool, optimize: str
 ) -> None:
-    results = pool.run(degree, compare_all, degree, prescaled, optimize, list(CASES), timeout=180.0)
+    results = pool.run(degree, compare_all, degree, prescaled, optimize, list(CASES))
     for idx, case in enumerate(CASES):
         own = [held[idx][0] for held in results]
         whole = results[0][idx][1]

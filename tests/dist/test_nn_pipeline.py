@@ -134,6 +134,6 @@ def _train(pp: int, tp: int, prescaled: bool, optimize: str, variant: str) -> in
 def test_a_cut_model_equals_one_process(
     pool: Pool, pp: int, tp: int, prescaled: bool, optimize: str, variant: str
 ) -> None:
-    held = pool.run(pp * tp, train, pp, tp, prescaled, optimize, variant, timeout=90.0)
+    held = pool.run(pp * tp, train, pp, tp, prescaled, optimize, variant)
     whole = len(list(make_reference(variant).parameters()))
     assert all(0 < number < whole for number in held) if pp > 1 else held == [whole] * tp

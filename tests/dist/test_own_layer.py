@@ -77,6 +77,6 @@ def test_own_layer_has_the_gradients_of_one_process(
 
 
 def test_the_example_runs_as_it_is_described() -> None:
-    done = launch([*torchrun(2), str(EXAMPLE / "gated_mlp.py")], timeout=120)
+    done = launch([*torchrun(2), str(EXAMPLE / "gated_mlp.py")])
     assert done.returncode == 0, done.stdout
     assert "16 parameters are split" in done.stdout

@@ -37,7 +37,7 @@ def test_a_model_with_a_split_head_is_compiled_and_trains_as_in_one_process(
     pool: Pool, case: str, pp: int
 ) -> None:
     run = SplitRun(case, pp, 2, 1, prescaled=True, compile="stage")
-    results = pool.run(run.world_size, train_compiled, run, timeout=300.0)
+    results = pool.run(run.world_size, train_compiled, run)
     check_run(run, [record for record, _, _ in results])
     for _, units, num_graphs in results:
         assert units and num_graphs >= 1

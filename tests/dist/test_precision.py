@@ -56,7 +56,7 @@ ROUNDED = [
 @pytest.mark.sample(keep=5)
 @pytest.mark.parametrize("run", EXACT, ids=str)
 def test_equals_one_process_bit_by_bit(pool: Pool, run: HalfRun) -> None:
-    records = pool.run(run.world_size, train, run, timeout=120)
+    records = pool.run(run.world_size, train, run)
     expected = reference(run, run.precision)
     check_kind(records, run)
     for record in records:
@@ -71,7 +71,7 @@ def test_equals_one_process_bit_by_bit(pool: Pool, run: HalfRun) -> None:
 @pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("run", ROUNDED, ids=str)
 def test_is_as_close_to_float32_as_one_process(pool: Pool, run: HalfRun) -> None:
-    records = pool.run(run.world_size, train, run, timeout=120)
+    records = pool.run(run.world_size, train, run)
     half, single = reference(run, run.precision), reference(run, "fp32")
     check_kind(records, run)
     for record in records:
@@ -104,7 +104,7 @@ def test_modules_kept_in_float32_train_as_those_that_transformers_loads(
 ) -> None:
     pytest.importorskip("transformers", minversion="5.0")
     run = HalfRun(precision, "ernie4_5_moe", split=True, **_LAYOUTS[layout])
-    records = pool.run(run.world_size, train, run, timeout=120)
+    records = pool.run(run.world_size, train, run)
     half, single = reference(run, run.precision), reference(run, "fp32")
     check_kind(records, run)
     router = "model.layers.1.mlp.gate.weight"
@@ -174,7 +174,7 @@ def denoising_batch(replica: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_float_inputs_and_buffers_keep_their_digits_in_every_layout(
     pool: Pool, layout: dict[str, Any], precision: str
 ) -> None:
-    records = pool.run(2, denoise, precision, layout, timeout=120)
+    records = pool.run(2, denoise, precision, layout)
     torch.manual_seed(1)
     plain = Denoiser()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -345,7 +345,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Pool, run: HalfRun,
     from tests.reference.loss_scale import scale_trace
 
     overflows = [letter == "x" for letter in HISTORY]
-    results = pool.run(run.world_size, scale_loss, run, kind, timeout=120)
+    results = pool.run(run.world_size, scale_loss, run, kind)
     for seen in results:
         assert seen["overflows"] == overflows
         assert seen["skips"] == overflows

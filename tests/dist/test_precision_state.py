@@ -86,12 +86,10 @@ def resume(
     ids=str,
 )
 def test_training_goes_on_bit_by_bit(pool: Pool, tmp_path: Path, run: HalfRun) -> None:
-    expected = pool.run(run.world_size, train_and_save, run, str(tmp_path), timeout=120)
+    expected = pool.run(run.world_size, train_and_save, run, str(tmp_path))
     rounded = 0
     for partial, optimizer_first in ((True, False), (False, True)):
-        resumed = pool.run(
-            run.world_size, resume, run, str(tmp_path), partial, optimizer_first, timeout=120
-        )
+        resumed = pool.run(run.world_size, resume, run, str(tmp_path), partial, optimizer_first)
         for ours, theirs in zip(resumed, expected, strict=True):
             assert ours.keys() == theirs.keys()
             for name, value in ours.items():
@@ -430,9 +428,9 @@ def test_states_of_releases_that_cast_everything_load(
     pool: Pool, tmp_path: Path, run: HalfRun
 ) -> None:
     pytest.importorskip("transformers", minversion="5.0")
-    expected = pool.run(run.world_size, save_as_before, run, str(tmp_path), timeout=120)
+    expected = pool.run(run.world_size, save_as_before, run, str(tmp_path))
     for how in ("model optimizer", "optimizer model", "parts"):
-        loaded = pool.run(run.world_size, load_from_before, run, str(tmp_path), how, timeout=120)
+        loaded = pool.run(run.world_size, load_from_before, run, str(tmp_path), how)
         masters = [joined(records, run, lambda r: r.masters) for records in (loaded, expected)]
         same(*masters, f"masters, {how}")
         for ours, theirs in zip(loaded, expected, strict=True):

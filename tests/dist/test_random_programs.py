@@ -111,7 +111,7 @@ def run_bundle(pool: Pool, texts: list[str], pp: int, delay_seed: int | None) ->
     A bundle that fails is run again one by one, to say which it was.
     """
     try:
-        results = pool.run(pp, run_distributed, texts, delay_seed, timeout=60)
+        results = pool.run(pp, run_distributed, texts, delay_seed)
     except AssertionError:
         return [run_alone(pool, text, pp, delay_seed) for text in texts]
     return [[ranks[i] for ranks in results] for i in range(len(texts))]
@@ -120,7 +120,7 @@ def run_bundle(pool: Pool, texts: list[str], pp: int, delay_seed: int | None) ->
 def run_alone(pool: Pool, text: str, pp: int, delay_seed: int | None) -> Any:
     with naming(text, delay_seed):
         try:
-            results: list[Any] = pool.run(pp, run_distributed, [text], delay_seed, timeout=30)
+            results: list[Any] = pool.run(pp, run_distributed, [text], delay_seed)
         except AssertionError as error:
             if REFUSAL in str(error):
                 return None

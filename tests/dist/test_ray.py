@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import torch
 from tests.dist.processes import REPO
 from tests.dist.zygote import RANK_VARIABLES, die_with_parent
 from tests.installed import python_path
+from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = [
     pytest.mark.waits,
@@ -31,7 +31,6 @@ pytestmark = [
 ]
 
 SCRIPT = REPO / "examples" / "ray" / "train.py"
-LIMIT_S = 480.0
 # Runs a script on a cluster of its own, with as little of it as can be.
 ON_RAY = """
 import runpy, sys
@@ -69,23 +68,20 @@ class Driver:
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
-        self._deadline = time.monotonic() + LIMIT_S
 
     @property
     def said(self) -> str:
         return self._log.read_text(errors="replace")
 
     def wait_for(self, look: Callable[[], bool]) -> None:
-        while not look():
-            assert self._process.poll() is None and time.monotonic() < self._deadline, self.said
-            time.sleep(0.05)
+        wait_until(look, lambda: self.said, lambda: self._process.poll() is None)
 
     def wait(self) -> str:
         """What it has said, after a good end."""
         try:
-            status = self._process.wait(max(0.0, self._deadline - time.monotonic()))
+            status = self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it goes on after {LIMIT_S} s:\n{self.said}") from None
+            raise AssertionError(f"it goes on after {PATIENCE_S} s:\n{self.said}") from None
         assert status == 0, self.said
         return self.said
 

@@ -61,13 +61,13 @@ def run_all(pool: Any, folder: Path, pairs: dict[Job, list[Job]]) -> Iterator[An
     """Yields source, target and what their ranks saw."""
     saved: dict[Job, list[Seen]] = {}
     for world_size, group in by_world_size(pairs):
-        results = pool.run(world_size, save_many, group, str(folder), timeout=240)
+        results = pool.run(world_size, save_many, group, str(folder))
         saved |= {job: [seen[idx] for seen in results] for idx, job in enumerate(group)}
     tasks = [(target, str(source), source) for source, ts in pairs.items() for target in ts]
     for world_size in sorted({target.world_size for target, _, _ in tasks}):
         own = [task for task in tasks if task[0].world_size == world_size]
         given = [(target, tag) for target, tag, _ in own]
-        results = pool.run(world_size, resume_many, given, str(folder), timeout=240)
+        results = pool.run(world_size, resume_many, given, str(folder))
         for idx, (target, _, source) in enumerate(own):
             yield source, target, saved[source], [seen[idx] for seen in results]
 

@@ -15,12 +15,11 @@ from tests.dist.pool import Pool
 from tests.dist.resume_training import Job, make, state_of
 
 
-def save_on_one(rank: int, folder: str, elsewhere: str) -> tuple[str, str, float]:
+def save_on_one(rank: int, folder: str, elsewhere: str) -> tuple[str, str]:
     import smp
 
     model, optimizer, train = make(Job(1, 1, 2, "none", "fp32"), seed=1)
     train(0)
-    before = time.monotonic()
     try:
         if rank == 0:
             smp.save_checkpoint(folder, "x", model=model, optimizer=optimizer)
@@ -34,20 +33,19 @@ def save_on_one(rank: int, folder: str, elsewhere: str) -> tuple[str, str, float
             smp.allgather(1, smp.WORLD)
             smp.barrier()
     except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - before
-    return "", "", 0.0
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 @pytest.mark.parametrize("elsewhere", ("barrier", "step", "resume", "allgather", "end"))
 def test_saving_on_some_ranks_is_an_error_with_the_snippet(
     pool: Pool, tmp_path: Path, elsewhere: str
 ) -> None:
-    outcomes = pool.outcomes(2, save_on_one, str(tmp_path), elsewhere, timeout=60)
-    kind, text, seconds = outcomes[0].value
+    outcomes = pool.outcomes(2, save_on_one, str(tmp_path), elsewhere)
+    kind, text = outcomes[0].value
     assert kind in ("PeerFailure", "RuntimeError"), outcomes[0]
     assert "not on all ranks" in text and "smp.save_checkpoint(path, tag='x'" in text
     assert "if smp.rank() == 0" in text
-    assert seconds < 30, f"after {seconds} s"
     assert not (tmp_path / "x_partial").exists()
 
 

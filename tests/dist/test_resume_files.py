@@ -364,7 +364,7 @@ def test_saves_in_the_background_hold_the_state_of_their_call(
 ) -> None:
     from tests.dist.test_resume import check_equal
 
-    results = pool.run(4, save_behind, job, str(tmp_path), timeout=120)
+    results = pool.run(4, save_behind, job, str(tmp_path))
     for _, _, (done, progress, has_newest, were_late, has_waited, *after) in results:
         assert (done, progress, has_newest) == (False, 0.0, False)
         assert were_late and has_waited == [False, True], (

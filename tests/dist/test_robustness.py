@@ -31,6 +31,7 @@ from tests.dist.processes import (
     wait_for_ranks,
 )
 from tests.installed import python_path
+from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.waits
 
@@ -104,13 +105,20 @@ def undisturbed(pool: Pool, folder: Path, num_ranks: int, *argv: str) -> Trained
 def wait_for(pool: Pool, started: Started, text: str, rank: int = 0) -> str:
     """The output of a rank once it has printed something that matches."""
     log = started.folder / f"rank{rank}.log"
-    while True:
-        has_ended = pool.zygote().ended(started.pids[rank]) is not None
+    output = ""
+
+    def has_come() -> bool:
+        nonlocal output
         output = log.read_text() if log.exists() else ""
-        if re.search(text, output):
-            return output
-        assert not has_ended and time.monotonic() < started.deadline, f"no '{text}' in {output}"
-        time.sleep(0.002)
+        return re.search(text, output) is not None
+
+    wait_until(
+        has_come,
+        lambda: f"'{text}' in {output}",
+        lambda: pool.zygote().ended(started.pids[rank]) is None,
+        pause_s=0.002,
+    )
+    return output
 
 
 def send(pool: Pool, started: Started, ranks: Iterator[int] | list[int], number: int) -> None:
@@ -202,7 +210,7 @@ def test_nothing_is_saved_after_the_death_of_a_peer(
 ) -> None:
     """SIGTERM comes when the fault is known, as launchers send it, or when it is not yet."""
     started = start_ranks(
-        pool, SCRIPT, 2, [str(tmp_path), "--steps", "2000", "--step-s", "0.01"], timeout=40,
+        pool, SCRIPT, 2, [str(tmp_path), "--steps", "2000", "--step-s", "0.01"],
         env={} if is_asked_before else {"SMP_FAULT": "rank=1,step=4,kind=kill"},
     )  # fmt: skip
     if is_asked_before:
@@ -271,11 +279,10 @@ def test_kills_while_a_job_saves_leave_what_loads(pool: Pool, tmp_path: Path) ->
 
 def test_hanging_rank_is_named_with_its_microbatch_and_stack(pool: Pool, tmp_path: Path) -> None:
     started = start_ranks(
-        pool, SCRIPT, 2, [str(tmp_path)], timeout=60,
+        pool, SCRIPT, 2, [str(tmp_path)],
         env={"SMP_FAULT": "rank=1,step=2,kind=hang,microbatch=1", "SMP_HANG_S": "2"},
     )  # fmt: skip
-    wait_for(pool, started, "Python stacks of all ranks")
-    time.sleep(0.3)  # for the stacks themselves
+    wait_for(pool, started, "Python stacks of all ranks: /")  # in the file named there
     for pid in started.pids:
         pool.zygote().kill(pid)
     output = wait_for_ranks(pool, started)[0].output
@@ -330,7 +337,7 @@ def test_smp_run_starts_preempted_ranks_again_unless_it_is_preempted(
         assert line, output
         output += line
     process.send_signal(signal.SIGTERM)
-    output += process.communicate(timeout=60)[0]
+    output += process.communicate(timeout=PATIENCE_S)[0]
     assert process.returncode == EXIT_RESUME, output
     assert output.count("want to be resumed (status 75)") == 2, output
     begun = [int(step) for step in re.findall(r"BEGIN (\d+)", output)]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import smp
 from tests.dist.pool import Pool
 from tests.installed import python_path
+from tests.patience import PATIENCE_S
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -32,7 +33,7 @@ def measure(config: dict[str, Any], *arguments: str) -> list[dict[str, Any]]:
         },
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

@@ -259,7 +259,7 @@ def test_zero_bubble_runs_the_backward_of_a_function_in_python(pool: Pool) -> No
     """And a hook of a parameter, such as those of the check of the first step, once."""
     expected = _train_scaling(None)
     found: dict[str, Tensor] = {}
-    for grads in pool.run(2, _train_scaling, "zero_bubble", timeout=60.0):
+    for grads in pool.run(2, _train_scaling, "zero_bubble"):
         assert grads
         found |= {strip(name): grad for name, grad in grads.items()}
     assert found.keys() == expected.keys()

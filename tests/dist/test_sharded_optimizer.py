@@ -68,7 +68,7 @@ def check(run: ShardRun, records: list[tuple[ShardRecord, ShardRecord]]) -> None
 
 @pytest.mark.parametrize("runs", [TWO, FOUR], ids=["two ranks", "four ranks"])
 def test_training_equals_plain_data_parallelism(pool: Pool, runs: list[ShardRun]) -> None:
-    results = pool.run(runs[0].world_size, train_both, runs, timeout=240)
+    results = pool.run(runs[0].world_size, train_both, runs)
     for index, run in enumerate(runs):
         check(run, [records[index] for records in results])
 

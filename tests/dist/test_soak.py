@@ -120,7 +120,7 @@ def run_long(rank: int) -> tuple[Sample, Sample, list[float]]:
 def test_a_thousand_steps_leave_nothing_behind(pool: Pool) -> None:
     # The rings of shared memory count as resident once all their pages were used: small ones, which
     # is soon.
-    results = pool.run(2, run_long, timeout=240, env={"SMP_SHM_RING_MB": "1"})
+    results = pool.run(2, run_long, env={"SMP_SHM_RING_MB": "1"})
     for rank, (before, after, losses) in enumerate(results):
         assert len(losses) == STEPS * 3 // 4 and losses[-1] != losses[-2]
         growth = after.rss_bytes - before.rss_bytes

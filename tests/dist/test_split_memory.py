@@ -37,7 +37,7 @@ def parameter_bytes(shape: dict[str, int], tp: int) -> float:
 def test_bytes_of_a_rank_are_those_of_the_formula(
     metered_pool: Pool, tp: int, tmp_path: Path
 ) -> None:
-    run_to_the_end(metered_pool, SCRIPT, tp, [json.dumps(CASES), str(tmp_path)], timeout=240)
+    run_to_the_end(metered_pool, SCRIPT, tp, [json.dumps(CASES), str(tmp_path)])
     wrong = []
     for rank in range(tp):
         told = json.loads((tmp_path / f"rank{rank}.json").read_text())

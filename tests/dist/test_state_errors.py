@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,7 @@ ROWS = (
 )
 
 
-def call_on_one(
-    rank: int, job: Job, what: str, elsewhere: str, folder: str
-) -> tuple[str, str, float]:
+def call_on_one(rank: int, job: Job, what: str, elsewhere: str, folder: str) -> tuple[str, str]:
     import smp
 
     model, optimizer, train = make(job, seed=1)
@@ -48,12 +45,11 @@ def call_on_one(
         "allgather": lambda: (smp.allgather(1, smp.WORLD), smp.barrier()),
         "end": lambda: None,
     }
-    before = time.monotonic()
     try:
         calls[what if rank == 0 else elsewhere]()
     except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - before
-    return "", "", 0.0
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 @pytest.mark.parametrize(
@@ -62,13 +58,12 @@ def call_on_one(
 def test_states_on_some_ranks_are_an_error_with_the_snippet(
     pool: Pool, tmp_path: Path, job: Job, what: str, elsewhere: str, advice: str
 ) -> None:
-    outcomes = pool.outcomes(2, call_on_one, job, what, elsewhere, str(tmp_path), timeout=60)
-    kind, text, seconds = outcomes[0].value
+    outcomes = pool.outcomes(2, call_on_one, job, what, elsewhere, str(tmp_path))
+    kind, text = outcomes[0].value
     assert kind in ("PeerFailure", "RuntimeError"), outcomes[0]
     name = what.partition("(")[0]
     assert f"{name} was called here, and not on all ranks" in text
     assert "global_ranks 0, 1 have to call it" in text and advice in text
-    assert seconds < 30, f"after {seconds} s"
     assert not list(tmp_path.iterdir())
 
 

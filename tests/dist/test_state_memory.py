@@ -38,7 +38,7 @@ RESIDENT_TOLERANCE, RESIDENT_SLACK = 0.15, 64 * 2**20
 def test_bytes_of_a_rank_are_those_of_the_table(pool: Pool, name: str, tmp_path: Path) -> None:
     config, num_ranks, per_parameter = CASES[name]
     argv = [json.dumps({"ddp": True, **config}), str(tmp_path)]
-    for ended in run_ranks(pool, SCRIPT, num_ranks, argv, timeout=240):
+    for ended in run_ranks(pool, SCRIPT, num_ranks, argv):
         assert ended.returncode == 0, ended.output
     for rank in range(num_ranks):
         told = json.loads((tmp_path / f"rank{rank}.json").read_text())

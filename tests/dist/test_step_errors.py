@@ -19,7 +19,7 @@ def expect_everywhere(
     pool: Pool, world_size: int, function: Any, *args: Any, error: str, text: str
 ) -> None:
     """All ranks raise `error` (or a subclass) with a matching text."""
-    outcomes = pool.outcomes(world_size, function, *args, timeout=30)
+    outcomes = pool.outcomes(world_size, function, *args)
     for outcome in outcomes:
         assert outcome.error, f"rank {outcome.rank} raised nothing"
         assert error in outcome.bases, outcome.traceback
@@ -46,7 +46,7 @@ def test_batch_without_its_batch_dimension_is_an_error_on_all_ranks(pool: Pool) 
 
 
 def test_bad_batch_on_the_driver_alone_is_an_error_on_all_ranks(pool: Pool) -> None:
-    outcomes = pool.outcomes(2, one_sample, [1, 2], timeout=30)
+    outcomes = pool.outcomes(2, one_sample, [1, 2])
     assert outcomes[0].error == "ValueError", outcomes[0].traceback
     assert "PeerFailure" in outcomes[1].bases, outcomes[1].traceback
     assert "rank 0" in outcomes[1].message and "images" in outcomes[1].message
@@ -156,7 +156,7 @@ def loss_from_an_attribute(rank: int, before: Any) -> None:
 
 @pytest.mark.parametrize("before", [None, 0.0])
 def test_a_loss_that_only_the_driver_has_is_an_error_on_all_ranks(pool: Pool, before: Any) -> None:
-    outcomes = pool.outcomes(2, loss_from_an_attribute, before, timeout=30)
+    outcomes = pool.outcomes(2, loss_from_an_attribute, before)
     for outcome in outcomes:
         assert outcome.error, f"rank {outcome.rank} raised nothing"
         assert "return the loss from forward" in outcome.message, outcome.traceback
@@ -202,7 +202,7 @@ def backward_of(rank: int, pp: int, kind: str) -> None:
 def test_a_backward_of_something_else_is_an_error(
     pool: Pool, pp: int, kind: str, error: str, text: str
 ) -> None:
-    outcomes = pool.outcomes(pp, backward_of, pp, kind, timeout=30)
+    outcomes = pool.outcomes(pp, backward_of, pp, kind)
     assert any(outcome.error == error for outcome in outcomes), outcomes[0].traceback
     for outcome in outcomes:
         assert re.search(text, outcome.message, re.DOTALL), outcome.traceback
@@ -259,7 +259,7 @@ def nested_steps(rank: int) -> None:
 
 
 def test_a_step_inside_a_step_is_an_error(pool: Pool) -> None:
-    outcomes = pool.outcomes(2, nested_steps, timeout=30)
+    outcomes = pool.outcomes(2, nested_steps)
     for outcome in outcomes:
         assert outcome.error, f"rank {outcome.rank} raised nothing"
     assert any(re.search("nest|inside", o.message) for o in outcomes), outcomes[0].traceback
@@ -378,7 +378,7 @@ def different_step_functions(rank: int) -> None:
 
 
 def test_different_step_functions_are_told_on_all_ranks(pool: Pool) -> None:
-    outcomes = pool.outcomes(2, different_step_functions, timeout=30)
+    outcomes = pool.outcomes(2, different_step_functions)
     for outcome in outcomes:
         assert outcome.error, f"rank {outcome.rank} raised nothing"
         assert "training" in outcome.message and "evaluation" in outcome.message, outcome.traceback
@@ -410,5 +410,5 @@ def test_a_penalty_of_gradients_in_a_pipeline_is_refused_with_its_reason(
     pool: Pool, keeps_graph: bool
 ) -> None:
     text = r"step '\S*train' takes a derivative of .*\(0: \w+ of .*WGAN-GP.*degree to 1"
-    for outcome in pool.outcomes(2, gradient_penalty, keeps_graph, timeout=30):
+    for outcome in pool.outcomes(2, gradient_penalty, keeps_graph):
         assert re.search(text, outcome.message, re.DOTALL), outcome.message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,9 +186,8 @@ def test_what_could_not_be_sent_is_sent_by_the_next_job(
     assert pending.is_dir()
     # On another number of ranks.
     other = Job(1, 1, 1, "none", "fp32")
-    begin = time.monotonic()
     (content,) = pool.run(1, only_wait, other, env, address)
-    assert content == {"steps": 1} and time.monotonic() - begin < 60
+    assert content == {"steps": 1}
     assert list((folder / ".sending").iterdir()) == []
     shutil.rmtree(tmp_path / "local")
     (again, _, counts), *_ = pool.run(1, resume_fetching, other, env, address)

@@ -37,7 +37,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_no_host_waits_for_a_collective_of_a_device(pool: Pool, layout: Layout) -> None:
-    results = pool.run(layout.world_size, train_both_ways, layout, timeout=240)
+    results = pool.run(layout.world_size, train_both_ways, layout)
     for rank, (plain, streamed) in enumerate(results):
         assert streamed.issued, "nothing went over a group of a device"
         for name in ("losses", "norms"):

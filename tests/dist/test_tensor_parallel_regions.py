@@ -333,7 +333,7 @@ def dies(rank: int, how: str) -> None:
 @TRANSPORTS
 @pytest.mark.parametrize("how", ["killed", "raised"])
 def test_a_peer_that_is_gone_ends_the_wait(pool: Pool, how: str, env: dict[str, str]) -> None:
-    waiting, _ = pool.outcomes(2, dies, how, timeout=30, env=env)
+    waiting, _ = pool.outcomes(2, dies, how, env=env)
     assert "PeerFailure" in waiting.bases, waiting.traceback
     assert "rank 1" in waiting.message
 
@@ -353,7 +353,7 @@ def never_comes(rank: int) -> str:
 
 @TRANSPORTS
 def test_a_peer_that_never_comes_is_named_with_the_region(pool: Pool, env: dict[str, str]) -> None:
-    text = pool.outcomes(2, never_comes, timeout=30, env=env)[0].value
+    text = pool.outcomes(2, never_comes, env=env)[0].value
     assert re.search(r"waited 1000 ms for the reduce over (gloo|tcp):tp", text), text
     assert "run the same modules" in text
 

@@ -92,7 +92,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("run", LAYOUTS, ids=str)
 def test_trace_shows_what_the_ranks_executed(pool: Pool, tmp_path: Path, run: Run) -> None:
     path = tmp_path / "steps"
-    orders = pool.run(run.world_size, trace_steps, run, str(path), True, timeout=120)
+    orders = pool.run(run.world_size, trace_steps, run, str(path), True)
     trace = read(path)
     assert {e["pid"] for e in trace["traceEvents"]} == set(range(run.world_size))
     check_boxes(trace, orders, first_step=1)
@@ -141,13 +141,13 @@ def test_first_step_can_be_traced_and_a_folder_gets_files_of_its_own(
     pool: Pool, tmp_path: Path
 ) -> None:
     run = Run("chain", 2, 1, manual=True)
-    orders = pool.run(2, trace_steps, run, str(tmp_path), False, timeout=120)
+    orders = pool.run(2, trace_steps, run, str(tmp_path), False)
     check_boxes(read(tmp_path / "trace"), orders, first_step=0)
 
 
 def test_one_process_shows_one_row(pool: Pool, tmp_path: Path) -> None:
     run = Run("chain", 1, 1)
-    pool.run(1, trace_steps, run, str(tmp_path / "alone.html"), True, timeout=120)
+    pool.run(1, trace_steps, run, str(tmp_path / "alone.html"), True)
     trace = read(tmp_path / "alone")
     tasks = [e["args"]["task"] for e in boxes_of(trace, 0, "executed") if e["args"]["step"] == 1]
     assert tasks == [text for mb in range(4) for text in (f"F{mb}", f"B{mb}/1")]
@@ -202,7 +202,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("how", REFUSED)
 def test_misuse_is_an_error_on_all_ranks(pool: Pool, tmp_path: Path, how: str) -> None:
-    for text in pool.run(2, misuse, how, str(tmp_path), timeout=120):
+    for text in pool.run(2, misuse, how, str(tmp_path)):
         assert re.search(REFUSED[how], text), text
 
 
@@ -223,7 +223,7 @@ def trace_inside_a_step(rank: int, folder: str) -> None:
 
 
 def test_a_trace_inside_of_a_step_is_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, trace_inside_a_step, str(tmp_path), timeout=60)
+    pool.run(1, trace_inside_a_step, str(tmp_path))
 
 
 def drop_old_events(rank: int, path: str) -> None:
@@ -258,5 +258,5 @@ def raise_inside(rank: int, path: str) -> None:
 def test_an_exception_in_the_block_passes_and_ends_the_recording(
     pool: Pool, tmp_path: Path
 ) -> None:
-    pool.run(2, raise_inside, str(tmp_path / "raised"), timeout=60)
+    pool.run(2, raise_inside, str(tmp_path / "raised"))
     assert (tmp_path / "raised.html").exists()

@@ -138,7 +138,7 @@ def raise_before_the_call(rank: int) -> None:
 
 
 def test_an_error_in_the_step_function_before_the_call_raises_everywhere(pool: Pool) -> None:
-    driver, other = pool.outcomes(2, raise_before_the_call, timeout=30)
+    driver, other = pool.outcomes(2, raise_before_the_call)
     assert driver.error == "KeyError", driver.traceback
     assert "PeerFailure" in other.bases and "no such column" in other.message, other.traceback
 
@@ -157,7 +157,7 @@ def too_few_modules(rank: int) -> None:
 
 
 def test_a_model_that_cannot_be_partitioned_is_refused_with_one_text(pool: Pool) -> None:
-    outcomes = pool.outcomes(2, too_few_modules, timeout=30)
+    outcomes = pool.outcomes(2, too_few_modules)
     assert [outcome.error for outcome in outcomes] == ["ValueError", "ValueError"]
     texts = {outcome.message.split("] ")[-1] for outcome in outcomes}
     assert len(texts) == 1, texts
@@ -177,7 +177,7 @@ def other_model_on_rank_1(rank: int) -> None:
 
 
 def test_another_model_on_another_rank_is_refused_everywhere(pool: Pool) -> None:
-    outcomes = pool.outcomes(2, other_model_on_rank_1, timeout=30)
+    outcomes = pool.outcomes(2, other_model_on_rank_1)
     assert [outcome.error for outcome in outcomes] == ["ValueError", "ValueError"]
     assert all("another model" in outcome.message for outcome in outcomes)
 
@@ -310,7 +310,7 @@ def uninitialised(rank: int) -> None:
 
 
 def test_a_parameter_that_nothing_initialises_is_named(pool: Pool) -> None:
-    outcomes = pool.outcomes(2, uninitialised, timeout=30)
+    outcomes = pool.outcomes(2, uninitialised)
     assert any(o.error == "ValueError" and "'1.scale'" in o.message for o in outcomes)
     assert all(o.error for o in outcomes)
 

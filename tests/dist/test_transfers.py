@@ -99,7 +99,7 @@ def train(rank: int, family: str, num_steps: int) -> list[dict[str, Any]]:
 def test_activations_and_gradients_never_pass_through_a_rank_that_does_not_use_them(
     pool: Pool, family: str
 ) -> None:
-    results = pool.run(PP, train, family, 3, timeout=120)
+    results = pool.run(PP, train, family, 3)
     one_way = MICROBATCHES * BOUNDARY_BYTES
     # Of the driver's own: the mask once per rank, positions, rotary tables, labels.
     mask = BATCH * SEQUENCE * SEQUENCE * 4 if family == "gptj" else 0
@@ -120,7 +120,7 @@ def test_activations_and_gradients_never_pass_through_a_rank_that_does_not_use_t
 def test_the_driver_sends_one_request_per_remote_call_and_waits_for_its_own_gradient_only(
     pool: Pool, family: str
 ) -> None:
-    results = pool.run(PP, train, family, 4, timeout=120)
+    results = pool.run(PP, train, family, 4)
     steady = results[0][-1]
     calls = steady["remote_calls"] / MICROBATCHES
     print(f"{family}: per microbatch {calls} requests, {steady['headers'] / MICROBATCHES} headers")

@@ -32,7 +32,7 @@ def test_schedules_that_wait_for_a_chain_do_not_wait_for_two(pool: Pool) -> None
     runs = [Run(case, 2, 1, "zero_bubble") for case in ("chain", "adversaries")]
     stages = (("virtual_stages", 2),)
     runs += [Run(case, 2, 1, "virtual_interleaved", stages) for case in ("chain", "alternate")]
-    check_runs(pool, runs, timeout=20)
+    check_runs(pool, runs)
 
 
 def test_replicas_follow_one_order(pool: Pool) -> None:
@@ -154,7 +154,7 @@ def use_late(rank: int) -> list[str]:
 
 
 def test_a_model_that_is_used_too_late_raises_with_the_remedy(pool: Pool) -> None:
-    outcomes = pool.outcomes(2, use_late, timeout=30)
+    outcomes = pool.outcomes(2, use_late)
     texts = [str(outcome.value) for outcome in outcomes]
     assert any("is not partitioned yet; call it in the first call" in text for text in texts), texts
 
@@ -175,7 +175,7 @@ def call_in_another_order(rank: int) -> None:
 
 
 def test_ranks_that_call_models_in_another_order_are_told(pool: Pool) -> None:
-    outcomes = pool.outcomes(2, call_in_another_order, timeout=30)
+    outcomes = pool.outcomes(2, call_in_another_order)
     assert all(outcome.error for outcome in outcomes)
     texts = [str(outcome.message) for outcome in outcomes]
     assert any("but model 0 on the first pipeline rank" in text for text in texts), texts
@@ -285,7 +285,7 @@ def distil_gpt2(rank: int, pp: int) -> list[Any]:
 def test_a_gpt2_is_distilled_from_a_larger_one(pool: Pool) -> None:
     loss, grads = distil_gpt2(0, 0)
     merged: dict[str, Any] = {}
-    for got, part, num_of_teacher in pool.run(2, distil_gpt2, 2, timeout=60):
+    for got, part, num_of_teacher in pool.run(2, distil_gpt2, 2):
         assert got == pytest.approx(loss, rel=1e-10)
         assert part and num_of_teacher > 0
         merged.update(part)
@@ -308,7 +308,7 @@ def record(rank: int, path: str) -> list[Any]:
 def test_the_timeline_names_modules_with_the_number_of_their_model(
     pool: Pool, tmp_path: Any
 ) -> None:
-    results = pool.run(2, record, str(tmp_path / "trace"), timeout=60)
+    results = pool.run(2, record, str(tmp_path / "trace"))
     assert results[0] == results[1]
     assert {"", "1.layers.0", "1:(root)", "1:1.layers.0"} <= set(results[0])
     texts = [path.read_text() for path in tmp_path.rglob("*.json")]
@@ -400,7 +400,7 @@ def test_models_are_garbage_when_the_program_lets_go(
     pool: Pool, layout: tuple[int, int], is_sharded: bool, checkpoints: bool
 ) -> None:
     options = (is_sharded, checkpoints)
-    results = pool.run(layout[0] * layout[1], live_and_die, *layout, *options, timeout=60)
+    results = pool.run(layout[0] * layout[1], live_and_die, *layout, *options)
     plain = make_models(1)[0]
     x = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH)
     plain(x).square().mean().backward()

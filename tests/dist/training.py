@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.patience import PATIENCE_S
 from tests.reference.data import compute_loss, make_batch
 from tests.reference.lifted_casts import lift_forwards, lifted_casts
 from tests.reference.models import HF_LAYERS, HF_MODELS, Place, build, nowhere
@@ -237,7 +238,7 @@ def check_was_distributed(records: list[RankRecord], run: Run) -> None:
             assert calls >= run.steps * run.microbatches, f"{run}: only {calls} remote calls"
 
 
-def check_runs(pool: Any, runs: list[Run], timeout: float = 120.0) -> None:
+def check_runs(pool: Any, runs: list[Run], timeout: float = PATIENCE_S) -> None:
     """Runs all of one world size in one visit to the pool and checks each."""
     world_sizes = {run.world_size for run in runs}
     assert len(world_sizes) == 1, "all runs of one call share a world size"

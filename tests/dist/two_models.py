@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.training import join_parts, local_parameters
+from tests.patience import PATIENCE_S
 from tests.reference.single_process import make_optimizer
 from tests.reference.tolerances import assert_close, largest, relative_difference
 
@@ -319,7 +320,7 @@ def check(records: list[Record], run: Run) -> None:
     assert_close(params, reference.params, torch.float64, f"{run}: parameters")
 
 
-def check_runs(pool: Any, runs: list[Run], timeout: float = 120.0) -> None:
+def check_runs(pool: Any, runs: list[Run], timeout: float = PATIENCE_S) -> None:
     results = pool.run(runs[0].pp * runs[0].dp, train_all, runs, timeout=timeout)
     for index, run in enumerate(runs):
         check([records[index] for records in results], run)

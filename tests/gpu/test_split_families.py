@@ -19,7 +19,7 @@ DTYPES = (torch.float64, torch.float32)
 
 def check(pool: Pool, run: SplitRun) -> None:
     env = {**ENV, "SMP_SHARE_GPU": "0"}
-    results = pool.run(run.world_size, train_split, [run], timeout=300, env=env)
+    results = pool.run(run.world_size, train_split, [run], env=env)
     check_run(run, [records[0] for records in results])
 
 

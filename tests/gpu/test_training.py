@@ -17,7 +17,7 @@ from tests.gpu.device import ENV, needs_four_devices
 
 
 def check(pool: Pool, run: Run) -> None:
-    results = pool.run(run.world_size, train_all, [run], timeout=300, env=ENV)
+    results = pool.run(run.world_size, train_all, [run], env=ENV)
     check_against_reference([records[0] for records in results], run)
 
 
@@ -39,7 +39,7 @@ def test_precisions_on_one_device_train_like_one_process_on_the_cpu(
     pool: Pool, pp: int, checkpointing: str, precision: str
 ) -> None:
     cell = Cell(pp, 1, 1, "none", precision, checkpointing, offload=checkpointing != "none")
-    check_cell(cell, pool.run(cell.world_size, train_cell, cell, timeout=300, env=ENV))
+    check_cell(cell, pool.run(cell.world_size, train_cell, cell, env=ENV))
 
 
 @needs_four_devices

@@ -20,6 +20,7 @@ from tests.dist.processes import REPO, Ended, Started, wait_for_ranks
 from tests.dist.zygote import HOST_VARIABLE, RANK_VARIABLES, die_with_parent
 from tests.hosts.network import Network
 from tests.installed import python_path
+from tests.patience import PATIENCE_S
 
 TASK = REPO / "tests" / "hosts" / "task.py"
 PORT = 29511
@@ -60,7 +61,7 @@ class HostRanks:
         script: Path,
         argv: Sequence[str],
         *,
-        timeout: float = 60.0,
+        timeout: float = PATIENCE_S,
         env: Mapping[str, str] | None = None,
         env_of: Callable[[int], Mapping[str, str]] = lambda rank: {},
     ) -> Started:
@@ -132,7 +133,7 @@ class Launched:
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 120.0,
+        timeout: float = PATIENCE_S,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
         """Results of ``function(rank, *args)`` on all ranks."""

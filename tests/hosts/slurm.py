@@ -19,6 +19,7 @@ from tests.dist.processes import REPO
 from tests.dist.zygote import die_with_parent
 from tests.hosts.network import Network
 from tests.installed import python_path
+from tests.patience import PATIENCE_S
 
 _PROGRAMS = {
     "slurmctld": "slurmctld",
@@ -202,7 +203,7 @@ class Slurm:
         return {**env, "SLURM_CONF": str(self.folder / "slurm.conf"), **more}
 
     def call(
-        self, *words: str, timeout_s: float = 60.0, cwd: Path | None = None, **env: str
+        self, *words: str, timeout_s: float = PATIENCE_S, cwd: Path | None = None, **env: str
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on the first node, as its user would: ``srun``, ``sbatch`` and so on."""
         # Whoever enters a namespace of mounts is in its root folder.

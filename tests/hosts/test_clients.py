@@ -30,12 +30,12 @@ def check_equal(result: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_client_f_learns_the_same_over_two_hosts_and_resumes(pool: Pool, tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()
-    expected = Client(pool, here, "client_f.py").run(4, parameters=PARAMETERS, timeout=200)
+    expected = Client(pool, here, "client_f.py").run(4, parameters=PARAMETERS)
     with Network(2) as network:
         client = Client(pool, there, "client_f.py", hosts=HostRanks(network, pool, 2))
-        results = client.run(4, parameters=PARAMETERS, timeout=200)
+        results = client.run(4, parameters=PARAMETERS)
         sent = [network.traffic(index).sent for index in range(2)]
-        again = client.run(4, {"resume": 1, "epochs": 1}, PARAMETERS, timeout=200)
+        again = client.run(4, {"resume": 1, "epochs": 1}, PARAMETERS)
     for result, one in zip(results, expected, strict=True):
         check_equal(result, one)
     assert {result["mp_rank"] for result in results[:2]} == {0}, "the first host has one stage"

@@ -136,12 +136,11 @@ def test_a_host_that_is_gone_ends_the_job(pool: Pool, fault: str, transport: str
     """In the middle of sums, or between them."""
     with Network(2) as network:
         ranks = HostRanks(network, pool, 2, transport)
-        started = ranks.start_script(SCRIPT, ["1", str(FOREVER)], timeout=90)
+        started = ranks.start_script(SCRIPT, ["1", str(FOREVER)])
         wait_for_step(started, 5)
-        began_s = time.monotonic()
         getattr(network, fault)(1)
         results = ranks.wait(started)
-    check_ended(results, began_s, {0: {"host1"}, 1: {"host1"}, 2: {"host0"}, 3: {"host0"}})
+    check_ended(results, {0: {"host1"}, 1: {"host1"}, 2: {"host0"}, 3: {"host0"}})
 
 
 @pytest.mark.sample(keep=0)
@@ -150,7 +149,7 @@ def test_a_cable_that_is_put_back_changes_no_number(pool: Pool, pause_s: float) 
     steps = 200
     with Network(2) as network:
         ranks = HostRanks(network, pool, 2)
-        started = ranks.start_script(SCRIPT, ["1", str(steps)], timeout=120)
+        started = ranks.start_script(SCRIPT, ["1", str(steps)])
         wait_for_step(started, 5)
         network.cut(1)
         seen = (started.folder / "rank0.log").read_text()

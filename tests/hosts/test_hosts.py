@@ -133,7 +133,7 @@ def test_launchers_start_two_hosts(
     tmp_path: Path, launcher: Callable[[Network, Path], Commands]
 ) -> None:
     with Network(2) as network:
-        training.check_runs(Launched(network, launcher(network, tmp_path)), [RUN], timeout=240)
+        training.check_runs(Launched(network, launcher(network, tmp_path)), [RUN])
 
 
 # ---- bytes -------------------------------------------------------------------

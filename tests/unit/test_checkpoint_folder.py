@@ -20,6 +20,7 @@ from smp.checkpoint import manifest as manifests
 from smp.checkpoint.file_generation import FileGeneration
 from smp.checkpoint.folder import Generation
 from smp.checkpoint.manifest import FileRecord, Layout, Manifest, ManifestError, Piece
+from tests.patience import PATIENCE_S
 
 _PROGRAM = Path(__file__).with_name("checkpoint_crash.py")
 
@@ -56,7 +57,7 @@ def test_a_killed_writer_leaves_nothing_partial(
         [sys.executable, "-S", str(_PROGRAM), str(tmp_path), mode, str(count), str(seed)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == 0, f"seed {seed}: {run.stderr}"
     counts = json.loads(run.stdout)

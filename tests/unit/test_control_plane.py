@@ -9,6 +9,7 @@ import sys
 
 from tests.conftest import REPO
 from tests.installed import python_path
+from tests.patience import PATIENCE_S
 
 N = 12
 
@@ -20,7 +21,7 @@ def test_the_hub_answers_simulated_ranks() -> None:
         cwd=REPO / "benchmarks",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

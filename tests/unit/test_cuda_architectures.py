@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.lint.layers import REPO
+from tests.patience import PATIENCE_S
 from tests.unit.test_device_code import _CUOBJDUMP, _MISSING, _NVCC
 
 _SOLD = [80, 86, 89, 90, 100, 120]
@@ -32,7 +33,7 @@ def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} not found: the build's own file cannot be tried")
     env = os.environ | environment
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=PATIENCE_S)
 
 
 def _nvcc_of(architectures: list[int], folder: Path) -> Path:

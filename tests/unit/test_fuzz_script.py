@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
+
 REPO = Path(__file__).resolve().parents[2]
 NAMES = ("liveness", "handshake", "schedule", "wire")
 
@@ -24,7 +26,7 @@ def run(folder: Path, fails: str = "none") -> subprocess.CompletedProcess[str]:
         [str(script), "build", "python", "70", "3"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
 

@@ -17,6 +17,7 @@ from benchmarks.gpu import build, gptj, page, training
 from benchmarks.gpu.parts import PARTS
 from tests.dist.pool import Pool
 from tests.dist.processes import run_ranks
+from tests.patience import PATIENCE_S
 
 REPO = Path(__file__).resolve().parents[2]
 RUN = REPO / "benchmarks" / "gpu" / "run.py"
@@ -80,7 +81,7 @@ def test_there_is_a_figure_to_look_for_in_every_part() -> None:
 def test_a_part_runs_dry(pool: Pool, tmp_path: Path, part: str) -> None:
     argv = [part, "--out", str(tmp_path), "--device", "cpu", "--limit-s", "280"]
     env = {"SMP_DEVICE": "cpu", "COMMIT": "0"}
-    [ended] = run_ranks(pool, RUN, 1, argv, timeout=300, env=env, launcher=None)
+    [ended] = run_ranks(pool, RUN, 1, argv, env=env, launcher=None)
     assert ended.returncode == 0, ended.output
     check(tmp_path, part, ended.output)
 
@@ -114,7 +115,7 @@ def make_gpu(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.samples import part_of
 
 REPO = Path(__file__).resolve().parents[2]
@@ -36,7 +37,7 @@ def test_with_transformers_4_30_2(subjects: tuple[str, ...]) -> None:
         env={**os.environ, "PYTHONPATH": path, "SMP_SAMPLES": "all"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "Qwen2" in done.stdout  # whose tests are skipped

@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from smp.partition.contexts import mark_of, partition, set_partition
+from tests.patience import PATIENCE_S
 
 
 def test_modules_created_inside_are_marked_with_all_their_children() -> None:
@@ -76,7 +77,7 @@ def test_contexts_of_one_thread_do_not_mark_modules_of_another() -> None:
     with partition(1):
         thread = threading.Thread(target=lambda: made.append(nn.Linear(2, 2)))
         thread.start()
-        thread.join(timeout=30)
+        thread.join(timeout=PATIENCE_S)
     assert mark_of(made[0]) is None
 
 

@@ -20,6 +20,7 @@ from smp.partition.costs import ModuleCost, Trace
 from smp.partition.trace import TraceError, trace
 from smp.partition.trace_choice import TraceOptions, trace_for_partition
 from smp.partition.tree import build_tree
+from tests.patience import PATIENCE_S
 from tests.reference.data import make_batch
 from tests.reference.models import HF_MODELS, OWN_MODELS, build
 
@@ -386,30 +387,37 @@ def resident_kb(kind):
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith(kind + ":"))
 
-with torch.device("meta"):
-    model = GPTJForCausalLM(GPTJConfig())
-ids = torch.zeros(4, 2048, dtype=torch.long)
-batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+def plan(length, **shape):
+    with torch.device("meta"):
+        model = GPTJForCausalLM(GPTJConfig(**shape))
+    ids = torch.zeros(4, length, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    before = time.process_time()
+    result = trace(model, (), batch, device=torch.device("cpu"))
+    tree = build_tree(model, result).tree
+    places = _C.solve_partition(tree, _C.PartitionOptions(4)).partition_idxs
+    return time.process_time() - before, result, places
+
+# As many layers, a ten-thousandth of the parameters.
+small_s = [plan(16, n_embd=64, n_head=4, rotary_dim=16, vocab_size=64)[0] for _ in range(2)][-1]
 resident_before_kb = resident_kb("VmRSS")
-before = time.process_time()
-result = trace(model, (), batch, device=torch.device("cpu"))
-places = _C.solve_partition(build_tree(model, result).tree, _C.PartitionOptions(4)).partition_idxs
-print(time.process_time() - before, (resident_kb("VmHWM") - resident_kb("RssFile")) * 1024,
+cpu_s, result, places = plan(2048)
+print(cpu_s / small_s, (resident_kb("VmHWM") - resident_kb("RssFile")) * 1024,
       (resident_kb("VmHWM") - resident_before_kb) * 1024,
       sum(cost.forward_flops for cost in result.costs), len(set(places)))
 """
 
 
 @pytest.mark.alone
-def test_gptj_6b_is_traced_and_partitioned_in_5_s_and_1_gb() -> None:
+def test_gptj_6b_is_traced_and_partitioned_as_fast_as_a_small_one_and_in_1_gb() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", _GPTJ_6B], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", _GPTJ_6B], capture_output=True, text=True, timeout=PATIENCE_S
     )
     output = run.stdout
     assert run.returncode == 0, run.stderr
-    cpu_s, peak_bytes, growth_bytes, flops, num_partitions = map(float, output.split()[-5:])
+    ratio, peak_bytes, growth_bytes, flops, num_partitions = map(float, output.split()[-5:])
     # How much of torch's libraries is resident (RssFile) is the kernel's choice, not ours.
-    assert cpu_s < 5.0 and peak_bytes < 1e9 and growth_bytes < 0.2e9, output
+    assert ratio < 3.0 and peak_bytes < 1e9 and growth_bytes < 0.2e9, output
     assert 1.0 < flops / (2 * 6.05e9 * 4 * 2048) < 1.2, "two per weight and token, and attention"
     assert num_partitions == 4
 
@@ -491,12 +499,13 @@ class Slow(nn.Module):
 @pytest.mark.alone
 def test_measured_times_are_own_times_in_milliseconds() -> None:
     model = nn.Sequential(Slow(0.03), Slow(0.0))
+    began_s = time.perf_counter()
     options = TraceOptions(CPU, CPU, measure_times=True, measure_memory=True)
     result = trace_for_partition(model, (torch.randn(2, 2),), {}, options)
     assert result is not None and (result.how, result.unit) == ("cpu", "ms")
     own = {name: cost.time_ms or 0.0 for name, cost in costs(result).items()}
-    assert 29 < own["0"] < 200 and own["0.linear"] < 15 and own[""] < 15
-    assert own["1"] < own["0"] / 2
+    assert 29 < own["0"] < 1000 * (time.perf_counter() - began_s)
+    assert all(own[name] < own["0"] / 2 for name in ("", "0.linear", "1"))
     assert costs(result)["0"].compute == own["0"], "no operators, so the forward is all there is"
     assert costs(result)["0.linear"].compute > own["0.linear"], "its backward is not free"
     assert result.cost_per_link_byte > 0

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 REPO = Path(__file__).resolve().parents[2]
 WAITS, COMPUTES, ALONE = "waits", "not alone and not waits", "alone"
 
@@ -33,7 +35,7 @@ def run(python: Path, *arguments: str, **env: str) -> subprocess.CompletedProces
         command,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
         env=outside | env,
         preexec_fn=hear_ctrl_c,  # whatever this session does

@@ -12,6 +12,7 @@ import pytest
 
 from smp.world.launch import plan_rendezvous, read_launch
 from tests.conftest import REPO
+from tests.patience import PATIENCE_S
 
 SCRIPT = REPO / "examples" / "slurm" / "train.sbatch"
 
@@ -67,7 +68,7 @@ def test_job_is_queued_again_only_when_it_saved(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == status, done.stderr

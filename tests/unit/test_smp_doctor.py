@@ -20,6 +20,7 @@ from smp_cli.main import main
 
 from tests.conftest import REPO
 from tests.installed import python_path
+from tests.patience import PATIENCE_S
 
 HERE = "tests.unit.test_smp_doctor"
 #: Of `sitecustomize`, which ranks of the doctor import.
@@ -30,7 +31,7 @@ SUBSTITUTES = REPO / "tests" / "substitutes"
 
 
 def hangs() -> Section:
-    time.sleep(60)
+    time.sleep(2 * PATIENCE_S)
     return Section("")
 
 
@@ -62,9 +63,7 @@ def test_answer_of_a_probe_comes_whatever_it_prints() -> None:
 
 
 def test_probe_that_hangs_crashes_or_raises_is_a_problem() -> None:
-    begin = time.monotonic()
     assert "no answer within 0.5 s" in run("hangs", 0.5).problems[0]
-    assert time.monotonic() - begin < 20
     assert "was killed by signal 6: noise on stdout" in run("crashes").problems[0]
     assert "no module named torch" in run("raises").problems[0]
 
@@ -86,7 +85,7 @@ def test_machine_without_torch_gets_a_report(tmp_path: Path) -> None:
         env=env | {"PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from smp_cli.supervisor import EXIT_RESUME
 
 import smp
 from tests.installed import python_path
+from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.waits
 
@@ -51,7 +51,7 @@ def execute(
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -296,7 +296,7 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
 FAILS = (
     "import os, sys, time, signal\nrank = os.environ['SMP_RANK']\n"
     "if rank == '1': time.sleep(0.3); {what}\n"
-    "time.sleep(60)\n"
+    "time.sleep(9999)\n"
 )
 
 
@@ -310,11 +310,9 @@ FAILS = (
 def test_failure_of_a_rank_ends_all_and_is_named(
     command: Callable[..., list[str]], what: str, status: int, words: str
 ) -> None:
-    begin = time.monotonic()
     done = execute(command(FAILS.format(what=what), "-n", "3", "--grace-s", "0.5"))
     assert (done.returncode, words in done.stderr) == (status, True), done.stderr
     assert "ending the ranks [0, 2], which still run, with SIGTERM" in done.stderr
-    assert time.monotonic() - begin < 30
 
 
 def test_culprit_is_whom_the_victims_name(command: Callable[..., list[str]]) -> None:
@@ -350,7 +348,7 @@ def test_rank_that_left_with_status_0_is_named(
 def test_ranks_that_ignore_sigterm_are_killed(command: Callable[..., list[str]]) -> None:
     source = (
         "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "if os.environ['SMP_RANK'] == '1': time.sleep(0.2); sys.exit(2)\ntime.sleep(60)\n"
+        "if os.environ['SMP_RANK'] == '1': time.sleep(0.2); sys.exit(2)\ntime.sleep(9999)\n"
     )
     done = execute(command(source, "-n", "2", "--grace-s", "0.3"))
     assert done.returncode == 2 and "with SIGKILL" in done.stderr
@@ -360,7 +358,7 @@ def test_ranks_that_ignore_sigterm_are_killed(command: Callable[..., list[str]])
 def test_signals_are_passed_on(command: Callable[..., list[str]], number: signal.Signals) -> None:
     source = (
         f"import signal, sys, time\nsignal.signal({int(number)}, lambda *_: sys.exit(5))\n"
-        "print('ready')\ntime.sleep(60)\n"
+        "print('ready')\ntime.sleep(9999)\n"
     )
     process = subprocess.Popen(
         command(source, "-n", "2", "--max-restarts", "0"),
@@ -372,14 +370,14 @@ def test_signals_are_passed_on(command: Callable[..., list[str]], number: signal
     assert process.stdout is not None
     assert {process.stdout.readline().split()[1] for _ in range(2)} == {"ready"}
     process.send_signal(number)
-    assert process.wait(30) == 5
+    assert process.wait(PATIENCE_S) == 5
     process.stdout.close()
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(
     command: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    source = "import os, time\nprint(os.getpid())\ntime.sleep(60)\n"
+    source = "import os, time\nprint(os.getpid())\ntime.sleep(9999)\n"
     process = subprocess.Popen(
         command(source, "-n", "2", "--output", "raw", "--log-dir", str(tmp_path)),
         env=environment(),
@@ -391,10 +389,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(
     process.kill()
     process.wait()
     process.stdout.close()
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}/stat").exists() and _is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "ranks are still there"
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(_is_alive, pids)), lambda: "ranks are still there")
 
 
 def _is_alive(pid: int) -> bool:

@@ -11,13 +11,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from smp_cli.hosts import plan_hosts
 
 from tests.installed import python_path
+from tests.patience import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.waits
 
@@ -59,17 +59,17 @@ class Hosts:
     def run(self, source: str, *options: str, **how: str | int) -> tuple[int, str, str]:
         """Status and what was printed."""
         process = self.start(source, *options, **how)  # type: ignore[arg-type]
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE_S)
         return process.returncode, out, err
 
     def pids(self, number: int) -> list[int]:
         """Of so many ranks that write files of their name, when all have."""
-        for _ in range(300):
-            files = list(self.folder.glob("pid*"))
-            if len(files) == number and all(file.read_text() for file in files):
-                return [int(file.read_text()) for file in files]
-            time.sleep(0.1)
-        raise AssertionError(f"only {files} are there")
+
+        def files() -> list[Path]:
+            return list(self.folder.glob("pid*"))
+
+        wait_until(lambda: len(files()) == number, files)
+        return [int(file.read_text()) for file in files()]
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ signal.signal(signal.SIGTERM, end)
 file = pathlib.Path(f"pid{rank}")
 file.with_name("new" + rank).write_text(str(os.getpid()))
 file.with_name("new" + rank).rename(file)
-time.sleep(60)
+time.sleep(9999)
 """
 
 
@@ -105,11 +105,8 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def wait_for_ends(pids: list[int], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while alive := [pid for pid in pids if not has_ended(pid)]:
-        assert time.monotonic() < deadline, f"{alive} live on"
-        time.sleep(0.1)
+def wait_for_ends(pids: list[int]) -> None:
+    wait_until(lambda: all(map(has_ended, pids)), lambda: f"some of {pids} live on")
 
 
 def test_each_host_runs_its_ranks_in_order(hosts: Hosts) -> None:
@@ -157,12 +154,18 @@ def test_logs_are_written_where_the_command_runs(hosts: Hosts) -> None:
 
 
 def test_all_end_when_one_fails(hosts: Hosts) -> None:
-    source = WAIT.replace("time.sleep(60)", "time.sleep(1 if rank == '3' else 60); sys.exit(7)")
-    began = time.monotonic()
-    status, out, err = hosts.run(source, "--grace-s", "1")
+    """Rank 3 does when all have come as far."""
+    fails = (
+        "while rank == '3' and len(list(pathlib.Path().glob('pid*'))) < 4:\n"
+        "    time.sleep(0.05)\n"
+        "if rank == '3':\n"
+        "    sys.exit(7)\n"
+        "time.sleep(9999)"
+    )
+    source = WAIT.replace("time.sleep(9999)", fails)
+    status, out, err = hosts.run(source, "--grace-s", str(PATIENCE_S))
     assert status == 7 and "smp run: rank 3 exited with status 7" in err, err
-    assert time.monotonic() - began < 30
-    wait_for_ends(hosts.pids(4), 5)
+    wait_for_ends(hosts.pids(4))
     assert out.count("got 15") == 3
 
 
@@ -170,18 +173,18 @@ def test_signals_reach_all_ranks(hosts: Hosts) -> None:
     process = hosts.start(WAIT)
     pids = hosts.pids(4)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     assert sorted(out.splitlines()) == [f"[{rank}] got 15" for rank in range(4)]
-    wait_for_ends(pids, 1)
+    wait_for_ends(pids)
 
 
 def test_ranks_end_with_the_command(hosts: Hosts) -> None:
     process = hosts.start(WAIT)
     pids = hosts.pids(4)
     process.kill()
-    process.communicate(timeout=30)
-    wait_for_ends(pids, 10)
+    process.communicate(timeout=PATIENCE_S)
+    wait_for_ends(pids)
 
 
 def node_of(pid: int) -> int:
@@ -194,10 +197,10 @@ def test_a_host_that_is_lost_is_named(hosts: Hosts) -> None:
     process = hosts.start(WAIT, "--grace-s", "1")
     pids = hosts.pids(4)
     os.kill(node_of(int((hosts.folder / "pid2").read_text())), signal.SIGKILL)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 255
     assert re.search(r"host two: .*agent ended with status 137; its ranks \[2, 3\] are lost", err)
-    wait_for_ends(pids, 10)
+    wait_for_ends(pids)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +229,7 @@ def test_a_folder_that_a_host_lacks_is_named(hosts: Hosts) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "smp_cli", "run", *words, "script.py"],
         env=base, cwd=hosts.folder / "gone",
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 255
     assert re.search(r"host two: cannot enter .*gone, where the command was started", done.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit import s3_server
 
 _PROGRAM = Path(__file__).with_name("store_crash.py")
@@ -48,7 +49,7 @@ def test_the_newest_loads_whenever_a_job_is_killed(
         env=env,
         capture_output=True,
         text=True,
-        timeout=390,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == 0, f"seed {seed}: {run.stdout}{run.stderr}"
     counts = json.loads(run.stdout)

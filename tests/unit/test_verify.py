@@ -20,6 +20,7 @@ from smp.commands.verify.layouts import ALL, ALONE, parse_layouts
 from smp.commands.verify.words import Divided, divide
 from smp.observe.verification.arguments import KeptArguments
 from smp.observe.verification.order import Order
+from tests.patience import PATIENCE_S
 
 # ---- layouts
 
@@ -225,7 +226,7 @@ def test_script_that_fails_is_shown_and_status_2(tmp_path: Path) -> None:
     script.write_text("import sys\nraise RuntimeError(f'no data for {sys.argv[1]}')\n")
     words = ["--layouts", "pp2", "--", "me"]
     command = [sys.executable, "-m", "smp_cli", "verify", str(script), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 2 and done.stdout == ""
     last = done.stderr.splitlines()[-1]
     assert last == (

@@ -65,7 +65,7 @@ def _who(_: int) -> tuple[int, int, str]:
 def check_forked_child() -> None:
     """Loaders may be made in a child: it reads ranks, and is told that it cannot communicate."""
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as executor:
-        pp_rank, rank, message = executor.submit(_who, 0).result(timeout=60)
+        pp_rank, rank, message = executor.submit(_who, 0).result(timeout=600)
     assert (pp_rank, rank) == (smp.pp_rank(), smp.rank())
     if smp.size() > 1:
         assert "forked" in message, message

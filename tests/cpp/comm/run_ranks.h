@@ -71,7 +71,7 @@ inline void run_ranks(
       lock.unlock();
       abort_all();
       lock.lock();
-      if (!changed.wait_for(lock, std::chrono::seconds(10), all_ended)) {
+      if (!changed.wait_for(lock, std::chrono::seconds(120), all_ended)) {
         std::fprintf(stderr, "run_ranks: %s, not even after abort\n",
                      failure.c_str());
         std::abort();

@@ -7,10 +7,13 @@
 
 namespace smp {
 
+/// Time until a test gives a wait up. What ended a wait says so itself: tests
+/// set limits that they do not mean to this one, and read no clock.
+constexpr std::chrono::seconds kPatience{120};
+
 /// Whether a predicate becomes true within a time.
 template <typename Pred>
-bool becomes_true(Pred pred,
-                  std::chrono::milliseconds limit = std::chrono::seconds(10)) {
+bool becomes_true(Pred pred, std::chrono::milliseconds limit = kPatience) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
   while (!pred()) {
     if (std::chrono::steady_clock::now() > deadline) return false;

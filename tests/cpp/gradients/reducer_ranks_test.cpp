@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "csrc/common/check.h"
+#include "tests/cpp/common/expectations.h"
 #include "tests/cpp/gradients/reducer_fixture.h"
 
 namespace smp::gradients {
@@ -341,8 +342,8 @@ TEST(ReducerWaits, a_fault_ends_the_wait_and_names_the_culprit) {
     options.patience.faults = board;
     Rank rank({{3}}, dp, options);
     if (group_rank == 1) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(250));
-      EXPECT_TRUE(board->waits().snapshot().is_blocked);
+      EXPECT_TRUE(
+          becomes_true([&] { return board->waits().snapshot().is_blocked; }));
       health::Fault fault;
       fault.kind = health::Fault::Kind::kDied;
       fault.global_rank = 1;
@@ -351,10 +352,7 @@ TEST(ReducerWaits, a_fault_ends_the_wait_and_names_the_culprit) {
     }
     rank.reducer->begin_step(1);
     rank.contribute(0, 0, 1);
-    const auto begin = std::chrono::steady_clock::now();
     EXPECT_THROW(rank.reducer->end_step(), PeerFailure);
-    EXPECT_LT(std::chrono::steady_clock::now() - begin,
-              std::chrono::seconds(5));
     EXPECT_FALSE(board->waits().snapshot().is_blocked);
   });
 }

@@ -224,7 +224,6 @@ TEST(ShardedReducerMemory, two_full_buckets_are_there_at_most) {
 TEST(ShardedReducerMemory, ranks_that_need_each_other_go_on) {
   on_grid({2, 1, 1}, [](int rank_idx, const ShardGroups& groups) {
     ShardedRank rank(kFourShardedBuckets, groups, sharded_options(groups));
-    const auto begin = std::chrono::steady_clock::now();
     for (int step = 0; step < 4; ++step) {
       rank.zero_grad();
       rank.reducer->begin_step(1);
@@ -236,8 +235,6 @@ TEST(ShardedReducerMemory, ranks_that_need_each_other_go_on) {
       EXPECT_TRUE(rank.grad(3).equal(at::full_like(rank.grad(3), 0.5)));
       EXPECT_TRUE(rank.grad(0).equal(at::full_like(rank.grad(0), 1)));
     }
-    EXPECT_LT(std::chrono::steady_clock::now() - begin,
-              std::chrono::seconds(10));
     EXPECT_EQ(rank.reducer->stats().peak_flat_bytes, 4 * 64 * 8);
   });
 }

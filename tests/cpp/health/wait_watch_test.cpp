@@ -12,7 +12,7 @@ using std::chrono::milliseconds;
 using Clock = WaitWatch::Clock;
 
 bool turns_true(const std::atomic<bool>& flag) {
-  const Clock::time_point give_up = Clock::now() + std::chrono::seconds(10);
+  const Clock::time_point give_up = Clock::now() + std::chrono::seconds(120);
   while (!flag && Clock::now() < give_up) {
     std::this_thread::sleep_for(milliseconds(1));
   }

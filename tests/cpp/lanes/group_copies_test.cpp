@@ -30,7 +30,7 @@ at::Tensor group_number(double value, int64_t size = 7) {
 }
 
 void wait_for_it(const std::function<bool()>& condition) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(120);
   while (!condition() && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -38,7 +38,7 @@ class LaneRank {
 
   std::vector<Message> wait_for(size_t count) {
     std::unique_lock lock(mutex_);
-    EXPECT_TRUE(changed_.wait_for(lock, std::chrono::seconds(20),
+    EXPECT_TRUE(changed_.wait_for(lock, std::chrono::seconds(120),
                                   [&] { return messages_.size() >= count; }))
         << messages_.size() << " of " << count;
     return messages_;

@@ -74,7 +74,7 @@ class BacklogRank {
       await_end();
     } catch (const std::exception& error) {
       scheduler_.cancel(std::make_exception_ptr(error));
-      scheduler_.wait_until_idle(std::chrono::seconds(20));
+      scheduler_.wait_until_idle(std::chrono::seconds(120));
     }
     fake_device::run(stream_);  // what refers to this step
     scheduler_.end_step();

@@ -46,7 +46,7 @@ void OwnerRank::set_take(Take take) {
 
 std::pair<Header, mailbox::Message> OwnerRank::receive() {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!arrived_.wait_for(lock, std::chrono::seconds(10),
+  if (!arrived_.wait_for(lock, std::chrono::seconds(120),
                          [this] { return !messages_.empty(); })) {
     throw std::runtime_error("no message came");
   }
@@ -68,7 +68,7 @@ void OwnerRank::begin_step() {
 }
 
 void OwnerRank::end_step() {
-  if (!scheduler.wait_until_idle(std::chrono::seconds(10))) {
+  if (!scheduler.wait_until_idle(std::chrono::seconds(120))) {
     throw std::runtime_error("still at work: " + scheduler.describe());
   }
   const std::exception_ptr failure = scheduler.cancel_reason();

@@ -27,7 +27,8 @@ class SchedulerTest : public ::testing::Test {
   }
 
   void finish() {
-    ASSERT_TRUE(scheduler.wait_until_idle(seconds(20))) << scheduler.describe();
+    ASSERT_TRUE(scheduler.wait_until_idle(seconds(120)))
+        << scheduler.describe();
     scheduler.end_step();
   }
 

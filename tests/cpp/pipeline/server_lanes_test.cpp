@@ -166,7 +166,6 @@ TEST_P(LanesOfTheDead, end_all_waits_with_the_name_of_the_culprit) {
         ranks.tell(self.rank,
                    {.kind = health::Fault::Kind::kDied, .global_rank = 2});
       });
-      const auto begin = std::chrono::steady_clock::now();
       const std::string text = error_of_step(self, [&](int mb) {
         if (self.rank != 2) return self.chain(mb);
         while (!ranks.boards[2]->fault()) {  // busy when it dies
@@ -177,8 +176,6 @@ TEST_P(LanesOfTheDead, end_all_waits_with_the_name_of_the_culprit) {
       EXPECT_NE(text.find(self.rank == 2 ? "dead" : "global_rank 2"),
                 std::string::npos)
           << text;
-      EXPECT_LT(std::chrono::steady_clock::now() - begin,
-                std::chrono::seconds(10));
       self.expect_empty();
       liveness.join();
     });

@@ -119,7 +119,7 @@ TEST(Transfers, a_caller_that_knows_what_comes_does_not_wait_for_it) {
   run_servers({.size = 3}, [&](Rank& self) {
     self.modules[1] = [&](std::vector<at::Tensor> inputs) {
       if (self.server->num_served_calls() == 2) {
-        EXPECT_EQ(far.wait_for(std::chrono::seconds(10)),
+        EXPECT_EQ(far.wait_for(std::chrono::seconds(120)),
                   std::future_status::ready)
             << "the caller waits";
       }

@@ -158,7 +158,7 @@ class ContextDevice : public testing::Test {
       });
       scheduler.end_microbatch(mb);
     }
-    EXPECT_TRUE(scheduler.wait_until_idle(std::chrono::seconds(20)));
+    EXPECT_TRUE(scheduler.wait_until_idle(std::chrono::seconds(120)));
     scheduler.end_step();
     return places;
   }

@@ -52,7 +52,7 @@ class DeviceTimelineTest : public ::testing::Test {
     scheduler.begin_step(options);
   }
   void finish_step() {
-    ASSERT_TRUE(scheduler.wait_until_idle(std::chrono::seconds(20)));
+    ASSERT_TRUE(scheduler.wait_until_idle(std::chrono::seconds(120)));
     scheduler.end_step();
   }
   // A task of each microbatch, which takes the device 1, 2, ... ms.

@@ -118,7 +118,7 @@ TEST(TimelineTest, a_scheduler_tells_runs_waits_and_idle_times) {
   while (scheduler.awaited_ranks().empty()) std::this_thread::yield();
   std::this_thread::sleep_for(milliseconds(5));
   scheduler.fill(slot, {});
-  ASSERT_TRUE(scheduler.wait_until_idle(std::chrono::seconds(20)));
+  ASSERT_TRUE(scheduler.wait_until_idle(std::chrono::seconds(120)));
   scheduler.end_step();
   const Timeline::Recording recording = timeline.take();
 

@@ -16,11 +16,11 @@
 #include "csrc/shm/shared_segment.h"
 #include "tests/cpp/comm/local_world.h"
 #include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/common/expectations.h"
 
 namespace smp::shm {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
@@ -162,17 +162,15 @@ TEST(SharedMemory, FaultEndsTheMeeting) {
     EXPECT_THROW(connect_shared_memory(*world[0], board, {}), PeerFailure);
   });
   board.report({.kind = health::Fault::Kind::kDied, .global_rank = 1});
-  EXPECT_EQ(meeting.wait_for(seconds(5)), std::future_status::ready);
+  EXPECT_EQ(meeting.wait_for(kPatience), std::future_status::ready);
 }
 
 TEST(SharedMemory, AbsentRankIsATimeout) {
   const auto world = comm::make_local_world(2);
   health::FaultBoard board(0);
-  const auto begin = Clock::now();
   EXPECT_THROW(
       connect_shared_memory(*world[0], board, {.timeout = milliseconds(300)}),
       Error);
-  EXPECT_LT(Clock::now() - begin, seconds(5));
 }
 
 TEST(SharedSegment, IsOpenedOnlyByItsStamp) {

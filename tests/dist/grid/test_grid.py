@@ -38,13 +38,13 @@ def cells_to_run() -> list[Cell]:
 @pytest.mark.sample(keep=9)
 @pytest.mark.parametrize("cell", cells_to_run(), ids=lambda cell: f"seed{SEED}-{cell}")
 def test_cell_trains_like_one_process(pool: Pool, cell: Cell) -> None:
-    check(cell, pool.run(cell.world_size, train_cell, cell, timeout=120))
+    check(cell, pool.run(cell.world_size, train_cell, cell))
 
 
 def test_every_other_cell_is_refused(pool: Pool) -> None:
     for world_size in sorted({cell.world_size for cell in ILLEGAL}):
         cells = [cell for cell in ILLEGAL if cell.world_size == world_size]
-        for texts in pool.run(world_size, refusal_of, cells, timeout=120):
+        for texts in pool.run(world_size, refusal_of, cells):
             assert texts == [cell.error for cell in cells]
 
 
@@ -97,7 +97,7 @@ TAMPERINGS = {
 
 def test_what_goes_wrong_is_noticed(pool: Pool) -> None:
     cell = Cell(1, 1, 2, "none", "fp32", "none", False)
-    records: list[GridRecord] = pool.run(2, train_cell, cell, timeout=120)
+    records: list[GridRecord] = pool.run(2, train_cell, cell)
     check(cell, records)
     tamper: Callable[[list[GridRecord]], None]
     for tamper, message in TAMPERINGS.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -23,12 +24,11 @@ import smp._C as _C
 import smp_testing
 
 
-def gloo_communicator(folder: Path, rank: int, size: int) -> _C.Communicator:
+def gloo_backend(folder: Path, rank: int, size: int) -> torch.distributed.ProcessGroupGloo:
     store = torch.distributed.FileStore(str(folder / "store"), size)
     # Longer than any wait of the checks: see make_c10d_communicator.
     timeout = datetime.timedelta(minutes=30)
-    backend = torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
-    return _C.make_c10d_communicator(backend, "gloo:suite")
+    return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
 
 
 def report(comm: _C.Communicator, text: str) -> None:
@@ -63,32 +63,46 @@ def run_in_group(comm: _C.Communicator) -> None:
         raise AssertionError("make_mpi_group took a rank twice")
 
 
-def time_round_trips(comm: _C.Communicator) -> None:
-    """128 bytes there and back; 4 MB all_reduce (float32)."""
+def time_round_trips(
+    comm: _C.Communicator, plain: torch.distributed.ProcessGroupGloo | None
+) -> None:
+    """128 bytes there and back; 4 MB all_reduce (float32). In turns with Gloo itself."""
     message = torch.zeros(16, dtype=torch.float64)
     peer = 1 - comm.group_rank
-    times = []
-    for _ in range(300):
-        begin = time.perf_counter()
+    large = torch.ones(1 << 20)
+
+    def exchange() -> None:
         for is_mine in (comm.group_rank == 0, comm.group_rank == 1):
             work = comm.send(message, peer) if is_mine else comm.recv(message, peer)
-            work.wait(20)
-        times.append(time.perf_counter() - begin)
-    large = torch.ones(1 << 20)
-    reduce_times = []
-    for _ in range(20):
-        comm.barrier().wait(20)
-        begin = time.perf_counter()
-        comm.all_reduce(large).wait(20)
-        reduce_times.append(time.perf_counter() - begin)
-    median_us = [1e6 * sorted(t)[len(t) // 2] for t in (times, reduce_times)]
-    report(comm, f"round_trip_us={median_us[0]:.1f} all_reduce_4mb_us={median_us[1]:.1f}")
+            work.wait(600)
+
+    def exchange_plainly() -> None:
+        for is_mine in (comm.group_rank == 0, comm.group_rank == 1):
+            (plain.send if is_mine else plain.recv)([message], peer, 0).wait()
+
+    calls = {
+        "round_trip_us": (300, exchange),
+        "all_reduce_4mb_us": (20, lambda: comm.all_reduce(large).wait(600)),
+    }
+    if plain is not None:
+        calls["plain_round_trip_us"] = (300, exchange_plainly)
+        calls["plain_all_reduce_4mb_us"] = (20, lambda: plain.allreduce([large]).wait())
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for index in range(300):
+        for name, (repeats, call) in calls.items():
+            if index >= repeats:
+                continue
+            comm.barrier().wait(600)
+            begin = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - begin)
+    report(comm, " ".join(f"{name}={1e6 * statistics.median(t):.1f}" for name, t in times.items()))
 
 
 def leave_together(comm: _C.Communicator, folder: Path) -> None:
     """A rank that ends closes its connections, before the others have called abort."""
     (folder / f"aborted{comm.group_rank}").touch()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 600
     while len(list(folder.glob("aborted*"))) < comm.size:
         if time.monotonic() > deadline:
             raise TimeoutError("the other ranks did not abort")
@@ -97,8 +111,10 @@ def leave_together(comm: _C.Communicator, folder: Path) -> None:
 
 def main() -> None:
     kind, checks, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    plain = None
     if kind != "mpi":
-        comm = gloo_communicator(folder, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        plain = gloo_backend(folder, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        comm = _C.make_c10d_communicator(plain, "gloo:suite")
     else:
         comm = _C.make_mpi_world()
     if kind == "shared":
@@ -111,7 +127,7 @@ def main() -> None:
         leave_together(comm, folder)
         return
     elif checks == "round_trip":
-        time_round_trips(comm)
+        time_round_trips(comm, plain)
     else:
         run_all(comm)
         if kind == "mpi":

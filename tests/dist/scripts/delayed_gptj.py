@@ -2,7 +2,7 @@
 
 Usage: delayed_gptj.py FILE. Builds, traces, partitions for eight pipeline ranks and plans the
 shards of one of them over eight ranks; then makes one stage of a narrower model of equally many
-layers. Writes as JSON: seconds of each part, resident bytes, and counts.
+layers. Writes as JSON: seconds of each part of both, resident bytes, and counts.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ CONFIG = SimpleNamespace(
 
 
 class Laps:
-    """Seconds since the last lap, by name."""
+    """Seconds of the processor since the last lap, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._began = time.perf_counter()
+        self._began = time.process_time()
 
     def end(self, name: str) -> None:
-        now = time.perf_counter()
+        now = time.process_time()
         self.seconds[name] = now - self._began
         self._began = now
 
@@ -105,9 +105,12 @@ def large(told: dict[str, Any]) -> None:
 
 
 def narrow(told: dict[str, Any]) -> None:
+    laps = Laps()
     with smp.model_creation():
         model = GPTJForCausalLM(GPTJConfig(n_embd=512, n_head=8, rotary_dim=64, use_cache=False))
-    decision = decided(model, 128, Laps())
+    laps.end("build")
+    decision = decided(model, 128, laps)
+    told["narrow_seconds"] = laps.seconds
     local = {parameter for _, parameter in parameters_of(decision, STAGE)}
     before = resident_bytes()
     initialise_delayed(model, local.__contains__, CPU)
