@@ -18,7 +18,6 @@ from smp.observe.timeline.events import Event, RankRecording
 from smp.observe.timeline.gather import estimate
 from smp.observe.timeline.page import to_page
 from smp.observe.timeline.plan import chain, make_plan
-from tests.patience import PATIENCE_S
 
 MS = 1_000_000
 FORWARD, BACKWARD = 0, 1
