@@ -19,7 +19,7 @@ class FlashAttentionLayer(nn.Module):
         scale_attn_by_layer_idx: scores are divided by ``layer_idx + 1``.
         layer_idx: number of the layer, from 0; needed with ``scale_attn_by_layer_idx``.
         scale: factor of scores; replaces the four arguments before it.
-        triton_flash_attention: behave as the documented variant: no dropout, and a mask is possible.
+        triton_flash_attention: the documented variant: no dropout, and a mask is possible.
         use_alibi: the mask holds a linear position bias; needs ``triton_flash_attention``.
 
     Raises:

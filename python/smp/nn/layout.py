@@ -88,7 +88,7 @@ class Layout:
         return regions.gather(x, 0, grad="own") if self.has_own_batches else x
 
     def expand_to_all(self, x: Tensor, num_samples: int) -> Tensor:
-        """Returns `all_samples` of ``[B or 1, *]``, expanded to a rank's samples before."""
+        """Expands ``[B or 1, *]`` to this rank's samples and returns `all_samples` of it."""
         if self.has_own_batches and x.shape[0] != num_samples:
             x = x.expand(num_samples, *x.shape[1:]).contiguous()
         return self.all_samples(x)
@@ -169,7 +169,7 @@ class Layout:
         return self.has_own_batches and self.dim is None
 
     def seed(self) -> int:
-        """Returns a seed for dropout in this layout: the same on ranks with the same activations."""
+        """Returns a seed for dropout, the same on ranks that hold the same activations."""
         return regions.common_seed() if self.dim is None else regions.own_seed()
 
     def mark_whole(self, module: nn.Module) -> None:

@@ -101,7 +101,7 @@ class _Asked:
 
 
 class _Call(ABC):
-    """One run of the code of a mixture; defines what its experts return."""
+    """A run of the code of a mixture; defines what its experts return."""
 
     def __init__(self, listed: Listed) -> None:
         self.listed = listed

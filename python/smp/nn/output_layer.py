@@ -123,7 +123,7 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
             extent: length of the sequence where `Layout.sizes` needs it.
             products: products with `columns` if they exist already.
             residual: tensor added at the end instead of the hidden states.
-            term: this rank's extra term in the sum of all ranks' products.
+            term: extra term of this rank in the sum of all ranks' products.
             bias: second bias added to the sum.
         """
         layout = self._layout
