@@ -332,7 +332,7 @@ TOPOLOGY_KEYS = (
 
 @dataclass(frozen=True)
 class Given:
-    """Checked values by canonical key, and notes for users."""
+    """The checked values by canonical key, and notes for users."""
 
     values: dict[str, Any]
     notes: list[str]

@@ -53,7 +53,7 @@ class SMPAccelerator(Accelerator):
         RuntimeError: Accelerate does not see the processes of the job.
     """
 
-    #: False where another object names the main process
+    #: whether `__init__` checks the ranks of Accelerate; False if a subclass checks them elsewhere
     _checks_launch: ClassVar[bool] = True
 
     def __init__(self, **kwargs: Any) -> None:

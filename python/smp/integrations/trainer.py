@@ -116,7 +116,7 @@ class SMPTrainer(Trainer):
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> DistributedModel:
         if not isinstance(self.model_wrapped, DistributedModel):
-            # The reducer has to be certain that the last update of an epoch takes no fewer batches.
+            # The reducer cannot see whether the last update of an epoch takes fewer batches.
             passes = self.args.gradient_accumulation_steps
             is_even = self._batches_per_epoch is not None and self._batches_per_epoch % passes == 0
             self.model_wrapped = DistributedModel(

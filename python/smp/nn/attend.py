@@ -23,7 +23,7 @@ from smp.world.log import first_rank_log
 
 @dataclass(frozen=True)
 class Scoring:
-    """Options by which products of queries and keys become probabilities.
+    """The options by which products of queries and keys become probabilities.
 
     Attributes:
         scale: factor of the products.

@@ -34,7 +34,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 class DistributedConv1D(DistributedLinear):
-    """``Conv1D``, split over its input features as `DistributedLinear` is.
+    """A ``Conv1D``, split over its input features as `DistributedLinear` is.
 
     Each rank holds ``weight[own part, :]``.
 

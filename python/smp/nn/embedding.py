@@ -17,7 +17,7 @@ from smp.tensor_parallel.registry import Unsupported
 
 
 class DistributedEmbedding(ReadAsWhole):
-    """``nn.Embedding``, split over the embedding dim.
+    """An ``nn.Embedding``, split over the embedding dim.
 
     Args:
         num_embeddings: rows of the table.

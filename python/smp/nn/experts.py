@@ -112,7 +112,7 @@ class SpreadExperts(HoldsExperts):
             result: Tensor = compute(x, experts % spread.num_own, weights)
             return result
         if routes.num_pairs == 0:
-            # The graph goes on, so that all ranks run the same backward; gradients are zeros.
+            # The graph continues, so that all ranks run the same backward; gradients are zeros.
             nothing = x.sum(0, keepdim=True)
             first = experts.new_zeros(1, 1)
             result = compute(nothing, first, weights.sum().reshape(1, 1))
@@ -121,7 +121,7 @@ class SpreadExperts(HoldsExperts):
         is_here = (local >= 0) & (local < spread.num_own)
         row, choice = torch.nonzero_static(is_here, size=routes.num_pairs).unbind(1)
         chosen, factor = local[row, choice].unsqueeze(1), weights[row, choice].unsqueeze(1)
-        if routes.num_pairs == x.shape[0]:  # one of each row
+        if routes.num_pairs == x.shape[0]:  # each row has one pair
             result = compute(x, chosen, factor)
             return result
         limit = pairs_at_a_time(routes, experts.shape[1])

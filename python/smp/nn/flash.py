@@ -10,7 +10,7 @@ from smp.nn.attention import scale_of
 
 
 class FlashAttentionLayer(nn.Module):
-    """Attention without a tensor of scores, on the heads that the caller has.
+    """An attention without a tensor of scores, on the heads that the caller has.
 
     Args:
         attention_dropout_prob: probability of dropout on probabilities, while training.

@@ -10,7 +10,7 @@ from smp.nn.layout import Layout
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` in one operator; replaces the class of that name in apex.
+    """An ``nn.LayerNorm`` in one operator; replaces the class of that name in apex.
 
     Args:
         normalized_shape: trailing dims that are normalised together.

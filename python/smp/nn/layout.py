@@ -31,7 +31,7 @@ class Column(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """Choices by which a distributed module computes, fixed when it is made.
+    """The choices by which a distributed module computes, fixed when it is made.
 
     Attributes:
         dim: dim along which activations between layers are sharded; None if all ranks hold them.
@@ -78,7 +78,7 @@ class Layout:
         return regions.scatter(x, 1, self.sizes(x.shape[1])) if self.dim == 1 else x
 
     def leave(self, x: Tensor, extent: int | None) -> Tensor:
-        """The opposite of `enter`; ``extent`` is the length of the sequence if `dim` is 1."""
+        """Reverses `enter`; ``extent`` is the length of the sequence if `dim` is 1."""
         if self.has_own_batches:
             return x if self.dim == 0 else regions.scatter(x, 0)
         return regions.gather(x, 1, self.sizes(extent), grad="own") if self.dim == 1 else x
@@ -103,7 +103,7 @@ class Layout:
         Collective over ranks with own batches; their hosts exchange messages.
 
         Args:
-            says: the statement is true of this rank's samples.
+            says: whether the statement is true of this rank's samples.
             what: name of the statement, for errors.
         """
         return regions.all_say(says, what) if self.has_own_batches else says

@@ -106,7 +106,7 @@ class RowLinear(nn.Module):
 
 
 class DistributedLinear(ReadAsWhole):
-    """``nn.Linear``, split over its input features.
+    """An ``nn.Linear``, split over its input features.
 
     Each rank holds ``weight[:, own part]``. With own batches each rank gets its features of all
     samples, and sums are returned to the ranks of the samples; with ``prescaled_batch`` every rank

@@ -94,7 +94,7 @@ class Listed:
 
 @dataclass
 class _Asked:
-    """Calls of experts by the code of a mixture: numbers of experts, and rows ``[rows, H]``."""
+    """The calls of experts by the code of a mixture: numbers of experts, and rows ``[rows, H]``."""
 
     experts: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
@@ -337,7 +337,7 @@ def _computed(listed: Listed, rows: Tensor, codes: Tensor, kind: _Kind, limit: i
     own = listed.own
     dtype, width = kind
     order = codes.argsort(stable=True)
-    # The host has to know how many rows each expert gets.
+    # The host needs the numbers of rows of the experts.
     counts = codes.bincount(minlength=2 * len(own)).tolist()
     parts = rows.index_select(0, order).split(counts)
     results = []

@@ -24,7 +24,7 @@ __all__ = ["DistributedTransformerLMHead", "LMHeadOutput"]
 
 
 class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
-    """Embeddings, `DistributedTransformer`, final norm and language-model head.
+    """A model of embeddings, `DistributedTransformer`, final norm and language-model head.
 
     ``forward((input_ids, attention_mask, token_type_ids, position_ids, labels))``; with
     ``add_cross_attention`` also ``cross_states, cross_mask`` before ``labels``. Masks are

@@ -27,7 +27,7 @@ def layer_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class DistributedTransformer(GradientCheckpointing, DistributedModule):
-    """Transformer layers, one after the other, in ``seq_layers``.
+    """A stack of transformer layers, one after the other, in ``seq_layers``.
 
     ``forward`` takes and returns the tuple of `DistributedTransformerLayer`. If both
     ``pre_layernorm`` and ``post_layernorm`` are True, there is also a norm of the input and one of

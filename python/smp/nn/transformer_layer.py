@@ -18,7 +18,7 @@ Inputs = tuple[Tensor | None, ...]
 
 
 class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
-    """Attention, optional cross attention and a feed-forward block.
+    """A layer of attention, optional cross attention and a feed-forward block.
 
     ``forward((hidden_states, attention_mask))`` returns the same tuple with new hidden states; with
     ``add_cross_attention`` the tuple is ``(hidden_states, cross_states, attention_mask,

@@ -28,7 +28,7 @@ _USUAL = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Values beside its parameters that determine a model's buffers.
+    """The values beside its parameters that determine a model's buffers.
 
     Attributes:
         num_positions: side of the causal masks.
@@ -69,7 +69,7 @@ def add_to_layers(
         layers: prefix of the list of layers.
         numbers: numbers of the layers.
         result: state dict that already holds the model's other entries.
-        max_seq_len: side of causal masks, or None if the caller does not know it.
+        max_seq_len: side of causal masks, or None if unknown.
     """
     wanted: Mapping[str, torch.dtype] = installed.layer_buffers(family)
     if max_seq_len is not None and not installed.is_known():
@@ -145,7 +145,7 @@ def add_positions(family: str, stack: str, result: dict[str, Any], max_seq_len: 
         family: name of the family, as in ``config.model_type``.
         stack: prefix of the encoder.
         result: state dict that already holds the model's other entries.
-        max_seq_len: number of positions, or None if the caller does not know it.
+        max_seq_len: number of positions, or None if unknown.
     """
     embeddings = stack.removesuffix("encoder.") + "embeddings."
     key = f"{embeddings}position_ids"

@@ -29,7 +29,7 @@ _PARTIAL = "_smp_is_partial"
 
 @dataclass(frozen=True)
 class Names:
-    """Names of one family, from those of Hugging Face to ours.
+    """The names of one family, from those of Hugging Face to ours.
 
     Attributes:
         family: name of the family, as in ``config.model_type``.

@@ -61,7 +61,7 @@ def _is_data(value: Any) -> bool:
 
 
 class _Gather:
-    """Gathers the samples of arguments."""
+    """A function that gathers the samples of arguments."""
 
     def __init__(self, layout: Layout, where: str, first: Tensor, call: Call) -> None:
         self._layout, self._where, self._call = layout, where, call
