@@ -256,7 +256,7 @@ def _drawing(dropout_p: float, device: torch.device) -> Iterator[None]:
     if dropout_p == 0.0:
         yield
         return
-    seed = regions.own_seed()  # a number of the state that is put back
+    seed = regions.own_seed()  # drawn first, so that the restored state has advanced
     # Captures by the device's index: the thread's current device may be another one.
     before = _C.RandomState.capture(str(device))
     _C.seed_generators(seed, str(device))
