@@ -1,1 +1,1 @@
-"""The configuration: keys, their rules, and the sources they come from."""
+"""The configuration: keys, their rules, and their sources."""

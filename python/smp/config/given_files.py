@@ -1,7 +1,7 @@
-"""Reads files and JSON that somebody gives: regular files only, and a bounded depth.
+"""Readers of files and JSON from users: regular files only, and a bounded depth.
 
-A FIFO would be waited for and a device read without an end; deep nesting ends the interpreter's
-stack, here or in whoever walks through the values afterwards.
+Reading a FIFO could wait forever, and a device may have no end. Deep nesting overflows the
+interpreter's stack, here or in code that walks through the values later.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import stat
 from itertools import islice
 from typing import Any, BinaryIO
 
-#: A configuration, a schedule or a name is smaller; what may be larger is read by its own reader.
+#: bytes of a file, at most; files that may be larger have readers of their own
 MOST_BYTES = 64 << 20
-#: Of containers within each other.
+#: levels of nested containers, at most
 MOST_LEVELS = 100
-# Of the containers on one level; a few aliases of YAML stand for billions.
+# Containers on one level, at most: a few aliases of YAML may expand to billions.
 _MOST_CONTAINERS = 1 << 20
 
 _Path = str | os.PathLike[str]
@@ -32,12 +32,12 @@ _KINDS = (
 
 
 def open_regular(path: _Path) -> BinaryIO:
-    """Opens a file for reading, or what a link to one leads to.
+    """Opens a file for reading, or the file that a link leads to.
 
     Raises:
         OSError: it cannot be opened, or is no regular file.
     """
-    # Nobody may ever write into a FIFO.
+    # A FIFO may never have a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _check_mode(path, os.fstat(descriptor).st_mode)
@@ -48,10 +48,10 @@ def open_regular(path: _Path) -> BinaryIO:
 
 
 def check_regular(path: _Path) -> None:
-    """Looks at a file that another library opens by its path.
+    """Checks a file that another library opens by its path.
 
     Raises:
-        OSError: it is not there, or is no regular file.
+        OSError: it does not exist, or is no regular file.
     """
     _check_mode(path, os.stat(path).st_mode)
 
@@ -68,8 +68,8 @@ def read_bytes(path: _Path, most_bytes: int | None = MOST_BYTES) -> bytes:
     """Reads a regular file.
 
     Args:
-        path: of the file, or of a link to it.
-        most_bytes: of the content; None: any number.
+        path: path of the file, or of a link to it.
+        most_bytes: largest number of bytes of the content; None for any number.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger.
@@ -87,7 +87,7 @@ def read_text(path: _Path) -> str:
     """Reads a regular file of text in UTF-8.
 
     Raises:
-        OSError: as of `read_bytes`.
+        OSError: the same as for `read_bytes`.
         UnicodeDecodeError: it is not UTF-8.
     """
     return read_bytes(path).decode().replace("\r\n", "\n")
@@ -108,14 +108,14 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_depth(value: Any, is_shared: bool = False) -> None:
-    """Checks how deeply lists and dictionaries lie in each other.
+    """Checks how deeply lists and dictionaries are nested.
 
     Args:
-        value: of a decoder.
-        is_shared: one container may stand in several places, as with aliases in YAML.
+        value: value from a decoder.
+        is_shared: one container may be in several places, as with aliases in YAML.
 
     Raises:
-        ValueError: they are nested too deeply, or stand for too many values.
+        ValueError: they are nested too deeply, or aliases expand to too many containers.
     """
     level = [value]
     for _ in range(MOST_LEVELS + 1):
@@ -142,8 +142,8 @@ def load_yaml(text: str, yaml: Any) -> Any:
     """Parses YAML of a bounded depth.
 
     Args:
-        text: of a file.
-        yaml: the module of PyYAML.
+        text: content of a file.
+        yaml: module of PyYAML.
 
     Raises:
         ValueError: it is nested too deeply.

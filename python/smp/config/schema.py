@@ -1,13 +1,13 @@
 """The configuration: its keys, their rules, and what is refused.
 
-Where values come from is the business of `config_sources`.
+`smp.config.sources` reads the values.
 
 Everything here is a pure function of its arguments. A value passes three gates:
 `normalize` (known key, right type and range), the cross-field rules of
 `Config.from_dict`, and `check_world`, the rules that need the number of
 processes.
 
-Every refusal reads ``smp config: <key>=<value>: <reason>; <how to fix>``.
+Every error reads ``smp config: <key>=<value>: <reason>; <how to fix>``.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ PLACEMENTS = ("cluster", "spread", *("".join(p) for p in itertools.permutations(
 
 
 def config_error(key: str, value: object, reason: str, fix: str) -> ValueError:
-    """The one form of every configuration error."""
+    """Returns a configuration error in the form that all of them have."""
     return ValueError(f"smp config: {key}={value!r}: {reason}; {fix}")
 
 
 # ---- kinds of values ---------------------------------------------------------
 
 
-# What the C++ core counts in 32 bits, and sizes, which it keeps in 64.
+# Limits of counts, which the C++ core keeps in 32 bits, and of sizes, which it keeps in 64.
 _MAX_COUNT = 2**31 - 1
 _MAX_SIZE = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What values a key takes: `words` for people, `convert` for the check."""
+    """A kind of values that a key takes: `words` for messages, `convert` for the check."""
 
     words: str
     convert: Callable[[object], Any]  # raises TypeError or ValueError
@@ -102,10 +102,10 @@ def _to_text(value: object) -> str:
 
 
 def to_bytes(value: object) -> int:
-    """Bytes of a number, or of a text such as ``"12GiB"``, ``"1.5 TB"``, ``"800MB"``.
+    """Returns the bytes of a number, or of a text such as ``"12GiB"``, ``"1.5 TB"``, ``"800MB"``.
 
     Raises:
-        TypeError, ValueError: it is no size above 0.
+        TypeError, ValueError: the value is no size above 0.
     """
     if not isinstance(value, str):
         return _to_int(value, 1, _MAX_SIZE)
@@ -155,7 +155,7 @@ def _choice(default: str, *choices: str) -> Any:
 
 @dataclass(frozen=True)
 class Config:
-    """Effective values of all keys; read-only. Made by `Config.from_dict`."""
+    """The effective values of all keys; read-only. Made by `Config.from_dict`."""
 
     pipeline_parallel_degree: int = _int(1, 1)
     """Number of partitions of the model; alias `partitions`."""
@@ -173,8 +173,8 @@ class Config:
     """Partition of modules outside any `smp.partition`."""
 
     memory_weight: float = _float(None, 0.0, 1.0)
-    """0 balances compute only, 1 memory only. None: 0.2 for speed, else 0.8; where neither this nor
-    `optimize` is given, the fastest partition that fits is looked for instead."""
+    """0 balances compute only, 1 memory only. None: 0.2 for speed, else 0.8; if neither this nor
+    `optimize` is given, the fastest partition that fits is searched for instead."""
     ddp: bool = _bool(False)
     """Needed for any data parallelism."""
     active_microbatches: int = _int(None, 1)
@@ -185,7 +185,7 @@ class Config:
     offload_activations: bool = _bool(False)
     """Keep checkpointed activations in host memory."""
     activation_loading_horizon: int = _int(4, 1)
-    """Pipeline tasks ahead of which offloaded activations are loaded."""
+    """Number of pipeline tasks by which offloaded activations are loaded ahead."""
     tensor_parallel_degree: int = _int(1, 1)
     """Ranks over which single modules are split."""
     expert_parallel_degree: int = _int(1, 1)
@@ -199,7 +199,7 @@ class Config:
     shard_optimizer_state: bool = _bool(False)
     """Each data-parallel rank keeps a part of the optimizer state."""
     prescaled_batch: bool = _bool(False)
-    """Ranks of a tensor-parallel group get the same batch; no effect without."""
+    """Ranks of a tensor-parallel group get the same batch; no effect without such groups."""
     skip_tracing: bool = _bool(False)
     """Partition from parameter sizes only, without a tracing pass."""
     delayed_parameter_initialization: bool = _bool(False)
@@ -207,27 +207,27 @@ class Config:
     sharded_data_parallel_degree: int = _int(1, 1)
     """Ranks over which parameters, gradients and states are sharded; 1 is off."""
     sdp_reduce_bucket_size: int = _int(500_000_000, 1, _MAX_SIZE)
-    """Most elements of a gradient bucket (with sharded data parallelism)."""
+    """Largest number of elements of a gradient bucket (with sharded data parallelism)."""
     sdp_param_persistence_threshold: int = _int(1_000_000, 0, _MAX_SIZE)
     """Smaller tensors stay whole, in elements."""
     sdp_max_live_parameters: int = _int(1_000_000_000, 1, _MAX_SIZE)
     """Cap on gathered parameters, in elements."""
     sdp_hierarchical_allgather: bool = _bool(True)
-    """Gather between hosts first, then inside of them."""
+    """Gather between hosts first, then inside of each host."""
     sdp_gradient_clipping: float = _float(1.0, 0.0, math.inf)
     """L2 threshold, always active with sharded data parallelism unless it is 0."""
     ddp_dist_backend: str = _choice("auto", "auto", "flat", "hierarchical", "nccl")
-    """How gradients are summed over several hosts. auto: by hosts where that pays; flat, nccl: over
-    all ranks at once. On GPUs NCCL does all of it."""
+    """Way in which gradients are summed over several hosts. auto: by hosts where that is faster;
+    flat, nccl: over all ranks at once. On GPUs NCCL sums all of them."""
 
     static_mode: bool = _bool(False)
     """Hint; never changes results."""
     fast_mode: bool = _bool(False)
     """Hint; never changes results."""
     checkpoint_attentions: bool = _bool(False)
-    """Hint of scripts from before 1.10; fused attention keeps no scores."""
+    """Hint for scripts older than 1.10; fused attention keeps no scores."""
     _match_weights: bool = _bool(True)
-    """Distributed modules inherit the weights of those they replace."""
+    """Distributed modules inherit the weights of the modules that they replace."""
     overlapping_allreduce: bool = _bool(True)
     """Default of the `DistributedModel` argument of that name."""
     use_times: bool = _bool(False)
@@ -236,10 +236,10 @@ class Config:
     partition_file: str = _text(None)
     """Partition to use instead of deciding one; `smp.save_partition` writes such files."""
     partition_memory_limit: int = _size(None)
-    """The most that a rank may hold, in bytes or as "12GiB"; None for no limit, but the fastest
-    partition looks at the memory that there is."""
+    """The most that a rank may hold, in bytes or as "12GiB". None: no limit, but the search for
+    the fastest partition considers the available memory."""
     virtual_stages: int = _int(None, 1)
-    """Parts of the model per rank, run in turn. None: 2 for virtual_interleaved, else 1."""
+    """Number of model parts per rank, run in turn. None: 2 for virtual_interleaved, else 1."""
     layout_independent_dropout: bool = _bool(False)
     """Masks of dropout depend on seed, step, sample, module and element, and on no layout."""
 
@@ -249,16 +249,18 @@ class Config:
         return self.pipeline_parallel_degree
 
     def shard_size(self, rdp_size: int) -> int:
-        """Ranks that hold one copy of parameters or optimizer state together; 1: nobody does.
+        """Returns the number of ranks that share one copy of parameters or optimizer state.
+
+        The number is 1 without sharding.
 
         Args:
-            rdp_size: ranks that have the same slices of the same partition.
+            rdp_size: number of ranks that have the same slices of the same partition.
         """
         return rdp_size if self.shard_optimizer_state else self.sharded_data_parallel_degree
 
     @property
     def orders_replicas(self) -> bool:
-        """Do replicas run the tasks of a pipeline in one order?
+        """Returns whether replicas run the tasks of a pipeline in one order.
 
         Ranks that gather parameters from each other have to.
         """
@@ -266,31 +268,31 @@ class Config:
 
     @property
     def sums_by_hosts(self) -> bool:
-        """Do sums of tensors on the CPU go by hosts, where these have equally many ranks?"""
+        """Returns whether tensors on the CPU are summed by hosts with equal numbers of ranks."""
         return self.ddp_dist_backend in ("auto", "hierarchical")
 
     @property
     def gathers_by_hosts(self) -> bool:
-        """Do gathers of what ranks share go between hosts first, where they can?"""
+        """Returns whether shared tensors are gathered between hosts first, where possible."""
         return self.sums_by_hosts if self.shard_optimizer_state else self.sdp_hierarchical_allgather
 
     @property
     def half_dtype(self) -> torch.dtype | None:
-        """What parameters are cast to; None: they stay as they are."""
+        """Dtype that parameters are cast to, or None if they stay as they are."""
         if self.fp16:
             return torch.float16
         return torch.bfloat16 if self.bf16 else None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Config:
-        """Config with these keys and defaults for the others.
+        """Makes a configuration with these keys and defaults for the others.
 
         Args:
-            values: key (aliases allowed) to value; `None` means the default for keys
+            values: values by key or alias; `None` means the default for keys
                 whose default depends on others.
 
         Raises:
-            ValueError: for an unknown key, a bad value, or values that do not
+            ValueError: a key is unknown, a value is wrong, or values do not
                 go together.
         """
         full = {**_DEFAULTS, **normalize(values).values}
@@ -303,7 +305,7 @@ class Config:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """All keys with their effective values, in declaration order."""
+        """Returns all keys with their effective values, in declaration order."""
         return dataclasses.asdict(self)
 
 
@@ -328,21 +330,21 @@ TOPOLOGY_KEYS = (
 
 @dataclass(frozen=True)
 class Given:
-    """Values that somebody gave, by canonical key, and notes for people."""
+    """The checked values by canonical key, and notes for users."""
 
     values: dict[str, Any]
     notes: list[str]
 
 
 def normalize(values: Mapping[str, object], *, from_text: bool = False) -> Given:
-    """Canonical names and checked values of the keys in `values`.
+    """Returns canonical names and checked values of the keys in `values`.
 
     Args:
-        values: key (or alias) to value.
+        values: values by key or alias.
         from_text: strings such as ``"True"``, ``"4"``, ``"5e8"`` are converted.
 
     Returns:
-        The values; notes say which private keys are ignored.
+        The values, and notes about private keys that are ignored.
 
     Raises:
         ValueError: rows 1, 2, 3, 6, 11, 12 and 13 of the configuration errors.
@@ -370,7 +372,7 @@ def normalize(values: Mapping[str, object], *, from_text: bool = False) -> Given
 
 
 def _reject_unknown(key: object, value: object) -> str:
-    """A warning for private keys, an error for all others."""
+    """Returns a warning for private keys, and raises an error for all others."""
     if not isinstance(key, str):
         raise config_error(str(key), value, "keys are strings", "rename the key")
     if key in _TENSORFLOW_KEYS:
@@ -383,7 +385,7 @@ def _reject_unknown(key: object, value: object) -> str:
 
 
 def convert_text(text: str) -> object:
-    """The value that a word stands for: bool, None, number, or the word."""
+    """Returns the value of a word: bool, None, number, or the word itself."""
     word = text.strip()
     constants = {"true": True, "false": False, "none": None, "null": None}
     if word.lower() in constants:
@@ -406,7 +408,7 @@ def _resolve_memory_weight(values: Mapping[str, Any]) -> float:
 
 
 def _resolve_active_microbatches(values: Mapping[str, Any]) -> int:
-    """Given value or default, at most `microbatches`."""
+    """Returns the given value or the default, at most `microbatches`."""
     microbatches = int(values["microbatches"])
     active = values["active_microbatches"]
     if active is None:
@@ -424,7 +426,7 @@ def _resolve_virtual_stages(values: Mapping[str, Any]) -> int:
 
 
 def check_schedule(config: Config) -> None:
-    """Keys that say how microbatches and stages follow each other go together."""
+    """Raises ValueError if keys for the order of microbatches and stages contradict each other."""
     if config.virtual_stages > 1 and _C.make_policy(config.pipeline).default_chunks == 1:
         names = [name for name in PIPELINES if _C.make_policy(name).default_chunks > 1]
         raise config_error(
@@ -448,7 +450,7 @@ def check_schedule(config: Config) -> None:
 
 
 def check_default_partition(config: Config) -> None:
-    """Without auto partition, modules need a partition that exists."""
+    """Raises ValueError if modules without auto partition would have no existing partition."""
     pp = config.pipeline_parallel_degree
     if not config.auto_partition and config.default_partition >= pp:
         raise config_error(
@@ -460,14 +462,14 @@ def check_default_partition(config: Config) -> None:
 
 
 def check_ddp_needed(config: Config) -> None:
-    """Split layers and shards are for data parallelism that the library does."""
+    """Raises ValueError if layers are split or sharded without ``ddp``."""
     for key in ("tensor_parallel_degree", "sharded_data_parallel_degree"):
         if getattr(config, key) > 1 and not config.ddp:
             raise config_error(key, getattr(config, key), "needs ddp", "set ddp=True")
 
 
 def check_experts(config: Config) -> None:
-    """Experts are spread over all ranks of a tensor-parallel group, or over none."""
+    """Raises ValueError if experts are spread over a part of a tensor-parallel group."""
     degree, tp = config.expert_parallel_degree, config.tensor_parallel_degree
     if degree not in (1, tp):
         raise config_error(
@@ -480,13 +482,13 @@ def check_experts(config: Config) -> None:
 
 
 def check_one_half_precision(config: Config) -> None:
-    """A model has one 16-bit type."""
+    """Raises ValueError if two 16-bit types are asked for."""
     if config.fp16 and config.bf16:
         raise config_error("fp16", True, "bf16 is set as well", "choose one of fp16 and bf16")
 
 
 def check_sharding_kinds(config: Config) -> None:
-    """The two ways of sharding optimizer states exclude each other."""
+    """Raises ValueError if optimizer states are sharded in two ways."""
     degree = config.sharded_data_parallel_degree
     if degree > 1 and config.shard_optimizer_state:
         raise config_error(
@@ -511,10 +513,10 @@ _RULES: tuple[Callable[[Config], None], ...] = (
 
 
 def check_world(config: Config, world_size: int) -> None:
-    """Rows 4, 5 and 10: degrees and the number of processes.
+    """Checks degrees against the number of processes: rows 4, 5 and 10 of the errors.
 
     Raises:
-        ValueError: the text is the same on every rank.
+        ValueError: degrees do not fit; the text is the same on every rank.
     """
     pp, tp = config.pipeline_parallel_degree, config.tensor_parallel_degree
     if world_size % (pp * tp) != 0:
@@ -545,7 +547,7 @@ def check_world(config: Config, world_size: int) -> None:
 
 
 def check_same_topology(current: Config, new: Config) -> None:
-    """A second init keeps the layout of the ranks."""
+    """Raises ValueError if a second init would change the layout of the ranks."""
     for key in TOPOLOGY_KEYS:
         before, after = getattr(current, key), getattr(new, key)
         if before != after:
@@ -558,7 +560,7 @@ def check_same_topology(current: Config, new: Config) -> None:
 
 
 def advice(config: Config) -> list[str]:
-    """Warnings about settings that work but are probably not meant."""
+    """Returns warnings about settings that work but are probably not meant."""
     result = []
     tp = config.tensor_parallel_degree
     if tp & (tp - 1):

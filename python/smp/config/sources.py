@@ -1,7 +1,7 @@
-"""Where configuration values come from: launcher, dict, file; and their agreement.
+"""The sources of configuration values: launcher, dict, file; and their agreement.
 
-The launcher wins over what the script passes, per key; defaults fill the rest.
-Pure functions, apart from reading the configuration file.
+Values of the launcher replace those of the script, per key; defaults fill the rest.
+All functions are pure, except those that read the configuration file.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ UserConfig = Mapping[str, object] | str | os.PathLike[str] | None
 
 
 def read_user_config(config: UserConfig) -> Given:
-    """Values of the argument of `smp.init`.
+    """Returns the values of the argument of `smp.init`.
 
     Args:
         config: dict, path of a ``.json``, ``.yaml`` or ``.yml`` file, or None.
 
     Raises:
-        ValueError: as `normalize`, or when the file cannot be read.
+        ValueError: the same as for `normalize`, or the file cannot be read.
     """
     if config is None:
         return Given({}, [])
@@ -52,7 +52,7 @@ def read_user_config(config: UserConfig) -> Given:
 
 
 def read_launcher_config(env: Mapping[str, str]) -> Given:
-    """Values of `SM_HP_MP_PARAMETERS`: a JSON object or ``key=value,...``."""
+    """Returns the values of `SM_HP_MP_PARAMETERS`: a JSON object or ``key=value,...``."""
     text = env.get(LAUNCHER_VARIABLE, "").strip()
     if not text:
         return Given({}, [])
@@ -63,7 +63,7 @@ def read_launcher_config(env: Mapping[str, str]) -> Given:
 
 
 def merge_sources(launcher: Given, user: Given) -> Given:
-    """Launcher over user, per key, with a note for each key where they differ."""
+    """Merges launcher over user, per key, with a note for each key where they differ."""
     replaced = [
         f"smp config: {key}={launcher.values[key]!r} from the launcher replaces {value!r}"
         for key, value in user.values.items()
@@ -74,7 +74,7 @@ def merge_sources(launcher: Given, user: Given) -> Given:
 
 @dataclass(frozen=True)
 class ReadConfig:
-    """What this rank would start with, before it has asked the others."""
+    """The configuration of this rank before it is compared with the other ranks'."""
 
     given: dict[str, Any]
     notes: list[str]
@@ -88,7 +88,7 @@ class ReadConfig:
 def read_config(
     config: UserConfig, base: Mapping[str, Any], env: Mapping[str, str], world_size: int
 ) -> ReadConfig:
-    """Effective configuration, or the error that it has.
+    """Returns the effective configuration, or its error.
 
     Args:
         config: argument of `init`.
@@ -147,11 +147,11 @@ def compare_configs(configs: Sequence[Mapping[str, Any]]) -> None:
     """Checks that all ranks have the same configuration.
 
     Args:
-        configs: effective configuration of each rank, index = global rank.
+        configs: effective configurations by global rank.
 
     Raises:
-        ValueError: names keys, values and ranks that differ; the same text
-            wherever it is called with the same list.
+        ValueError: ranks differ; the text names keys, values and ranks, and is
+            the same for the same list.
     """
     lines = []
     for key in configs[0]:

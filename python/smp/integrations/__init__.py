@@ -1,1 +1,1 @@
-"""Faces for other libraries. Each module imports the library that it is for; `smp` imports none."""
+"""Interfaces for other libraries. Each module imports its library; `smp` imports none of them."""

@@ -1,8 +1,8 @@
-"""An ``accelerate.Accelerator`` that knows the replicas of smp.
+"""An ``accelerate.Accelerator`` that works with the replicas of smp.
 
 Accelerate takes every process for a replica of its own. Here processes that hold one replica
 together get the same batches, their results are gathered once, and gradients are clipped by the
-norm of the whole model. Methods of ``Accelerator`` are overridden; nothing of it is replaced.
+norm of the whole model. Methods of ``Accelerator`` are overridden; none is patched.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from smp.world.rank import Rank
 from smp.world.wrapped import module_manager
 
 _TAG = "accelerate"
-#: a loss scale that behaves as that of ``torch.amp.GradScaler``
+#: options of a loss scale that behaves like that of ``torch.amp.GradScaler``
 DYNAMIC_LOSS_ARGS = {"init_scale": 2.0**16, "scale_window": 2000}
 
 
 class SMPAccelerator(Accelerator):
-    """``accelerate.Accelerator`` over `smp`: call `smp.init` first.
+    """An ``accelerate.Accelerator`` over `smp`: call `smp.init` first.
 
     ``prepare`` wraps models into `DistributedModel` and optimizers into `DistributedOptimizer`, and
-    cuts data loaders over the replicas. With pipeline parallelism forward and ``backward`` belong
+    splits data loaders over the replicas. With pipeline parallelism forward and ``backward`` belong
     into a function decorated with `smp.step`. 16-bit training is `fp16` or `bf16` of smp.
 
     Args:
-        kwargs: of ``Accelerator``. With ``gradient_accumulation_steps`` gradients are reduced in
-            each step call, because Accelerate also updates after fewer of them.
+        kwargs: arguments of ``Accelerator``. With ``gradient_accumulation_steps`` gradients are
+            reduced in each step call, because Accelerate also updates after fewer of them.
 
     Raises:
-        ValueError: ``mixed_precision`` that smp is not configured for, and engines of other
-            libraries.
+        ValueError: ``mixed_precision`` differs from the configuration of smp, or an engine of
+            another library is given.
         RuntimeError: Accelerate does not see the processes of the job.
     """
 
-    #: False where another object names the main process
+    #: whether `__init__` checks the ranks of Accelerate; False if a subclass checks them elsewhere
     _checks_launch: ClassVar[bool] = True
 
     def __init__(self, **kwargs: Any) -> None:
@@ -71,7 +71,7 @@ class SMPAccelerator(Accelerator):
                 raise ValueError(f"{_C.rank_prefix()}{engine} cannot be used together with smp")
         if kwargs.get("dataloader_config") is None:
             kwargs["dataloader_config"] = DataLoaderConfiguration(use_seedable_sampler=True)
-        # Where it is not told, Accelerate takes a process without a GPU for a job of its own.
+        # Without this argument Accelerate takes a process without a GPU for a job of its own.
         kwargs.setdefault("cpu", self._rank.device.type == "cpu")
         super().__init__(mixed_precision="no", **kwargs)
         if self._checks_launch:
@@ -85,12 +85,12 @@ class SMPAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Number of different batches at a time."""
+        """Number of different batches at a time, which is the number of replicas."""
         return len(self._replicas.ranks)
 
     @property
     def process_index(self) -> int:
-        """Which of these this process works on."""
+        """Number of the replica that this process belongs to."""
         return self._replicas.own
 
     @property
@@ -100,22 +100,22 @@ class SMPAccelerator(Accelerator):
 
     @property
     def is_main_process(self) -> bool:
-        """The one process of the job that prints and writes."""
+        """Returns whether this process is the one of the job that prints and writes."""
         return comm.rank() == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """The one process of this host."""
+        """Returns whether this process is the main one of its host."""
         return comm.local_rank() == 0
 
     @property
     def is_last_process(self) -> bool:
-        """The last process of the job."""
+        """Returns whether this process is the last of the job."""
         return comm.rank() == comm.size() - 1
 
     @property
     def device(self) -> torch.device:
-        """Where batches are put."""
+        """Device on which batches are put."""
         return self._rank.device
 
     def wait_for_everyone(self) -> None:
@@ -132,7 +132,7 @@ class SMPAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> DistributedModel:
-        """Wraps; placement is decided by smp."""
+        """Wraps a model; smp decides its placement."""
         if not isinstance(model, DistributedModel):
             model = DistributedModel(model)
         if model not in self._models:
@@ -140,7 +140,7 @@ class SMPAccelerator(Accelerator):
         return model
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Cuts over the replicas; all ranks shuffle alike. Collective over all ranks."""
+        """Splits a loader over the replicas; all ranks shuffle alike. Collective over all ranks."""
         options = self.dataloader_config
         given = options.data_seed
         if given is None:
@@ -153,7 +153,10 @@ class SMPAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> DistributedOptimizer:
-        """Wraps; in fp16 with a dynamic loss scale. Between updates ``step`` does nothing."""
+        """Wraps an optimizer, in fp16 with a dynamic loss scale.
+
+        Between updates its ``step`` does nothing.
+        """
         if not isinstance(optimizer, DistributedOptimizer):
             optimizer = distributed_optimizer(optimizer, kind=_Optimizer)
         if optimizer not in self._optimizers:
@@ -161,7 +164,7 @@ class SMPAccelerator(Accelerator):
         return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Steps once for each batch that an update has taken, as Accelerate has it."""
+        """Wraps a scheduler so that it steps once for each batch of an update, as in Accelerate."""
         if isinstance(scheduler, _Scheduler):
             return scheduler
         prepared = _Scheduler(
@@ -177,7 +180,7 @@ class SMPAccelerator(Accelerator):
     # ---- training
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """``model.backward`` of the prepared model, divided by the accumulation steps."""
+        """Runs ``model.backward`` of the prepared model on the loss over accumulation steps."""
         if kwargs:
             raise ValueError(f"{_C.rank_prefix()}backward takes the loss alone, not {list(kwargs)}")
         if len(self._models) != 1:
@@ -190,7 +193,7 @@ class SMPAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """By the norm over the whole model; between the step function and the update."""
+        """Clips by the norm over the whole model; call it between step function and update."""
         if len(self._optimizers) == 1 and norm_type == 2.0:
             norm: Tensor = self._optimizers[0].clip_grad_norm(max_norm)
             return norm
@@ -199,15 +202,15 @@ class SMPAccelerator(Accelerator):
     # ---- gathering
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all replicas along dimension 0; collective over all ranks."""
+        """Gathers tensors of all replicas along dimension 0. Collective over all ranks."""
         return pytree.tree_map_only(Tensor, functools.partial(_gather, self._replicas), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather` without what was added to fill the last batch.
+        """Gathers results without the samples that were added to fill the last batch.
 
         Args:
             input_data: tensors of any nesting, or any objects in a list.
-            use_gather_object: take tensors for objects, too.
+            use_gather_object: gather tensors as objects, too.
         """
         leaves = pytree.tree_leaves(input_data)
         if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves):
@@ -225,7 +228,7 @@ class SMPAccelerator(Accelerator):
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """Fills up ``dim`` to the largest size that a replica has."""
+        """Pads ``dim`` to the largest size among the replicas."""
 
         def pad(one: Tensor) -> Tensor:
             if one.dim() <= dim or self.num_processes == 1:
@@ -238,7 +241,7 @@ class SMPAccelerator(Accelerator):
         return pytree.tree_map_only(Tensor, pad, tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or mean over the replicas, times ``scale``."""
+        """Returns the sum or mean over the replicas, times ``scale``."""
 
         def reduce_one(one: Tensor) -> Tensor:
             if reduction == "none":
@@ -255,11 +258,11 @@ class SMPAccelerator(Accelerator):
     # ---- state
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The user's module."""
+        """Returns the user's module."""
         return model.get_module() if isinstance(model, DistributedModel) else model
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole model, in Hugging Face's names where they can be; on rank 0 alone.
+        """Returns the whole model on rank 0, with Hugging Face's names where they exist.
 
         Collective over all ranks; the others get an empty dictionary.
         """
@@ -270,7 +273,7 @@ class SMPAccelerator(Accelerator):
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, **kwargs: Any
     ) -> str | os.PathLike[str]:
-        """`smp.save_checkpoint` with schedulers and what was registered for it; collective."""
+        """Saves by `smp.save_checkpoint`, with schedulers and registered objects. Collective."""
         if output_dir is None or kwargs or len(self._models) > 1 or len(self._optimizers) > 1:
             raise ValueError(
                 f"{_C.rank_prefix()}save_state takes a folder alone, and at most one model and "
@@ -288,7 +291,7 @@ class SMPAccelerator(Accelerator):
         return output_dir
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
-        """Loads what `save_state` wrote, on any layout; collective."""
+        """Loads a folder of `save_state`, on any layout. Collective."""
         if input_dir is None or kwargs:
             raise ValueError(f"{_C.rank_prefix()}load_state takes the folder of save_state alone")
         content = checkpoint.resume_from_checkpoint(input_dir, _TAG)
@@ -300,7 +303,7 @@ class SMPAccelerator(Accelerator):
 
 
 class _Optimizer(DistributedOptimizer):
-    """Waits for the last of accumulated batches, as ``AcceleratedOptimizer`` does."""
+    """An optimizer that updates after the last accumulated batch, like ``AcceleratedOptimizer``."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         return super().step(closure) if GradientState().sync_gradients else None
@@ -328,7 +331,7 @@ class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
 
 
 def check_launch(state: PartialState) -> None:
-    """Raises unless Accelerate counts the processes of the job as smp does."""
+    """Raises RuntimeError unless Accelerate counts the processes of the job as smp does."""
     seen, wanted = (state.process_index, state.num_processes), (comm.rank(), comm.size())
     if seen != wanted:
         raise RuntimeError(
@@ -344,7 +347,7 @@ def distributed_optimizer(
     dynamic_loss_args: Mapping[str, Any] = DYNAMIC_LOSS_ARGS,
     kind: type[DistributedOptimizer] = DistributedOptimizer,
 ) -> DistributedOptimizer:
-    """Wraps; in fp16 with a dynamic loss scale."""
+    """Wraps an optimizer; in fp16 with a dynamic loss scale."""
     if not runtime.current().rank.config.fp16:
         return kind(optimizer)
     return kind(
@@ -356,7 +359,7 @@ def distributed_optimizer(
 
 
 def whole_state_dict(model: DistributedModel) -> dict[str, Any]:
-    """The whole model in Hugging Face's names, on rank 0; collective over all ranks."""
+    """Returns the whole model in Hugging Face's names on rank 0. Collective over all ranks."""
     state: dict[str, Any] = model.state_dict(gather_to_rank0=True)
     if comm.rank() == 0:
         for to_hugging_face, _ in module_manager.translate_functions:
@@ -365,7 +368,7 @@ def whole_state_dict(model: DistributedModel) -> dict[str, Any]:
 
 
 class _Group:
-    """Ranks that work on different batches."""
+    """The ranks that work on different batches."""
 
     def __init__(self, rank: Rank) -> None:
         self.kind = comm.RDP_GROUP if rank.config.prescaled_batch else comm.DP_GROUP

@@ -1,4 +1,4 @@
-"""Adapters of PEFT in models that are distributed; the package is imported when it is needed."""
+"""Adapters of PEFT in distributed models; the package is imported when it is needed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from smp.model import DistributedModel
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Is this a ``PeftModel``?"""
+    """Returns whether a model is a ``PeftModel``."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def load(wrapped: DistributedModel, model: Any, folder: str | os.PathLike[str]) -> None:
-    """Loads the active adapter that ``save_pretrained`` wrote. Collective over all ranks.
+    """Loads the active adapter from a folder of ``save_pretrained``. Collective over all ranks.
 
     Args:
-        wrapped: has `model`.
+        wrapped: distributed model that holds `model`.
         model: a ``PeftModel``.
-        folder: with ``adapter_model.safetensors``, or one of the adapter's name in it.
+        folder: folder of ``adapter_model.safetensors``, or its parent if the folder has the
+            adapter's name.
     """
     peft_utils = importlib.import_module("peft.utils")
     name = model.active_adapter
@@ -32,7 +33,7 @@ def load(wrapped: DistributedModel, model: Any, folder: str | os.PathLike[str]) 
     state = peft_utils.load_peft_weights(
         inner if os.path.isdir(inner) else os.fspath(folder), device="cpu"
     )
-    # Saved names leave out that of the adapter.
+    # Saved names leave out the name of the adapter.
     names = {
         key.replace(f".{name}", "", 1): key
         for key in model.state_dict(keep_vars=True)

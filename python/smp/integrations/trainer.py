@@ -1,8 +1,8 @@
-"""``transformers.Trainer`` (5.x) over smp, without the variables of SageMaker.
+"""A ``transformers.Trainer`` (5.x) over smp, without the variables of SageMaker.
 
-Overrides methods of ``Trainer``, replaces nothing of it. The loss is that of ``compute_loss``, run
-per microbatch, so losses of one's own, label smoothing and the count of tokens over accumulated
-batches stay what they are.
+Methods of ``Trainer`` are overridden; none is patched. The loss is that of ``compute_loss``, run
+per microbatch. So users' losses, label smoothing and the count of tokens over accumulated batches
+work as before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from smp.step.microbatch import StepOutput
 from smp.world import comm, runtime
 
 _TAG = "smp"
-_OPTIMIZER = "optimizer.pt"  # of a Trainer in one process
+_OPTIMIZER = "optimizer.pt"  # file of a Trainer in one process
 
 
 class _Accelerator(SMPAccelerator):
@@ -43,19 +43,19 @@ class _Accelerator(SMPAccelerator):
 
 
 class SMPTrainer(Trainer):
-    """``Trainer`` whose model is a `DistributedModel`; `smp.init` is called before its arguments.
+    """A ``Trainer`` for a `DistributedModel`; `smp.init` is called before its arguments are made.
 
     Batch sizes of the arguments are those of a replica. 16-bit training follows the configuration
-    of smp. Checkpoints hold the model in Hugging Face's format, beside it a checkpoint of smp
-    (``smp_partial``) from which training goes on with any layout.
+    of smp. Checkpoints hold the model in Hugging Face's format, and beside it a checkpoint of smp
+    (``smp_partial``) from which training can resume with any layout.
 
     Args:
-        args, kwargs: of ``Trainer``. The model is the plain one; modules marked with
+        args, kwargs: arguments of ``Trainer``. The model is the plain one; modules marked with
             `smp.tensor_parallelism` are replaced when it is wrapped.
 
     Raises:
         RuntimeError: Accelerate does not see the processes of the job.
-        ValueError: a model that is wrapped already; arguments that ask for 16 bits where the
+        ValueError: the model is wrapped already, or the arguments ask for 16 bits and the
             configuration of smp does not.
     """
 
@@ -63,7 +63,7 @@ class SMPTrainer(Trainer):
     model_wrapped: Any
     optimizer: Any
 
-    #: of fp16 training, as of `DistributedOptimizer`; those of ``torch.amp.GradScaler``
+    #: options of the loss scale in fp16, by default those of ``torch.amp.GradScaler``
     dynamic_loss_args: ClassVar[dict[str, Any]] = DYNAMIC_LOSS_ARGS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +81,7 @@ class SMPTrainer(Trainer):
                 )
         self._batches_per_epoch: int | None = None
 
-    # ---- what is prepared
+    # ---- preparing
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
@@ -90,7 +90,7 @@ class SMPTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         plain = self.accelerator
-        if self.args.distributed_state is not None:  # else transformers asks smp
+        if self.args.distributed_state is not None:  # else transformers reads ranks from smp
             check_launch(self.args.distributed_state)
         self.accelerator = _Accelerator(dataloader_config=plain.dataloader_config)
         self.gather_function = functools.partial(
@@ -110,13 +110,13 @@ class SMPTrainer(Trainer):
         return int(self._train_batch_size * args.gradient_accumulation_steps * replicas)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Each rank gets its part when the model is partitioned."""
+        """Moves nothing: each rank gets its part when the model is partitioned."""
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> DistributedModel:
         if not isinstance(self.model_wrapped, DistributedModel):
-            # Whether the last update of an epoch takes fewer batches is not known to the reducer.
+            # The reducer cannot see whether the last update of an epoch takes fewer batches.
             passes = self.args.gradient_accumulation_steps
             is_even = self._batches_per_epoch is not None and self._batches_per_epoch % passes == 0
             self.model_wrapped = DistributedModel(
@@ -182,7 +182,7 @@ class SMPTrainer(Trainer):
         return mean, logits[0] if len(logits) == 1 else logits, labels
 
     def _divides_itself(self, num_items: Any) -> bool:
-        """Is a loss divided by the tokens of all accumulated batches, as ``Trainer`` sees it?"""
+        """Returns whether ``Trainer`` divides a loss by the tokens of all accumulated batches."""
         if getattr(self, "loss_is_scaled_for_ga", None) is not None:
             return bool(self.loss_is_scaled_for_ga)
         counts = self.model_accepts_loss_kwargs and num_items is not None
@@ -201,7 +201,7 @@ class SMPTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        is_adapted = adapters.is_adapted(self.model)  # what is frozen is not saved again
+        is_adapted = adapters.is_adapted(self.model)  # frozen parameters are not saved again
         checkpoint.save_checkpoint(
             output_dir, _TAG, optimizer=self.optimizer,
             model=None if is_adapted else self.model_wrapped,
@@ -219,7 +219,7 @@ class SMPTrainer(Trainer):
         self._load_weights(self.state.best_model_checkpoint)
 
     def _load_weights(self, folder: str) -> None:
-        """The model alone."""
+        """Loads the model alone."""
         wrapped = self._wrap_model(self.model)
         if adapters.is_adapted(self.model):
             adapters.load(wrapped, self.model, folder)
@@ -229,7 +229,7 @@ class SMPTrainer(Trainer):
             checkpoint.resume_from_checkpoint(folder, partial=False, load_optimizer=False)
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
-        """The schedule is there already: what is loaded into groups is what counts."""
+        """Loads both; the schedule exists already, and loaded values of groups replace its own."""
         if folder is None:
             return
         whole = Path(folder, _OPTIMIZER)
@@ -245,7 +245,7 @@ class SMPTrainer(Trainer):
 
 
 def _has_own(folder: str) -> bool:
-    """Does the folder have a checkpoint of smp beside the model?"""
+    """Returns whether the folder has a checkpoint of smp beside the model."""
     return Path(folder, f"{_TAG}_partial").is_dir()
 
 
@@ -257,10 +257,10 @@ def _weight(
     size: int,
     *_: Any,
 ) -> float | Tensor:
-    """Returns what the loss of a microbatch is a mean over.
+    """Returns the weight of a microbatch's loss in the mean over microbatches.
 
-    A loss that is divided by a number of tokens is a sum: all microbatches make one batch of a
-    replica, whose number says how much it counts. Others are means over labels, or over samples.
+    A loss that is divided by a number of tokens is a sum: the weight is the microbatch's share of
+    the batch's samples. Other losses are means: the weight is the number of labels or samples.
     """
     if num_items is not None and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
         return _batch_size(inputs) / size
@@ -279,7 +279,7 @@ def _train(
     size: int,
     divisor: int,
 ) -> Tensor:
-    """Forward and backward of one microbatch out of a batch of ``size`` samples."""
+    """Runs forward and backward of one microbatch out of a batch of ``size`` samples."""
     items = _share(num_items, inputs, size)
     with trainer.compute_loss_context_manager():
         loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=items)
@@ -298,7 +298,7 @@ def _predict(
     has_loss: bool,
     ignored: tuple[str, ...] | None,
 ) -> tuple[Tensor | None, Any]:
-    """Loss and the outputs that metrics see (none if ``ignored`` is None) of one microbatch."""
+    """Returns loss and outputs for metrics of one microbatch; no outputs if ``ignored`` is None."""
     loss = None
     with trainer.compute_loss_context_manager():
         if has_loss:
@@ -317,9 +317,10 @@ def _predict(
 
 
 def _share(num_items: Any, inputs: dict[str, Any], size: int) -> Any:
-    """What a microbatch divides by, so that the mean over microbatches is divided by all tokens.
+    """Returns a microbatch's share of the number of tokens, by which its loss is divided.
 
-    Models that take the number and do without it have means, and theirs stay means.
+    So the mean over microbatches is divided by all tokens. Models that take the number and do not
+    use it have means, which stay means.
     """
     return None if num_items is None else num_items * (_batch_size(inputs) / size)
 
@@ -330,7 +331,7 @@ def _batch_size(inputs: dict[str, Any]) -> int:
 
 
 def _concat(outputs: Any) -> Any:
-    """Of all microbatches."""
+    """Concatenates outputs of all microbatches."""
     return pytree.tree_map_only(
         StepOutput, lambda o: o.concat(), outputs, is_leaf=lambda o: isinstance(o, StepOutput)
     )

@@ -1,7 +1,7 @@
 """Modules that are split over the ranks of a tensor-parallel group.
 
-Sizes in their constructors are those of the whole module. They need ``smp.init``, and work with a
-tensor-parallel degree of 1, too. docs/design/tensor_parallelism.md tells how they compute.
+Constructors take the sizes of the whole module. The modules need ``smp.init`` and also work with a
+tensor-parallel degree of 1. docs/design/tensor_parallelism.md describes how they compute.
 """
 
 from smp.nn import functional

@@ -1,4 +1,4 @@
-"""Attention of one rank's heads: PyTorch's fused kernel where it applies, else our softmax."""
+"""Attention over one rank's heads: PyTorch's fused kernel where it applies, else our softmax."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from smp.world.log import first_rank_log
 
 @dataclass(frozen=True)
 class Scoring:
-    """How products of queries and keys become probabilities.
+    """The options by which products of queries and keys become probabilities.
 
     Attributes:
-        scale: of the products.
+        scale: factor of the products.
         causal: position i sees positions up to i.
-        window: position i sees at most so many positions, itself the last; needs ``causal``.
-        in_fp32: products and softmax in float32 at least.
-        prescale: products are made smaller by this factor and enlarged again inside the softmax,
+        window: largest number of positions that a position sees, itself the last; needs ``causal``.
+        in_fp32: products and softmax are computed in float32 at least.
+        prescale: factor by which products are made smaller, and enlarged again inside the softmax,
             so that they fit into float16; 1 for no effect.
-        flash: use ``scaled_dot_product_attention`` where it can do all this.
+        flash: ``scaled_dot_product_attention`` is used where it can do all this.
     """
 
     scale: float
@@ -44,17 +44,17 @@ class Scoring:
 
 
 def alibi_slopes(num_heads: int, bias_max: float) -> Tensor:
-    """Slopes ``2 ** -(i * bias_max / num_heads)`` of heads ``i = 1..num_heads``."""
+    """Returns slopes ``2 ** -(i * bias_max / num_heads)`` of heads ``i = 1..num_heads``."""
     heads = torch.arange(1, num_heads + 1, dtype=torch.float64)
     return torch.exp2(-heads * bias_max / num_heads)
 
 
 def tell_beyond_fused(scoring: Scoring, has_slopes: bool) -> None:
-    """Logs, once on rank 0, why a layer that is being made cannot use the fused kernel.
+    """Logs, once on rank 0, why a new layer cannot use the fused kernel.
 
     Args:
-        scoring: of the layer.
-        has_slopes: with ALiBi.
+        scoring: options of the layer.
+        has_slopes: the layer uses ALiBi.
     """
     if not scoring.flash:
         return
@@ -77,17 +77,17 @@ def attend(
     own_heads: Slice | None = None,
     of_group: bool = False,
 ) -> Tensor:
-    """Weighted values of one rank's heads.
+    """Returns the weighted values of one rank's heads.
 
     Args:
         query: ``[B, heads, Q, D]``.
         key, value: ``[B, kv_heads, K, D]``; ``kv_heads`` divides ``heads``.
-        mask: additive, broadcast to ``[B, heads, Q, K]``; None for nothing masked.
-        scoring: how.
-        dropout_p: of probabilities, now; masks of different ranks differ.
-        slopes: of ALiBi, ``[heads]``.
-        own_heads: which heads they are; None: all there are.
-        of_group: samples are those of all ranks of the tensor-parallel group.
+        mask: additive mask, broadcast to ``[B, heads, Q, K]``; None if nothing is masked.
+        scoring: options by which scores are computed.
+        dropout_p: probability of dropout in this call; ranks draw different dropout masks.
+        slopes: slopes of ALiBi, ``[heads]``.
+        own_heads: place of these heads among all heads; None if these are all heads.
+        of_group: the batch holds the samples of all ranks of the tensor-parallel group.
 
     Returns:
         ``[B, heads, Q, D]``.
@@ -99,7 +99,7 @@ def attend(
         dropout_p = 0.0
     window = scoring.window
     if window is not None and window >= key.shape[2]:
-        window = None  # everybody sees everything
+        window = None  # the window covers all keys
     plain = not beyond_fused(window, slopes is not None, scoring.prescale)
     if drop is None and scoring.flash and plain and _fused_fits(query, scoring.in_fp32, dropout_p):
         return _flash(query, key, value, mask, scoring, dropout_p)
@@ -118,7 +118,7 @@ def _fused_fits(query: Tensor, in_fp32: bool, dropout_p: float) -> bool:
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with as many heads as queries have."""
+    """Returns keys and values with as many heads as queries have."""
     groups = query.shape[1] // key.shape[1]
     if groups == 1:
         return key, value
@@ -162,7 +162,7 @@ def _groups_stay(
     dropout_p: float,
     causal: bool,
 ) -> bool:
-    """`keeps_groups` of these inputs."""
+    """Returns the result of `keeps_groups` for these inputs."""
     backends = torch.backends.cuda
     flash_works = query.is_cuda and backends.can_use_flash_attention(
         backends.SDPAParams(query, key, value, mask, dropout_p, causal, True)
@@ -214,14 +214,14 @@ def _softmax(
 
 # ---- masks -----------------------------------------------------------------------------
 
-# All layers of a stack get one mask, so what is made of it is made once.
+# All layers of a stack get one mask, so its cast and causal forms are computed once.
 _made_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _mask_for(mask: Tensor, query: Tensor, key: Tensor, causal: bool) -> Tensor:
-    """An additive mask in the dtype of the query, with what causality forbids if asked."""
+    """Returns an additive mask in the query's dtype, with future keys masked if ``causal``."""
     if mask.dtype == query.dtype and not causal:
-        return mask  # what is kept for a mask must not hold the mask itself
+        return mask  # a cached value must not hold the mask, which is its key
     if mask.requires_grad or mask.is_inference():
         return _make_mask(mask, query, key, causal)
     made = _made_masks.setdefault(mask, {})
@@ -244,7 +244,7 @@ def _make_mask(mask: Tensor, query: Tensor, key: Tensor, causal: bool) -> Tensor
 
 
 def _cast(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A cast that keeps the most negative number finite, so that masked rows stay numbers."""
+    """Casts a mask and keeps its most negative number finite, so that masked rows are not NaN."""
     if torch.finfo(mask.dtype).min >= torch.finfo(dtype).min:
         return mask.to(dtype)
     return mask.clamp(min=torch.finfo(dtype).min).to(dtype)
@@ -256,8 +256,8 @@ def _drawing(dropout_p: float, device: torch.device) -> Iterator[None]:
     if dropout_p == 0.0:
         yield
         return
-    seed = regions.own_seed()  # a number of the state that is put back
-    # Of that device by its index, whichever is the current one of the thread.
+    seed = regions.own_seed()  # drawn first, so that the restored state has advanced
+    # Captures by the device's index: the thread's current device may be another one.
     before = _C.RandomState.capture(str(device))
     _C.seed_generators(seed, str(device))
     try:

@@ -25,10 +25,10 @@ from smp.tensor_parallel import regions, sharding
 def scale_of(
     head_size: int | None, scale_scores: bool, by_layer_idx: bool, layer_idx: int | None
 ) -> float:
-    """The factor of attention scores.
+    """Returns the factor of attention scores.
 
     Raises:
-        ValueError: what it depends on is missing.
+        ValueError: a size or number that the factor depends on is missing.
     """
     scale = 1.0
     if scale_scores:
@@ -47,45 +47,45 @@ class DistributedAttentionLayer(IndivisibleModule):
 
     ``forward((hidden_states, attention_mask))`` returns hidden states ``[N, S, H]``; with
     ``cross_attention`` the tuple is ``(hidden_states, cross_states, attention_mask)``. With rotary
-    embeddings a last member ``position_ids`` ``[N or 1, S]`` may follow. Masks are additive, either
-    on all ranks of a tensor-parallel group or on none. All of them call it together, with inputs of
-    one shape.
+    embeddings a last member ``position_ids`` ``[N or 1, S]`` may follow. Masks are additive; either
+    all ranks of a tensor-parallel group pass one or none does. All ranks of the group call the
+    layer together, with inputs of one shape.
 
     Args:
-        num_attention_heads: of all ranks.
+        num_attention_heads: number of query heads of all ranks together.
         attention_head_size: channels of one head.
         hidden_size: channels of the hidden states.
-        attention_dropout_prob: on probabilities.
-        hidden_dropout_prob: on the result of the projection.
-        layernorm_epsilon: of the norms.
+        attention_dropout_prob: probability of dropout on attention probabilities.
+        hidden_dropout_prob: probability of dropout on the result of the projection.
+        layernorm_epsilon: epsilon of the norms.
         initializer_range: standard deviation of initial weights with ``use_normal_initialization``.
         use_normal_initialization: normal weights and zero biases instead of those of ``nn.Linear``.
         cross_attention: keys and values come from ``cross_states``, nothing is causal.
         causal_mask_size: the longest sequence, attended causally; None for attention to all.
-        pre_layernorm: a norm of what enters.
-        post_layernorm: a norm of the sum with the residual.
+        pre_layernorm: the input is normalised.
+        post_layernorm: the sum with the residual is normalised.
         rotary_dim: channels of each head that are rotated by their position; None for none.
-        rotary_interleaved: neighbours are pairs, instead of the first and second half.
-        rotary_base: of the angles.
-        scale_attention_scores: divide scores by the root of the head size.
-        scale_attn_by_layer_idx: divide scores by ``layer_idx + 1``.
+        rotary_interleaved: pairs are neighbours, instead of members of the first and second half.
+        rotary_base: base of the angles.
+        scale_attention_scores: scores are divided by the root of the head size.
+        scale_attn_by_layer_idx: scores are divided by ``layer_idx + 1``.
         layer_idx: number of the layer, from 0.
-        attention_in_fp32: scores and softmax in float32.
-        query_key_layer_scaling: divide scores by ``layer_idx + 1`` and multiply again inside of a
-            softmax in float32.
-        window_size: a position sees so many positions at most, up to itself.
+        attention_in_fp32: scores and softmax are computed in float32.
+        query_key_layer_scaling: scores are divided by ``layer_idx + 1`` and multiplied by it again
+            inside of a softmax in float32.
+        window_size: largest number of positions that a position sees, itself the last.
         num_key_value_heads: heads of keys and values, each for a group of query heads.
-        fused_qkv: one parameter ``query_key_value``, in which the query, key and value of a head
-            stand together.
-        use_qkv_bias, use_attn_dense_bias: biases.
-        use_alibi: linear position bias, with base ``alibi_bias_max``.
+        fused_qkv: one parameter ``query_key_value`` holds query, key and value of each head
+            together.
+        use_qkv_bias, use_attn_dense_bias: the products have biases.
+        use_alibi: scores get a linear position bias, with base ``alibi_bias_max``.
         norm: "layernorm" or "rmsnorm".
-        fp32_residual_addition: add the residual in float32.
+        fp32_residual_addition: the residual is added in float32.
         residual_init_std: standard deviation of the initial projection instead of
             ``initializer_range``.
-        flash_attention: use ``scaled_dot_product_attention`` where it can do what is asked. It
-            cannot with ``window_size``, ``use_alibi`` and ``query_key_layer_scaling``, which is
-            logged once, for information.
+        flash_attention: ``scaled_dot_product_attention`` is used where it supports the options. It
+            does not support ``window_size``, ``use_alibi`` and ``query_key_layer_scaling``, which
+            is logged once, for information.
 
     Raises:
         Unsupported: heads cannot be split over the ranks.
@@ -203,14 +203,14 @@ class DistributedAttentionLayer(IndivisibleModule):
         products: Sequence[Tensor] | None = None,
         unreduced: bool = False,
     ) -> Tensor:
-        """See the class. Collective over the tensor-parallel group.
+        """Runs the layer as its class describes. Collective over the tensor-parallel group.
 
         Args:
-            inputs: the tuple.
-            extent: inside of a layer: length of the sequence where `Layout.sizes` needs it.
-            products: inside of a layer: those with `columns`, if they are there.
-            unreduced: inside of a layer: return this rank's term of the projection, before sum,
-                bias, dropout and residual.
+            inputs: tuple that the class describes.
+            extent: length of the sequence where `Layout.sizes` needs it; only inside of a layer.
+            products: products with `columns` if they exist already; only inside of a layer.
+            unreduced: return this rank's term of the projection, before sum, bias, dropout and
+                residual; only inside of a layer.
         """
         hidden, cross, mask, positions = self._take_apart(inputs)
         layout = self._layout
@@ -227,7 +227,7 @@ class DistributedAttentionLayer(IndivisibleModule):
     def _take_apart(
         self, inputs: Sequence[Tensor | None]
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Hidden states, cross states, mask and positions."""
+        """Returns hidden states, cross states, mask and positions."""
         members = ["hidden_states", "attention_mask"]
         if self.cross_attention:
             members.insert(1, "cross_states")
@@ -258,7 +258,7 @@ class DistributedAttentionLayer(IndivisibleModule):
         products: Sequence[Tensor] | None = None,
         unreduced: bool = False,
     ) -> Tensor:
-        """What `forward` does between the borders; all in the layout."""
+        """Computes `forward` between the borders; all tensors are in the layout."""
         layout = self._layout
         if products is None:
             products = layout.columns(self.norm(hidden), self.columns, extent)
@@ -296,7 +296,7 @@ class DistributedAttentionLayer(IndivisibleModule):
         )
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """What the first products take."""
+        """Returns the input of the first products."""
         normed: Tensor = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         if self.fp32_residual_addition:  # hidden states may be wider than weights
             normed = normed.to(self.dense.weight.dtype)
@@ -312,7 +312,7 @@ class DistributedAttentionLayer(IndivisibleModule):
     def _heads(
         self, products: Sequence[Tensor], cross: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values ``[all B, all S, own heads, D]``."""
+        """Returns queries, keys and values ``[all B, all S, own heads, D]``."""
         layout, size = self._layout, self.attention_head_size
         if self._fused:
             query, key, value = products[0].unflatten(2, (-1, 3, size)).unbind(3)
@@ -354,9 +354,9 @@ def close_block(
     norm: nn.Module | None,
     extent: int | None,
 ) -> Tensor:
-    """``norm(dropout(x + bias) + residual)``, everything in the layout.
+    """Returns ``norm(dropout(x + bias) + residual)``; all tensors are in the layout.
 
-    A sum in float32 stays wide until a norm has been applied, of this block or a later one.
+    A sum in float32 stays wide until a norm of this block or a later one has been applied.
     ``extent`` is the length of the sequence where `Layout.sizes` needs it.
     """
     place = places.current()
@@ -377,9 +377,9 @@ def close_block(
 def rotary_tables(
     positions: Tensor, rotary_dim: int, base: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines ``[B or 1, S, rotary_dim / 2]`` of the angles of positions.
+    """Returns cosines and sines ``[B or 1, S, rotary_dim / 2]`` of the angles of positions.
 
-    They are float32, or float64 for a ``dtype`` of float64.
+    The tables are float32, or float64 for a ``dtype`` of float64.
     """
     wide = torch.promote_types(dtype, torch.float32)
     steps = torch.arange(0, rotary_dim, 2, dtype=wide, device=positions.device)
@@ -388,7 +388,7 @@ def rotary_tables(
 
 
 def check_norms(pre_layernorm: bool, post_layernorm: bool) -> None:
-    """Refuses a block without any norm."""
+    """Raises ValueError for a block without any norm."""
     if not pre_layernorm and not post_layernorm:
         raise ValueError(
             "pre_layernorm and post_layernorm are both False; at least one of them has to be True"

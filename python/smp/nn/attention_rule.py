@@ -1,20 +1,20 @@
-"""Which kernel attention takes, as functions of what is known without looking at a value."""
+"""Rules that choose the kernel of attention from shapes, dtypes and options alone."""
 
 from __future__ import annotations
 
 import torch
 
-#: Channels of a head in PyTorch's flash kernels, at most.
+#: largest number of channels of a head in PyTorch's flash kernels
 _FLASH_HEAD_SIZE = 256
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 def beyond_fused(window: int | None, has_slopes: bool, prescale: float) -> list[str]:
-    """What PyTorch's fused kernel cannot do, named as the arguments of layers.
+    """Returns the arguments of layers that PyTorch's fused kernel does not support.
 
     Args:
-        window, prescale: as in `smp.nn.attend.Scoring`.
-        has_slopes: with ALiBi.
+        window, prescale: the same as in `smp.nn.attend.Scoring`.
+        has_slopes: the layer uses ALiBi.
     """
     needed = {
         "window_size": window is not None,
@@ -25,17 +25,17 @@ def beyond_fused(window: int | None, has_slopes: bool, prescale: float) -> list[
 
 
 def has_fp32_scores(device_type: str, dtype: torch.dtype, reduces_in_16_bits: bool) -> bool:
-    """Has ``scaled_dot_product_attention`` products, softmax and sums in float32 at least?
+    """Returns whether ``scaled_dot_product_attention`` computes in float32 at least.
 
-    On CUDA all of its kernels have, for 16-bit inputs too: cuDNN, flash and the memory-efficient
-    one add products up in float32, keep scores there and round probabilities only, as a softmax in
-    float32 does whose result is cast; the plain one computes in float32 unless it is told not to.
-    The kernel of the CPU has such scores, but adds up gradients of keys and values in 16 bits,
-    which makes them three times less precise.
+    On CUDA all of its kernels do so for products, softmax and sums, also of 16-bit inputs. The
+    cuDNN, flash and memory-efficient kernels add products up in float32, keep scores in it and
+    round only probabilities, like a softmax in float32 whose result is cast. The plain kernel
+    computes in float32 unless ``reduces_in_16_bits``. The CPU's kernel has scores in float32, but
+    adds up gradients of keys and values in 16 bits, which makes them three times less precise.
 
     Args:
-        device_type: of the inputs.
-        dtype: of the inputs.
+        device_type: type of the inputs' device.
+        dtype: dtype of the inputs.
         reduces_in_16_bits: ``torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp`` was set.
     """
     if dtype not in _HALVES:
@@ -51,14 +51,14 @@ def takes_fused(
     drops: bool,
     reduces_in_16_bits: bool,
 ) -> bool:
-    """Does ``scaled_dot_product_attention`` compute what is asked for, in no more memory?
+    """Returns whether ``scaled_dot_product_attention`` can replace our softmax in no more memory.
 
-    It does so with a mask and without, and whether it is causal or not.
+    The answer is the same with and without a mask, causal or not.
 
     Args:
-        device_type, dtype, reduces_in_16_bits: as in `has_fp32_scores`.
+        device_type, dtype, reduces_in_16_bits: the same as in `has_fp32_scores`.
         in_fp32: scores and softmax have to be in float32 at least.
-        drops: some of the probabilities are dropped; that of the CPU would keep all of them.
+        drops: probabilities are dropped; the CPU's kernel holds all of them in memory then.
     """
     if in_fp32 and not has_fp32_scores(device_type, dtype, reduces_in_16_bits):
         return False
@@ -68,18 +68,18 @@ def takes_fused(
 def keeps_groups(
     device_type: str, dtype: torch.dtype, *, has_mask: bool, head_size: int, flash_works: bool
 ) -> bool:
-    """May key-value heads stay fewer than those of queries (``enable_gqa``)?
+    """Returns whether key-value heads may stay fewer than query heads (``enable_gqa``).
 
-    Flash and cuDNN read each of them for its group. The memory-efficient kernel, which is the one
-    for masks and float32, cannot, and PyTorch would fall back to whole matrices of scores: then
-    repeated heads are cheaper. On the CPU repeating costs no time that could be measured, and
+    Flash and cuDNN read each key-value head for its group of query heads. The memory-efficient
+    kernel, which serves masks and float32, cannot, and PyTorch would fall back to whole matrices of
+    scores; repeated heads are cheaper than that. On the CPU repeating costs no measurable time, and
     kernels of older releases cannot read groups.
 
     Args:
-        device_type, dtype: of the inputs.
-        has_mask: there is a tensor of masks.
+        device_type, dtype: device type and dtype of the inputs.
+        has_mask: the call has a mask tensor.
         head_size: channels of a head.
-        flash_works: PyTorch says that its flash kernel takes these inputs; counts on CUDA.
+        flash_works: PyTorch's flash kernel takes these inputs; counts on CUDA.
     """
     return (
         device_type == "cuda"

@@ -16,7 +16,7 @@ from smp.tensor_parallel import sharding
 
 
 def conv1d_class() -> type[nn.Module] | None:
-    """The class; None without transformers, which is never imported for it."""
+    """Returns ``Conv1D``, or None if transformers is not imported; imports nothing."""
     found: type[nn.Module] | None = getattr(
         sys.modules.get("transformers.pytorch_utils"), "Conv1D", None
     )
@@ -24,17 +24,17 @@ def conv1d_class() -> type[nn.Module] | None:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Is it one, and of no subclass?"""
+    """Returns whether a module is a ``Conv1D``, and not of a subclass."""
     return type(module) is conv1d_class()
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Is it a linear layer, with its weight in one order or the other?"""
+    """Returns whether a module is a linear layer, with its weight in either order."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 class DistributedConv1D(DistributedLinear):
-    """``Conv1D``, split over its input features as `DistributedLinear` is.
+    """A ``Conv1D``, split over its input features as `DistributedLinear` is.
 
     Each rank holds ``weight[own part, :]``.
 
@@ -70,7 +70,7 @@ class DistributedConv1D(DistributedLinear):
 
 
 class Conv1DPart:
-    """First base of the classes that a ``Conv1D`` takes where a plan splits it."""
+    """The first base of the classes that a ``Conv1D`` gets where a plan splits it."""
 
     nf: int
     nx: int
@@ -89,6 +89,6 @@ class Conv1DPart:
 
 
 def arguments_of_conv1d(module: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What it was made with."""
+    """Returns the arguments that make such a module."""
     nx, nf = module.weight.shape
     return (nf, nx), {}

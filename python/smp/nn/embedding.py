@@ -17,24 +17,25 @@ from smp.tensor_parallel.registry import Unsupported
 
 
 class DistributedEmbedding(ReadAsWhole):
-    """``nn.Embedding``, split over the embedding dim.
+    """An ``nn.Embedding``, split over the embedding dim.
 
     Args:
         num_embeddings: rows of the table.
         embedding_dim: columns of the whole table, at least the tensor-parallel degree.
-        padding_idx: its row starts as zero and gets no gradient.
-        max_norm, norm_type: as ``nn.Embedding``; with one rank only, because the norm of a row
-            needs all of its columns.
-        scale_grad_by_freq: as ``nn.Embedding``; each batch of the group has its own frequencies.
-        sparse: not supported: gradients are summed over ranks as dense tensors.
+        padding_idx: index of a row that starts as zero and gets no gradient.
+        max_norm, norm_type: the same as in ``nn.Embedding``; with one rank only, because the norm
+            of a row needs all of its columns.
+        scale_grad_by_freq: the same as in ``nn.Embedding``; each batch of the group has its own
+            frequencies.
+        sparse: unsupported if True: gradients are summed over ranks as dense tensors.
         initializer_range: standard deviation of the initial table.
         _weight: the whole table, instead of an initial one.
         _skip_allgather: indices are those of all ranks already.
         _skip_scatter_and_merge: the result stays ``[all samples, *, own columns]``.
 
     Raises:
-        Unsupported: for ``sparse``, for ``max_norm`` with several ranks, and when a rank would get
-            no columns.
+        Unsupported: ``sparse`` is True, ``max_norm`` is given with several ranks, or a rank would
+            get no columns.
     """
 
     weight: nn.Parameter
@@ -84,7 +85,7 @@ class DistributedEmbedding(ReadAsWhole):
 
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
-        """``[*]`` of integers to ``[*, embedding_dim]``. Collective over the group."""
+        """Maps integers ``[*]`` to ``[*, embedding_dim]``. Collective over the group."""
         ids = input if input.dim() > 0 else input[None]
         if not self._skip_allgather:
             ids = self._layout.all_samples(ids)
@@ -98,7 +99,7 @@ class DistributedEmbedding(ReadAsWhole):
         return rows if input.dim() > 0 or self._skip_scatter_and_merge else rows[0]
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        """Own columns of some rows."""
+        """Returns this rank's columns of some rows."""
         return F.embedding(
             ids,
             self.weight,
@@ -120,11 +121,11 @@ class VocabularyEmbedding(nn.Module):
 
     Args:
         vocab_size: rows of the whole table.
-        hidden_size: its columns.
-        std: of the initial table.
-        layout: of the result.
-        padding_idx: its row starts as zero and gets no gradient from what is looked up; a head that
-            shares the table still gives it one.
+        hidden_size: columns of the table.
+        std: standard deviation of the initial table.
+        layout: layout of the result.
+        padding_idx: index of a row that starts as zero and gets no gradient from lookups; a head
+            that shares the table still gives it one.
 
     Raises:
         Unsupported: a rank would get no rows.
@@ -155,7 +156,7 @@ class VocabularyEmbedding(nn.Module):
         fill(self.weight, _normal_rows(self._std, self.padding_idx))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``[B, S]`` to ``[B, S, hidden_size]`` in the layout. Collective over the group."""
+        """Maps ``[B, S]`` to ``[B, S, hidden_size]`` in the layout. Collective over the group."""
         every = self._layout.all_samples(ids)
         rows = regions.vocabulary_embedding(every, self.weight, self._begin, self.padding_idx)
         return self._layout.sum_up(rows, ids.shape[1])
@@ -170,9 +171,9 @@ class WholeEmbedding(nn.Embedding):
     """A small table that every rank holds, for positions and token types.
 
     Args:
-        num_embeddings, embedding_dim: of the table.
-        std: of the initial table.
-        layout: of what is looked up.
+        num_embeddings, embedding_dim: rows and columns of the table.
+        std: standard deviation of the initial table.
+        layout: layout of the rows that are looked up.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, std: float, layout: Layout) -> None:
@@ -186,10 +187,10 @@ class WholeEmbedding(nn.Embedding):
 
 
 def _row_of(padding_idx: int | None, num_rows: int) -> int | None:
-    """The row that an index, counted from the end if negative, stands for.
+    """Returns the row of an index, which counts from the end if negative.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the table has no such row.
     """
     if padding_idx is None:
         return None
@@ -199,7 +200,7 @@ def _row_of(padding_idx: int | None, num_rows: int) -> int | None:
 
 
 def _normal_rows(std: float, zero_row: int | None) -> Callable[[Tensor], None]:
-    """What fills a whole table; one row may be zero."""
+    """Returns a function that fills a whole table; one row may be zero."""
 
     def draw(table: Tensor) -> None:
         table.normal_(0.0, std)
@@ -210,12 +211,12 @@ def _normal_rows(std: float, zero_row: int | None) -> Callable[[Tensor], None]:
 
 
 def join_features(x: Tensor, sizes: list[int], layout: Layout) -> Tensor:
-    """``[all samples, *, own features]`` to ``[own samples, *, all features]``.
+    """Turns ``[all samples, *, own features]`` into ``[own samples, *, all features]``.
 
     Args:
-        x: of this rank.
-        sizes: features by rank.
-        layout: says which samples a rank's caller holds.
+        x: tensor of this rank.
+        sizes: numbers of features, by rank.
+        layout: layout that determines which samples a rank's caller holds.
     """
     last = x.dim() - 1
     if layout.has_own_batches:

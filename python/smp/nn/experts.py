@@ -1,7 +1,7 @@
-"""Modules of experts whose experts are on different ranks of a tensor-parallel group.
+"""Mixtures of experts whose experts are on different ranks of a tensor-parallel group.
 
-Such a module keeps its class's own code: it is called with the tokens that came to this rank, and
-with the numbers of the experts that this rank has. See docs/design/experts.md.
+Such a module keeps its class's own code. That code is called with the tokens sent to this rank and
+with the numbers of this rank's experts. See docs/design/experts.md.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from smp.activations.recompute import recompute
 from smp.nn.module import DistributedModule
 from smp.tensor_parallel import regions, sharding, tokens
 
-#: Pairs of a token and an expert that are computed at a time, in those that a rank has on average.
+#: pairs of a token and an expert that are computed at a time, in multiples of a rank's average
 PAIRS_AT_A_TIME = 2
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How the experts of a module are spread.
+    """A distribution of a module's experts over ranks.
 
     Attributes:
-        name: of the module in the model, for errors.
+        name: name of the module in the model, for errors.
         sizes: numbers of experts, by rank.
         has_own_batches: the ranks hold different tokens; else all hold the same.
     """
@@ -48,19 +48,19 @@ class Spread:
 
 
 class HoldsExperts(DistributedModule):
-    """A module whose parameters are those of the experts of this rank."""
+    """A module that holds the parameters of this rank's experts."""
 
     def get_common_tokens(self) -> None:
-        """Says that all ranks call the experts with the same tokens."""
+        """Declares that all ranks call the experts with the same tokens."""
         raise NotImplementedError
 
 
 class SpreadExperts(HoldsExperts):
-    """Comes in front of the class of a module whose experts are spread.
+    """Precedes the class of a module whose experts are spread.
 
     That class takes tokens ``[tokens, H]``, numbers of experts ``[tokens, k]`` and their weights
-    ``[tokens, k]``, and returns ``[tokens, H]``, for each token the weighted sum of what its
-    experts make of it. So do modules of this class, with numbers of experts of the whole layer.
+    ``[tokens, k]``. It returns ``[tokens, H]``: for each token the weighted sum of its experts'
+    results. Modules of this class do the same, with numbers of experts of the whole layer.
     Collective over the tensor-parallel group.
     """
 
@@ -70,7 +70,7 @@ class SpreadExperts(HoldsExperts):
         self.__dict__["_smp_spread"] = replace(self._smp_spread, has_own_batches=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The same as the class it comes in front of."""
+        """Computes the same as the class that follows."""
         spread = self._smp_spread
         x, experts, weights = _arguments(super().forward, args, kwargs, spread.name)
         shape = x.shape
@@ -105,14 +105,14 @@ class SpreadExperts(HoldsExperts):
     def _of_rows(
         self, x: Tensor, weights: Tensor, experts: Tensor, routes: _C.TokenRoutes
     ) -> Tensor:
-        """Results of the rows ``[rows, H]`` that are here."""
+        """Returns the results of the rows ``[rows, H]`` that are on this rank."""
         spread = self._smp_spread
         compute = super().forward
         if routes.was_alone:
             result: Tensor = compute(x, experts % spread.num_own, weights)
             return result
         if routes.num_pairs == 0:
-            # The graph goes on, so that all ranks run the same backward; gradients are zeros.
+            # The graph continues, so that all ranks run the same backward; gradients are zeros.
             nothing = x.sum(0, keepdim=True)
             first = experts.new_zeros(1, 1)
             result = compute(nothing, first, weights.sum().reshape(1, 1))
@@ -121,7 +121,7 @@ class SpreadExperts(HoldsExperts):
         is_here = (local >= 0) & (local < spread.num_own)
         row, choice = torch.nonzero_static(is_here, size=routes.num_pairs).unbind(1)
         chosen, factor = local[row, choice].unsqueeze(1), weights[row, choice].unsqueeze(1)
-        if routes.num_pairs == x.shape[0]:  # one of each row
+        if routes.num_pairs == x.shape[0]:  # each row has one pair
             result = compute(x, chosen, factor)
             return result
         limit = pairs_at_a_time(routes, experts.shape[1])
@@ -134,16 +134,18 @@ class SpreadExperts(HoldsExperts):
         )
 
     def _of_pairs(self, x: Tensor, row: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
-        """Results ``[pairs, H]`` of rows and one expert each."""
+        """Returns the results ``[pairs, H]`` of rows and one expert each."""
         result: Tensor = super().forward(x.index_select(0, row), expert, weight)
         return result
 
 
 def pairs_at_a_time(routes: _C.TokenRoutes, num_choices: int) -> int:
-    """Pairs of a row and an expert beyond which they are computed in slices, and again in backward.
+    """Returns the number of pairs of a row and an expert beyond which they are computed in slices.
+
+    The backward pass computes slices again.
 
     Args:
-        routes: of the tokens of this rank.
+        routes: routes of this rank's tokens.
         num_choices: experts of a token.
     """
     on_average = -(-routes.group_tokens * num_choices // len(routes.sent))
@@ -151,7 +153,7 @@ def pairs_at_a_time(routes: _C.TokenRoutes, num_choices: int) -> int:
 
 
 def _sum_up(x: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Adds up results of rows of ``x``: of each part which rows, and the results."""
+    """Adds up results of rows of ``x``; each part is numbers of rows and their results."""
     total: Tensor | None = None
     for row, result in parts:
         if total is None:
@@ -164,7 +166,7 @@ def _sum_up(x: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 def _arguments(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first three arguments of a call, whatever their names are."""
+    """Returns the first three arguments of a call, whatever their names are."""
     bound = inspect.signature(forward).bind(*args, **kwargs)
     values = list(bound.arguments.values())
     if len(values) != 3 or not all(isinstance(value, Tensor) for value in values):
@@ -180,7 +182,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def spread_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of modules of a class whose experts are spread."""
+    """Returns the class of modules of a class whose experts are spread."""
     if cls not in _classes:
         members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _classes[cls] = type(cls.__name__, (SpreadExperts, cls), members)

@@ -10,20 +10,20 @@ from smp.nn.attention import scale_of
 
 
 class FlashAttentionLayer(nn.Module):
-    """Attention without a tensor of scores, on the heads that the caller has.
+    """An attention without a tensor of scores, on the heads that the caller has.
 
     Args:
-        attention_dropout_prob: on probabilities, while training.
+        attention_dropout_prob: probability of dropout on probabilities, while training.
         attention_head_size: channels of a head; needed with ``scale_attention_scores``.
-        scale_attention_scores: divide scores by the root of the head size.
-        scale_attn_by_layer_idx: divide scores by ``layer_idx + 1``.
+        scale_attention_scores: scores are divided by the root of the head size.
+        scale_attn_by_layer_idx: scores are divided by ``layer_idx + 1``.
         layer_idx: number of the layer, from 0; needed with ``scale_attn_by_layer_idx``.
-        scale: the factor of scores, instead of all that.
-        triton_flash_attention: as the documented variant: no dropout, and a mask is possible.
+        scale: factor of scores; replaces the four arguments before it.
+        triton_flash_attention: the documented variant: no dropout, and a mask is possible.
         use_alibi: the mask holds a linear position bias; needs ``triton_flash_attention``.
 
     Raises:
-        ValueError: something that is needed is missing.
+        ValueError: a needed argument is missing.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class FlashAttentionLayer(nn.Module):
         self.triton_flash_attention, self.use_alibi = triton_flash_attention, use_alibi
 
     def forward(self, qkv: Tensor, attn_mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """Attends.
+        """Computes attention.
 
         Args:
             qkv: ``[B, S, 3, heads, head_size]``.
-            attn_mask: additive, ``[B or 1, heads or 1, 1 or S, S]``; only with
+            attn_mask: additive mask, ``[B or 1, heads or 1, 1 or S, S]``; only with
                 ``triton_flash_attention`` and ``use_alibi``.
             causal: position i sees positions up to i.
 

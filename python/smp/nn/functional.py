@@ -3,7 +3,7 @@
 They take float32, float64, float16 and bfloat16 tensors of any strides. 16-bit numbers are computed
 in float32, float64 in float64; results have the dtype of the input unless said otherwise. All have
 gradients of first order; a second differentiation raises RuntimeError. Dropout draws no random
-numbers: whether an element stays is a hash of the seed and its place, the same on all devices.
+numbers: a hash of the seed and of an element's place decides, equally on all devices.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _APPROXIMATIONS = ("none", "tanh")
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
-    """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension.
+    """Returns ``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension.
 
     Args:
-        weight: of the size of the last dimension; None: 1. May be of another dtype than ``x``.
-        bias: the same; None: 0.
+        weight: ``[last size of x]``, of any dtype; None for 1.
+        bias: ``[last size of x]``, of any dtype; None for 0.
     """
     y: Tensor = torch.ops.smp.layer_norm.default(x, weight, bias, eps)
     return y
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
-    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension."""
+    """Returns ``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension."""
     y: Tensor = torch.ops.smp.rms_norm.default(x, weight, eps)
     return y
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tensor:
-    """``gelu(x + bias)``; ``approximate`` is "none" or "tanh" as in `torch.nn.functional.gelu`."""
+    """Returns ``gelu(x + bias)``; ``approximate`` is "none" or "tanh" as in `F.gelu` of torch."""
     if approximate not in _APPROXIMATIONS:
         raise ValueError(f"approximate must be one of {_APPROXIMATIONS}, got {approximate!r}")
     y: Tensor = torch.ops.smp.bias_gelu.default(x, bias, approximate == "tanh")
@@ -61,18 +61,18 @@ def scaled_masked_softmax(
     seed: int = 0,
     in_fp32: bool = False,
 ) -> Tensor:
-    """Attention probabilities ``dropout(softmax(scores * scale + mask - slopes * distance))``.
+    """Returns probabilities ``dropout(softmax(scores * scale + mask - slopes * distance))``.
 
     A query that sees no key, or only keys with ``mask`` -inf, gets probabilities 0.
 
     Args:
         scores: [batch, heads, queries, keys].
-        mask: added to the scores; each dimension as in ``scores`` or 1. Gets no gradient.
+        mask: tensor added to the scores; each dimension as in ``scores`` or 1. Gets no gradient.
         causal: the last query sees all keys, the one before it all but the last, and so on.
-        window: with ``causal``, see only the last ``window`` of these keys.
+        window: number of these keys, the last ones, that a query sees; needs ``causal``.
         slopes: [heads], for ALiBi: times the distance between query and key. Gets no gradient.
         dropout_p: probability of an element to become 0; the others are divided by 1 - p.
-        seed: of the dropout.
+        seed: seed of the dropout.
         in_fp32: return float32 for 16-bit scores. The computation is in float32 anyway.
     """
     if window is not None and window < 1:
@@ -93,13 +93,13 @@ def bias_dropout_residual(
     seed: int,
     fp32_residual: bool = False,
 ) -> Tensor:
-    """``residual + dropout(x + bias)``, of the wider dtype of ``x`` and ``residual``.
+    """Returns ``residual + dropout(x + bias)``, of the wider dtype of ``x`` and ``residual``.
 
     Args:
-        bias: of the size of the last dimension.
-        residual: of the sizes of ``x``.
+        bias: ``[last size of x]``.
+        residual: tensor of the sizes of ``x``.
         p: probability of an element to become 0 before the residual is added.
-        seed: of the dropout.
+        seed: seed of the dropout.
         fp32_residual: return float32 for 16-bit input, so that a sum over many layers neither
             overflows nor loses small summands.
     """
@@ -110,7 +110,7 @@ def bias_dropout_residual(
 
 
 def dropout(x: Tensor, p: float, seed: int) -> Tensor:
-    """Elements become 0 with probability ``p``; the others are divided by 1 - p."""
+    """Sets elements to 0 with probability ``p`` and divides the others by 1 - p."""
     if p == 0.0:
         return x
     return bias_dropout_residual(x, None, None, p, seed)
@@ -139,7 +139,9 @@ def rotary(
 def cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Loss of each token, [tokens]: float64 for float64 logits, else float32; 0 where ignored.
+    """Returns the loss of each token, [tokens]; 0 where ignored.
+
+    Losses are float64 for float64 logits, else float32.
 
     Args:
         logits: [tokens, vocabulary].
@@ -155,6 +157,6 @@ def cross_entropy(
 
 
 def _signed(seed: int) -> int:
-    """The low 64 bits of a seed as operators take them."""
+    """Returns the low 64 bits of a seed, as the signed number that operators take."""
     low = seed & 0xFFFF_FFFF_FFFF_FFFF
     return low - (1 << 64) if low >= 1 << 63 else low

@@ -11,27 +11,27 @@ _PRESERVES = "preserve_rng_state"
 
 
 class GradientCheckpointing:
-    """Mixin of modules with layers that can be checkpointed."""
+    """A mixin of modules with layers that can be checkpointed."""
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Keeps only the arguments of layers in training; their backward computes them again.
+        """Keeps only the arguments of layers in training; their backward computes the rest again.
 
         Args:
-            gradient_checkpointing_kwargs: ``preserve_rng_state``, by default True, counts; what
-                else there is belongs to torch's own checkpointing.
+            gradient_checkpointing_kwargs: options; only ``preserve_rng_state``, by default True,
+                counts; the others are for torch's own checkpointing.
         """
         options = gradient_checkpointing_kwargs or {}
         _set(self, True, bool(options.get("preserve_rng_state", True)))
 
     def gradient_checkpointing_disable(self) -> None:
-        """Ends it."""
+        """Ends checkpointing."""
         _set(self, False, True)
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Is any layer to be checkpointed?"""
+        """Returns whether any layer is to be checkpointed."""
         assert isinstance(self, nn.Module)
         return any(getattr(module, _FLAG, False) for module in self.modules())
 

@@ -10,14 +10,14 @@ from smp.nn.layout import Layout
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` in one operator; takes the place of the class of that name in apex.
+    """An ``nn.LayerNorm`` in one operator; replaces the class of that name in apex.
 
     Args:
         normalized_shape: trailing dims that are normalised together.
-        eps: added to the variance.
-        elementwise_affine: with weight and bias.
-        bias: with a bias, if ``elementwise_affine``.
-        device, dtype: of the parameters.
+        eps: number added to the variance.
+        elementwise_affine: the norm has a weight and, by ``bias``, a bias.
+        bias: the norm has a bias, if ``elementwise_affine``.
+        device, dtype: device and dtype of the parameters.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -32,11 +32,11 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedRMSNorm(nn.Module):
-    """Division by the root of the mean square, times a weight (Zhang and Sennrich 2019).
+    """A division by the root of the mean square, times a weight (Zhang and Sennrich 2019).
 
     Args:
-        hidden_size: of the last dim, which is normalised.
-        eps: added to the mean square.
+        hidden_size: size of the last dim, which is normalised.
+        eps: number added to the mean square.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
@@ -58,12 +58,12 @@ class FusedRMSNorm(nn.Module):
 
 
 def make_norm(kind: str, hidden_size: int, eps: float, layout: Layout) -> nn.Module:
-    """A norm of a distributed module, held whole by every rank.
+    """Makes a norm of a distributed module, held whole by every rank.
 
     Args:
         kind: "layernorm" or "rmsnorm".
-        hidden_size, eps: of the norm.
-        layout: of the activations that it normalises.
+        hidden_size, eps: arguments of the norm.
+        layout: layout of the activations that it normalises.
     """
     norm: nn.Module
     if kind == "layernorm":

@@ -1,10 +1,10 @@
-"""Where the activations between two split layers live.
+"""The layout of activations between two split layers.
 
 A layout is one number: the dim along which such activations are sharded over the tensor-parallel
 ranks, 0 (samples), 1 (sequence) or none (all ranks hold all of them). It follows from the
 configuration keys ``prescaled_batch`` and ``optimize``; docs/design/tensor_parallelism.md has the
-table. Entering a stack of layers brings activations into the layout, leaving it brings back what
-the code around it holds.
+table. Activations come into the layout when they enter a stack of layers. When they leave it, each
+rank gets the samples that the code around the stack holds.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Column(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a distributed module computes, fixed when it is made.
+    """The choices by which a distributed module computes, fixed when it is made.
 
     Attributes:
-        dim: along which activations between layers are sharded; None: all ranks hold them.
+        dim: dim along which activations between layers are sharded; None if all ranks hold them.
         prescaled: all ranks of a group hold the same batch outside of the stack.
         optimize: "memory" or "speed".
         num_ranks: the tensor-parallel degree.
@@ -49,21 +49,21 @@ class Layout:
 
     @property
     def has_own_batches(self) -> bool:
-        """The ranks of a group hold different samples outside of the stack."""
+        """Returns whether ranks of a group hold different samples outside of the stack."""
         return self.num_ranks > 1 and not self.prescaled
 
     def sizes(self, extent: int | None) -> list[int] | None:
-        """Parts of a sequence of this length; None where regions find them by themselves."""
+        """Returns parts of a sequence of this length, or None where regions need no sizes."""
         if self.dim != 1 or extent is None or extent % self.num_ranks == 0:
             return None
         return sharding.split(extent)
 
     def extent_inside(self, x: Tensor, mask: Tensor | None) -> int | None:
-        """Length of the sequence of which ``x`` is a part, where it matters.
+        """Returns the length of the sequence of which ``x`` is a part, if `dim` is 1.
 
         Args:
-            x: in this layout.
-            mask: ``[*, S]``; its length tells that of a sequence that is not split evenly.
+            x: activations in this layout.
+            mask: ``[*, S]``; its length is that of the sequence, also if that is split unevenly.
         """
         if self.dim != 1:
             return None
@@ -78,48 +78,48 @@ class Layout:
         return regions.scatter(x, 1, self.sizes(x.shape[1])) if self.dim == 1 else x
 
     def leave(self, x: Tensor, extent: int | None) -> Tensor:
-        """The opposite of `enter`; ``extent`` is the length of the sequence if `dim` is 1."""
+        """Reverses `enter`; ``extent`` is the length of the sequence if `dim` is 1."""
         if self.has_own_batches:
             return x if self.dim == 0 else regions.scatter(x, 0)
         return regions.gather(x, 1, self.sizes(extent), grad="own") if self.dim == 1 else x
 
     def all_samples(self, x: Tensor) -> Tensor:
-        """``[B, *]`` of every rank, one after the other; without a gradient from other ranks."""
+        """Concatenates ``[B, *]`` of all ranks; gradients of other ranks do not come back."""
         return regions.gather(x, 0, grad="own") if self.has_own_batches else x
 
     def expand_to_all(self, x: Tensor, num_samples: int) -> Tensor:
-        """`all_samples` of ``[B or 1, *]``; what holds for all samples of a rank is its own."""
+        """Expands ``[B or 1, *]`` to this rank's samples and returns `all_samples` of it."""
         if self.has_own_batches and x.shape[0] != num_samples:
             x = x.expand(num_samples, *x.shape[1:]).contiguous()
         return self.all_samples(x)
 
     def own_samples(self, x: Tensor) -> Tensor:
-        """The part of ``[all B, *]``, equal on all ranks, that the code around the stack holds."""
+        """Returns this caller's samples of ``[all B, *]``, which is equal on all ranks."""
         return regions.scatter(x, 0) if self.has_own_batches else x
 
     def all_say(self, says: bool, what: str) -> bool:
-        """Is something true of the samples of all ranks that are computed together?
+        """Returns whether a statement is true on all ranks whose samples are computed together.
 
-        Collective over ranks with own batches, whose hosts talk.
+        Collective over ranks with own batches; their hosts exchange messages.
 
         Args:
-            says: it is true of those of this rank.
-            what: words for errors.
+            says: whether the statement is true of this rank's samples.
+            what: name of the statement, for errors.
         """
         return regions.all_say(says, what) if self.has_own_batches else says
 
     def whole_mask(
         self, mask: Tensor | None, keys: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor | None:
-        """The mask as layers inside a stack take it: of all samples.
+        """Returns the mask of all samples, as layers inside a stack take it.
 
         Args:
             mask: additive, ``[B or 1, 1 or heads, 1 or S, S]``, or None for nothing masked.
             keys: ``[B, S, *]`` outside of the stack.
-            dtype: of a mask that has to be made; that of the keys if None.
+            dtype: dtype of a mask that has to be made; that of the keys if None.
         """
         if mask is None:
-            # Layers see from it how long a sequence is that was not cut evenly.
+            # Layers read from it the length of a sequence that is split unevenly.
             is_even = self.sizes(keys.shape[1]) is None
             return None if is_even else keys.new_zeros(1, 1, 1, keys.shape[1], dtype=dtype)
         return self.expand_to_all(mask, keys.shape[0])
@@ -127,11 +127,11 @@ class Layout:
     # ---- products ----------------------------------------------------------------------
 
     def columns(self, x: Tensor, layers: Sequence[Column], extent: int | None) -> list[Tensor]:
-        """Products of ``x``, in this layout, with layers whose output features are split.
+        """Returns products of ``x``, in this layout, with layers whose output features are split.
 
         Args:
             x: ``[B, S, in]``.
-            layers: each gives one result, biased if it ``adds_bias``.
+            layers: layers, each for one result, biased if it ``adds_bias``.
             extent: length of the sequence if `dim` is 1.
 
         Returns:
@@ -150,7 +150,7 @@ class Layout:
     # ---- the rest ----------------------------------------------------------------------
 
     def slice_of(self, x: Tensor, extent: int | None) -> Slice:
-        """Which part of the whole tensor ``[*, S, *]`` of a sample activations in this layout are.
+        """Returns the place of activations in this layout in a sample's whole tensor ``[*, S, *]``.
 
         Args:
             x: activations.
@@ -165,24 +165,24 @@ class Layout:
 
     @property
     def holds_group(self) -> bool:
-        """Activations in this layout are those of all samples that ranks of the group read."""
+        """Returns whether activations in this layout are of all samples that the group reads."""
         return self.has_own_batches and self.dim is None
 
     def seed(self) -> int:
-        """For dropout on activations in this layout: one for all ranks if they hold the same."""
+        """Returns a seed for dropout, the same on ranks that hold the same activations."""
         return regions.common_seed() if self.dim is None else regions.own_seed()
 
     def mark_whole(self, module: nn.Module) -> None:
-        """Says that each rank holds all parameters of a module that works in this layout."""
+        """Marks all parameters of a module in this layout as held whole by each rank."""
         for parameter in module.parameters(recurse=False):
             sharding.mark_whole(parameter, partial=self.dim is not None)
 
 
 def current() -> Layout:
-    """The layout that the configuration asks for.
+    """Returns the layout that the configuration asks for.
 
     Raises:
-        RuntimeError: before ``smp.init``.
+        RuntimeError: ``smp.init`` was not called.
     """
     rank = runtime.current().rank
     config, num_ranks = rank.config, rank.sizes["tp"]
@@ -194,5 +194,5 @@ def current() -> Layout:
 
 
 def uneven(sizes: Sequence[int]) -> list[int] | None:
-    """Sizes as regions take them: None if they are equal."""
+    """Returns sizes as regions take them: None if they are equal."""
     return None if len(set(sizes)) == 1 else list(sizes)

@@ -16,16 +16,16 @@ from smp.tensor_parallel import reading, regions, sharding
 
 
 class ColumnLinear(nn.Module):
-    """Holds the part of a linear layer that belongs to some output features.
+    """A part of a linear layer, for some of its output features.
 
-    Several of them read one gathered input, see `Layout.columns`.
+    Several such layers read one gathered input, see `Layout.columns`.
 
     Args:
-        in_features: of the layer.
-        sizes: output features by rank.
-        bias: with a bias.
-        std: of the initial weight; None for that of ``nn.Linear``.
-        adds_bias: False if the bias is left to what follows.
+        in_features: input features of the layer.
+        sizes: numbers of output features, by rank.
+        bias: the layer has a bias.
+        std: standard deviation of the initial weight; None for the weight of ``nn.Linear``.
+        adds_bias: False if the code that reads the product adds the bias.
     """
 
     weight: nn.Parameter
@@ -55,7 +55,7 @@ class ColumnLinear(nn.Module):
         fill_linear(self.weight, self.bias, self.in_features, self._std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The own part ``[*, out]`` of the product of a gathered input ``[*, in]``."""
+        """Returns the own part ``[*, out]`` of the product of a gathered input ``[*, in]``."""
         return F.linear(x, self.weight, self.bias if self.adds_bias else None)
 
     def extra_repr(self) -> str:
@@ -63,14 +63,14 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """The part of a linear layer that belongs to some input features.
+    """A part of a linear layer, for some of its input features.
 
     Args:
-        sizes: input features by rank.
-        out_features: of the layer.
-        bias: with a bias, held whole, which the caller adds after the ranks' terms are summed.
-        std: of the initial weight; None for that of ``nn.Linear``.
-        layout: of the sum.
+        sizes: numbers of input features, by rank.
+        out_features: output features of the layer.
+        bias: the layer has a bias, held whole, which the caller adds to the sum of all terms.
+        std: standard deviation of the initial weight; None for the weight of ``nn.Linear``.
+        layout: layout of the sum.
     """
 
     weight: nn.Parameter
@@ -95,9 +95,9 @@ class RowLinear(nn.Module):
         fill_linear(self.weight, self.bias, self.in_features, self._std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's term ``[*, out]`` of the product, out of its part ``[*, in]`` of the input.
+        """Returns this rank's term ``[*, out]`` of the product, from its part ``[*, in]`` of input.
 
-        Neither summed over ranks nor biased.
+        The term is neither summed over ranks nor biased.
         """
         return F.linear(x, self.weight)
 
@@ -106,18 +106,18 @@ class RowLinear(nn.Module):
 
 
 class DistributedLinear(ReadAsWhole):
-    """``nn.Linear``, split over its input features.
+    """An ``nn.Linear``, split over its input features.
 
-    Each rank holds ``weight[:, own part]``. With own batches the ranks exchange samples against
-    features, and sums go back to the ranks of the samples; with ``prescaled_batch`` every rank
+    Each rank holds ``weight[:, own part]``. With own batches each rank gets its features of all
+    samples, and sums are returned to the ranks of the samples; with ``prescaled_batch`` every rank
     takes its features and the terms are summed. All ranks of a tensor-parallel group call it
     together, with inputs of one shape.
 
     Args:
-        in_features: of the whole layer, at least the tensor-parallel degree.
-        out_features: of the layer.
-        bias: with a bias, which every rank holds.
-        initializer_range: standard deviation of the initial weight; None: as ``nn.Linear``.
+        in_features: input features of the whole layer, at least the tensor-parallel degree.
+        out_features: output features of the layer.
+        bias: the layer has a bias, which every rank holds.
+        initializer_range: standard deviation of the initial weight; None for ``nn.Linear``'s.
 
     Raises:
         Unsupported: a rank would get no features.
@@ -152,7 +152,7 @@ class DistributedLinear(ReadAsWhole):
 
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
-        """``[*, in_features]`` to ``[*, out_features]``. Collective over the group."""
+        """Maps ``[*, in_features]`` to ``[*, out_features]``. Collective over the group."""
         x = input if input.dim() > 1 else input[None]
         sizes = uneven(self._sizes)
         if self._layout.has_own_batches:
@@ -163,12 +163,12 @@ class DistributedLinear(ReadAsWhole):
             y = regions.reduce(F.linear(x, self._matrix()))
         if self.bias is not None:
             y = y + self.bias
-        elif y._is_view():  # nobody could write to it behind a node of autograd
+        elif y._is_view():  # a view made by an autograd node cannot be written in place
             y = y.clone()
         return y if input.dim() > 1 else y[0]
 
     def _matrix(self) -> Tensor:
-        """``[out_features, own part of in_features]``."""
+        """Returns ``[out_features, own part of in_features]``."""
         return self.weight
 
     def extra_repr(self) -> str:

@@ -1,8 +1,8 @@
-"""Experts that are modules of their own, in a list, and lie on different ranks.
+"""Experts that are modules of their own, in a list, and are on different ranks.
 
-The code that calls such experts chooses their tokens itself. It runs twice: the first run shows
-which rows it gives to which expert, these go to the ranks of the experts and come back, and the
-second run gets the results. See docs/design/experts.md.
+The code that calls such experts chooses their tokens itself. It runs twice. The first run records
+the rows of each call of an expert. They are sent to the ranks of the experts, and results are sent
+back. The second run gets the results. See docs/design/experts.md.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from smp.nn.planned.borders import draws_from
 from smp.nn.run_aside import device_of, has_no_data, random_state_kept, run_aside
 from smp.tensor_parallel import regions, sharding, tokens
 
-#: dtype and width of what an expert makes of rows, by those of the rows and by the casts.
+#: dtype and width of an expert's results; keys are those of the rows and the casts
 _Kind = tuple[torch.dtype, int]
 
 
 @dataclass
 class Listed:
-    """The experts of one list, and how they are spread.
+    """The experts of one list and their distribution over ranks.
 
     Attributes:
-        name: of the module that calls them in the model, for errors.
+        name: name of the module that calls the experts, for errors.
         sizes: numbers of experts, by rank.
         has_own_batches: the ranks hold different tokens; else all hold the same.
-        experts: all of them; those of other ranks have parameters without elements.
+        experts: all experts; those of other ranks have parameters without elements.
     """
 
     name: str
@@ -59,20 +59,20 @@ class Listed:
         return self.experts[self.begin : self.begin + self.sizes[regions.rank()]]
 
     def draws(self, device: torch.device) -> Any:
-        """A context in which experts draw random numbers of this rank; one is drawn for it here.
+        """Returns a context in which experts draw this rank's random numbers.
 
-        The second run has to draw what the first one has, and all ranks the same behind experts of
-        common tokens.
+        Its seed is drawn here. So the second run draws the same numbers as the first one, and all
+        ranks draw the same ones after experts of common tokens.
         """
         if not self.experts[0].training:
             return contextlib.nullcontext()
         return draws_from(regions.own_seed(), device)
 
     def kind_of_results(self, rows: Tensor) -> _Kind:
-        """What dtype and width results have; the first time an expert is tried on a row of zeros.
+        """Returns dtype and width of results; first tries an expert on a row of zeros.
 
         Raises:
-            ValueError: it returns no tensor with a row for each of its rows.
+            ValueError: the expert does not return a tensor with a row for each of its rows.
         """
         device = rows.device.type
         casts = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -94,25 +94,25 @@ class Listed:
 
 @dataclass
 class _Asked:
-    """What the code of a mixture asks of its experts: which one, and rows ``[rows, H]``."""
+    """The calls of experts by the code of a mixture: numbers of experts, and rows ``[rows, H]``."""
 
     experts: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
 
 
 class _Call(ABC):
-    """One run of the code of a mixture, and what its experts do in it."""
+    """A run of the code of a mixture; defines what its experts return."""
 
     def __init__(self, listed: Listed) -> None:
         self.listed = listed
 
     @abstractmethod
     def result_of(self, number: int, rows: Tensor) -> Tensor:
-        """What an expert gives for the rows that it is called with."""
+        """Returns an expert's result for the rows that it is called with."""
 
 
 class _Asking(_Call):
-    """The first run: notes what is asked, and gives zeros."""
+    """The first run, which records calls and returns zeros."""
 
     def __init__(self, listed: Listed) -> None:
         super().__init__(listed)
@@ -126,7 +126,7 @@ class _Asking(_Call):
 
 
 class _Answering(_Call):
-    """The second run: gives results, of the same rows."""
+    """The second run, which returns the results of the same rows."""
 
     def __init__(self, listed: Listed, asked: _Asked, results: Sequence[Tensor]) -> None:
         super().__init__(listed)
@@ -147,7 +147,7 @@ class _Answering(_Call):
         return self._results[idx]
 
     def check(self) -> None:
-        """Raises if the second run did not ask what the first one has."""
+        """Raises ValueError if the second run did not make the same calls as the first."""
         has_other = bool(self._differences) and bool(torch.stack(self._differences).any())
         if has_other or self._next != len(self._results):
             raise self._other()
@@ -161,7 +161,7 @@ class _Answering(_Call):
 
 
 class _Alone(_Call):
-    """A trial on one rank: each expert counts as one of this rank."""
+    """A trial on one rank, in which each expert counts as one of this rank."""
 
     def result_of(self, number: int, rows: Tensor) -> Tensor:
         own = self.listed.own
@@ -174,7 +174,7 @@ _running: contextvars.ContextVar[_Call | None] = contextvars.ContextVar(
 
 
 class ListedExpert(HoldsExperts):
-    """Comes in front of the class of an expert of a list that is spread."""
+    """Precedes the class of an expert in a spread list."""
 
     _smp_listed: Listed
     _smp_number: int
@@ -183,12 +183,12 @@ class ListedExpert(HoldsExperts):
         self._smp_listed.has_own_batches = False
 
     def compute(self, rows: Tensor) -> Tensor:
-        """What the class makes of rows; on the rank of the expert."""
+        """Runs the class's own forward on rows; only on the rank of the expert."""
         result: Tensor = super().forward(rows)
         return result
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The same as the class it comes in front of, as a part of the forward of its mixture."""
+        """Computes the same as the class that follows, within the forward of its mixture."""
         listed = self._smp_listed
         call = _running.get()
         if call is None or call.listed is not listed:
@@ -203,7 +203,7 @@ class ListedExpert(HoldsExperts):
 
 
 class SpreadMixture(IndivisibleModule):
-    """Comes in front of the class of a module that calls experts of a list which is spread.
+    """Precedes the class of a module that calls experts of a spread list.
 
     The class may choose tokens in any way, and call any of the experts with any numbers of rows,
     none included. Collective over the tensor-parallel group.
@@ -212,7 +212,7 @@ class SpreadMixture(IndivisibleModule):
     _smp_listed: Listed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as the class it comes in front of."""
+        """Computes the same as the class that follows."""
         listed, run = self._smp_listed, super().forward
         given = tensors_in([*args, *kwargs.values()])
         if regions.is_alone() or any(has_no_data(tensor) for tensor in given):
@@ -225,7 +225,7 @@ class SpreadMixture(IndivisibleModule):
         answering = _Answering(listed, asking.asked, results)
         output = _within(answering, run, args, kwargs)
         answering.check()
-        # On a rank that has asked nothing backward has to reach the exchange as well.
+        # Backward has to reach the exchange also on a rank that calls no expert.
         return output if end is None else _tied(output, end, listed)
 
 
@@ -250,7 +250,7 @@ def _ask(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """The first run; it leaves nothing behind."""
+    """Makes the first run, which leaves nothing behind."""
     name = asking.listed.name
     try:
         written = run_aside(module, functools.partial(_asked_within, asking, run), args, kwargs)
@@ -274,7 +274,7 @@ def _ask(
 def _results_of(
     module: SpreadMixture, asked: _Asked, given: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Results for what was asked; if that is nothing, also a tensor on which backward hangs."""
+    """Returns results of the recorded calls; for no rows also a tensor for backward to reach."""
     listed = module._smp_listed
     rows, codes = _rows_of(listed, asked, given)
     kind = listed.kind_of_results(rows)
@@ -283,7 +283,7 @@ def _results_of(
     if listed.has_own_batches:
         y = _exchanged(listed, rows, codes, kind)
     else:
-        # All ranks ask the same: each sends some of it.
+        # All ranks make the same calls: each sends some of the rows.
         sizes = sharding.split(rows.shape[0])
         own = codes.narrow(0, sharding.begin_of(sizes), sizes[regions.rank()])
         y = _exchanged(listed, regions.scatter(rows, 0, sizes), own, kind)
@@ -294,9 +294,9 @@ def _results_of(
 
 
 def _rows_of(listed: Listed, asked: _Asked, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """What is sent: rows ``[rows, H]``, and for each twice the number of its expert.
+    """Returns the rows to send, ``[rows, H]``, and for each twice the number of its expert.
 
-    Calls without rows are at the end, as a row of zeros and a number that is odd.
+    Calls without rows are at the end, each as a row of zeros and an odd number.
     """
     if not asked.rows:
         like = next((tensor for tensor in given if tensor.is_floating_point()), None)
@@ -325,7 +325,7 @@ def _rows_of(listed: Listed, asked: _Asked, given: Sequence[Tensor]) -> tuple[Te
 
 
 def _exchanged(listed: Listed, rows: Tensor, codes: Tensor, kind: _Kind) -> Tensor:
-    """Results of rows of this rank ``[rows, width]``; those of calls without rows are zeros."""
+    """Returns results ``[rows, width]`` of this rank's rows; zeros for calls without rows."""
     routes = tokens.route((codes // 2).unsqueeze(1), listed.sizes)
     came, numbers = tokens.dispatch((rows, codes), routes)
     y = _computed(listed, came, numbers - 2 * listed.begin, kind, pairs_at_a_time(routes, 1))
@@ -333,11 +333,11 @@ def _exchanged(listed: Listed, rows: Tensor, codes: Tensor, kind: _Kind) -> Tens
 
 
 def _computed(listed: Listed, rows: Tensor, codes: Tensor, kind: _Kind, limit: int) -> Tensor:
-    """What the experts of this rank make of the rows that came."""
+    """Returns the results of this rank's experts for the rows that it received."""
     own = listed.own
     dtype, width = kind
     order = codes.argsort(stable=True)
-    # The host has to know how many rows each expert gets.
+    # The host needs the numbers of rows of the experts.
     counts = codes.bincount(minlength=2 * len(own)).tolist()
     parts = rows.index_select(0, order).split(counts)
     results = []
@@ -355,7 +355,7 @@ def _computed(listed: Listed, rows: Tensor, codes: Tensor, kind: _Kind, limit: i
         results.append(rows.new_zeros(num_empty, width, dtype=dtype))
     y = torch.cat(results).index_select(0, order.argsort())
     if torch.is_grad_enabled():
-        # Where no expert has run, backward goes on nevertheless.
+        # If no expert has run, backward still reaches the rows.
         y = y if y.requires_grad else y + rows[:0].sum().to(dtype)
     return y
 
@@ -374,7 +374,7 @@ def _check_result(listed: Listed, result: Any, rows: Tensor, kind: _Kind) -> Non
 
 
 class _Tie(torch.autograd.Function):
-    """The first argument; backward reaches the second, too."""
+    """The identity of its first argument; backward reaches the second, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, end: Tensor) -> Tensor:
@@ -388,7 +388,7 @@ class _Tie(torch.autograd.Function):
 
 
 def _tied(output: Any, end: Tensor, listed: Listed) -> Any:
-    """The output of a module, of which the first floating-point tensor hangs on another one."""
+    """Ties the first floating-point tensor of a module's output to another tensor for backward."""
     if not end.requires_grad:
         return output
     if isinstance(output, Tensor) and output.is_floating_point():
@@ -434,9 +434,9 @@ def spread_list(mixture: nn.Module, experts: Sequence[nn.Module], listed: Listed
     """Makes a module compute with experts of a list on different ranks.
 
     Args:
-        mixture: whose forward calls them.
-        experts: of all ranks; the parameters of those of others have no elements.
-        listed: how they are spread; the experts are put in.
+        mixture: module whose forward calls the experts.
+        experts: experts of all ranks; parameters of other ranks' experts have no elements.
+        listed: distribution over ranks; the experts are added to it.
     """
     for number, expert in enumerate(experts):
         _in_front(expert, ListedExpert)

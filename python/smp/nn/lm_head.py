@@ -24,34 +24,35 @@ __all__ = ["DistributedTransformerLMHead", "LMHeadOutput"]
 
 
 class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
-    """Embeddings, `DistributedTransformer`, final norm and language-model head.
+    """A model of embeddings, `DistributedTransformer`, final norm and language-model head.
 
     ``forward((input_ids, attention_mask, token_type_ids, position_ids, labels))``; with
     ``add_cross_attention`` also ``cross_states, cross_mask`` before ``labels``. Masks are
     ``[N, S]`` of 0 and 1, and 1 means masked. Everything but ``input_ids`` may be None, on all
     ranks of a tensor-parallel group or on none; without ``cross_states`` layers leave their cross
     attention out. It returns
+    attention out. It returns
 
-    * with labels: `LMHeadOutput`. A token's loss is that of the label of the next one; -100 counts
-      not; the mean is over the counted tokens of the caller's batch, in float32 at least,
-    * without labels: logits ``[N, S, vocab_size]``,
-    * without a head (``add_lm_head=False``): the last hidden states ``[N, S, H]``.
+    * with labels: `LMHeadOutput`. A token's loss is that of the label of the next one; labels of
+      -100 do not count; the mean is over the counted tokens of the caller's batch, in float32 at
+      least,
 
     Args:
-        num_layers: of the transformer.
+        num_layers: number of layers of the transformer.
         vocab_size: rows of the word embedding, which is split over the ranks.
         num_positions: rows of the position embedding.
         num_token_types: rows of the token-type embedding; 0 for none.
-        add_lm_head: with a head.
-        embedding_dropout_prob: on the sum of embeddings; as ``hidden_dropout_prob`` if None.
+        add_lm_head: the module has a head.
+        embedding_dropout_prob: probability of dropout on the sum of embeddings; by default
+            ``hidden_dropout_prob``.
         tie_word_embedding: the head uses the word embedding's table.
         lm_head_bias: the head has a bias.
-        use_position_embedding: with a position embedding.
+        use_position_embedding: the module has a position embedding.
         token_types_are_words: token types are rows of the word embedding, as with GPT-2.
-        padding_idx: row of the word embedding that starts as zero and gets no gradient from what is
-            looked up, as with ``nn.Embedding``; a tied head still gives it one.
-        **others: of the layers, see `DistributedTransformer`. With ``pre_layernorm`` alone a final
-            norm follows the last layer.
+        padding_idx: row of the word embedding that starts as zero and gets no gradient from
+            lookups, as with ``nn.Embedding``; a tied head still gives it one.
+        **others: arguments of the layers, see `DistributedTransformer`. With ``pre_layernorm``
+            alone a final norm follows the last layer.
 
     Raises:
         Unsupported: the sizes cannot be split over the ranks.
@@ -140,7 +141,7 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
             )
 
     def forward(self, inputs: Sequence[Tensor | None]) -> Tensor | LMHeadOutput:
-        """See the class. Collective over the tensor-parallel group."""
+        """Runs the model as its class describes. Collective over the tensor-parallel group."""
         names = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"]
         if self.add_cross_attention:
             names[4:4] = ["cross_states", "cross_mask"]
@@ -164,12 +165,12 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
         losses, local = self.lm_head(hidden, layout.all_samples(targets), extent)
         counted = (targets != IGNORE_INDEX).sum()
         mean = layout.own_samples(losses).sum() / counted.clamp(min=1)
-        # PyTorch's loss is NaN where nothing counts, too, with gradients of zero.
+        # If no token counts, PyTorch's loss is NaN, too, with gradients of zero.
         loss = torch.where(counted > 0, mean, float("nan"))
         return LMHeadOutput(loss, local, hidden, borders)
 
     def _run(self, ids: Tensor, given: dict[str, Tensor | None]) -> Tensor:
-        """Hidden states before the head, in the layout."""
+        """Returns hidden states before the head, in the layout."""
         layout = self._layout
         positions = given["position_ids"]
         if positions is not None and positions.shape[0] != ids.shape[0]:
@@ -227,14 +228,14 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
             raise ValueError(f"a sequence has {length} positions; num_positions is {num_positions}")
 
     def _mask(self, mask: Tensor | None, hidden: Tensor, keys: Tensor) -> Tensor | None:
-        """An additive ``[all N, 1, 1, S]`` out of ``[N, S]`` with 1 for what is masked.
+        """Makes an additive ``[all N, 1, 1, S]`` out of ``[N, S]`` with 1 for masked keys.
 
-        None if it says nothing: without a mask there are more kernels for attention.
+        The result is None if nothing is masked: attention has more kernels without a mask.
 
         Args:
-            mask: of the caller.
-            hidden: whose dtype is taken.
-            keys: ``[N, S, *]`` of the caller, what is masked.
+            mask: mask of the caller.
+            hidden: hidden states, whose dtype the result gets.
+            keys: ``[N, S, *]`` of the caller, which the mask covers.
         """
         additive = None
         if mask is not None:

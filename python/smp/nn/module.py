@@ -1,4 +1,4 @@
-"""Base class of modules that are split over the ranks of a tensor-parallel group."""
+"""The base class of modules that are split over the ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from smp.tensor_parallel import reading, regions
 
 
 class DistributedModule(nn.Module):
-    """A module that takes the place of another one and is split over ranks.
+    """A module that replaces another one and is split over ranks.
 
     Derive from it to register a distributed form of a module of your own (see ``smp.tp_register``).
     ``__init__`` takes sizes of the whole module and raises :class:`Unsupported` where they cannot
-    be split; the module that was to be replaced stays then.
+    be split; the original module is kept then.
     """
 
     _smp_took_place: tuple[str, str] | None = None
-    _smp_name: str = ""  # in the model; none for a module that another distributed one made
+    _smp_name: str = ""  # in the model; empty for a module that another distributed one made
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -31,11 +31,11 @@ class DistributedModule(nn.Module):
             cls.forward = _named(cls.forward)  # type: ignore[method-assign]
 
     def took_place_of(self, original: nn.Module, name: str) -> None:
-        """Says that it has taken the place of a plain module.
+        """Records that it has replaced a plain module.
 
         Args:
-            original: the plain one.
-            name: where both are in the model.
+            original: the plain module.
+            name: name of both in the model.
         """
         self.__dict__["_smp_name"] = name or "(root)"
         self.__dict__["_smp_took_place"] = (type(original).__name__, self._smp_name)
@@ -55,7 +55,7 @@ class DistributedModule(nn.Module):
 
 
 def _named(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward whose regions carry the name of the module."""
+    """Wraps a forward so that its regions carry the name of the module."""
 
     @functools.wraps(forward)
     def run(self: DistributedModule, *args: Any, **kwargs: Any) -> Any:
@@ -77,10 +77,10 @@ class IndivisibleModule(DistributedModule):
 
 
 class ReadAsWhole(DistributedModule):
-    """A module with a weight split along one dim, which code outside of it gets whole.
+    """A module with a weight split along one dim, which code outside of it reads whole.
 
-    Such code was written for the module whose place this one has taken. A module that was made as a
-    distributed one gives everybody the part of this rank.
+    Such code was written for the module that this one replaced. A module that was made as a
+    distributed one returns this rank's part to all code.
     """
 
     _smp_split: reading.Split | None = None
@@ -90,7 +90,7 @@ class ReadAsWhole(DistributedModule):
 
     def took_place_of(self, original: nn.Module, name: str) -> None:
         super().took_place_of(original, name)
-        # A subclass of a user has a forward of its own, which wants the part.
+        # A user's subclass has a forward of its own, which reads the part.
         if len(self._sizes) > 1 and type(self).__module__.startswith("smp."):
             weight = f"{name}.weight" if name else "weight"
             self.__dict__["_smp_split"] = reading.Split(

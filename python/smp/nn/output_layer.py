@@ -19,7 +19,7 @@ from smp.nn.parameters import split_or_refuse
 # GELU variants are fused with the bias before them; the value is that operator's argument.
 _GELUS = {"gelu": "none", "gelu_new": "tanh"}
 _OTHERS = {"relu": F.relu, "silu": F.silu}
-#: Further names that transformers has for a GELU, and ours.
+#: other names in transformers for a GELU, and ours
 GELU_ALIASES = {
     "gelu_python": "gelu",
     "gelu_fast": "gelu_new",
@@ -39,24 +39,24 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
     Args:
         hidden_size: channels of the hidden states.
         intermediate_size: channels between the two products, of all ranks.
-        hidden_dropout_prob: on the result.
-        activation: "gelu", "gelu_new" (tanh), "relu" or "silu"; the other names that transformers
-            has for a GELU, as "gelu_fast" and "gelu_pytorch_tanh", are taken as well.
-        layernorm_epsilon: of the norms.
+        hidden_dropout_prob: probability of dropout on the result.
+        activation: "gelu", "gelu_new" (tanh), "relu" or "silu", or another name in transformers for
+            a GELU, as "gelu_fast" and "gelu_pytorch_tanh".
+        layernorm_epsilon: epsilon of the norms.
         initializer_range: standard deviation of initial weights with ``use_normal_initialization``.
         use_normal_initialization: normal weights and zero biases instead of those of ``nn.Linear``.
-        pre_layernorm: a norm of what enters.
-        post_layernorm: a norm of the sum with the residual.
-        fp32_residual_addition: add the residual in float32.
+        pre_layernorm: the input is normalised.
+        post_layernorm: the sum with the residual is normalised.
+        fp32_residual_addition: the residual is added in float32.
         gated_mlp: a third product ``gate``, whose activation is multiplied with ``dense1``.
-        use_mlp_bias: biases.
+        use_mlp_bias: the products have biases.
         norm: "layernorm" or "rmsnorm".
         residual_init_std: standard deviation of the initial ``dense2`` instead of
             ``initializer_range``.
 
     Raises:
         Unsupported: a rank would get no intermediate channels.
-        ValueError: for an unknown activation or norm, or no norm at all.
+        ValueError: the activation or norm is unknown, or no norm is asked for.
     """
 
     def __init__(
@@ -114,15 +114,17 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         term: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """See the class. Collective over the tensor-parallel group.
+        """Runs the block as its class describes. Collective over the tensor-parallel group.
+
+        All arguments but the first are only for calls inside of a layer.
 
         Args:
             hidden_states: ``[N, S, H]``.
-            extent: inside of a layer: length of the sequence where `Layout.sizes` needs it.
-            products: inside of a layer: those with `columns`, if they are there.
-            residual: inside of a layer: added at the end instead of the hidden states.
-            term: inside of a layer: what this rank adds to the sum of all ranks' products.
-            bias: inside of a layer: added to the sum once more.
+            extent: length of the sequence where `Layout.sizes` needs it.
+            products: products with `columns` if they exist already.
+            residual: tensor added at the end instead of the hidden states.
+            term: extra term of this rank in the sum of all ranks' products.
+            bias: second bias added to the sum.
         """
         layout = self._layout
         if not self._inside:
@@ -160,7 +162,7 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         )
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """What the first products take."""
+        """Returns the input of the first products."""
         normed: Tensor = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         if self.fp32_residual_addition:  # hidden states may be wider than weights
             normed = normed.to(self.dense2.weight.dtype)
@@ -172,7 +174,7 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         return [self.dense1] if self.gate is None else [self.gate, self.dense1]
 
     def _activate(self, products: Sequence[Tensor]) -> Tensor:
-        """``[all B, all S, own intermediate channels]``."""
+        """Returns ``[all B, all S, own intermediate channels]``."""
         if self.activation in _GELUS:
             bias = self.columns[0].bias
             active = functional.bias_gelu(products[0], bias, _GELUS[self.activation])

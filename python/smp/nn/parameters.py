@@ -1,4 +1,4 @@
-"""Making and initialising parameters of which a rank holds a part."""
+"""Functions that make and initialise parameters of which a rank holds a part."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from smp.tensor_parallel.registry import Unsupported
 
 
 def split_or_refuse(extent: int, what: str, unit: int = 1) -> list[int]:
-    """Sizes of the parts of ``extent`` units, each of ``unit`` elements.
+    """Returns the sizes of the parts of ``extent`` units, each of ``unit`` elements.
 
     Args:
-        extent: what is split.
-        what: its name, for the message.
+        extent: number of units.
+        what: name of what is split, for the message.
         unit: elements that stay together.
 
     Raises:
-        Unsupported: a rank would get nothing.
+        Unsupported: a rank would get no units.
     """
     sizes = sharding.split(extent)
     if sizes[-1] == 0:
@@ -38,28 +38,28 @@ def add_split(
     """Registers this rank's slice of a parameter; `reset_parameters` fills it.
 
     Args:
-        module, name: its place.
-        shape: of the whole parameter.
-        dim: along which it is split.
-        sizes: of the slices, by rank.
+        module, name: module and name of the parameter.
+        shape: shape of the whole parameter.
+        dim: dim along which it is split.
+        sizes: sizes of the slices, by rank.
     """
     begin = sharding.begin_of(sizes)
     local = list(shape)
     local[dim] = sizes[regions.rank()]
     module.register_parameter(name, nn.Parameter(torch.empty(local)))
-    # A context may have put another object in its place.
+    # A context may have replaced the parameter by another object.
     sharding.mark_split(getattr(module, name), dim, begin, shape[dim])
 
 
 def fill(parameter: Tensor, draw: Callable[[Tensor], object]) -> None:
     """Initialises a parameter or this rank's slice of it.
 
-    A whole tensor is drawn and cut, also where there is nothing to cut, so that the values do not
-    depend on the degree. Nothing happens on the meta device.
+    The whole tensor is drawn and cut, so that values do not depend on the tensor-parallel degree;
+    degree 1 does the same. Parameters on the meta device are skipped.
 
     Args:
-        parameter: marked if it is split.
-        draw: fills a tensor of the whole shape.
+        parameter: parameter, marked if it is split.
+        draw: function that fills a tensor of the whole shape.
     """
     if parameter.is_meta:
         return
@@ -75,9 +75,9 @@ def fill_linear(
     """Initialises a linear layer: normal with a zero bias, or as ``nn.Linear`` does.
 
     Args:
-        weight, bias: its parameters.
+        weight, bias: parameters of the layer.
         fan_in: input features of the whole layer.
-        std: of the weight; None for the uniform distribution of ``nn.Linear``.
+        std: standard deviation of the weight; None for the uniform distribution of ``nn.Linear``.
     """
     bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
     if std is None:

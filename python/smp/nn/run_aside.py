@@ -1,4 +1,4 @@
-"""Runs the code of a module besides its real run, so that nothing of it is left behind."""
+"""Extra runs of a module's code that leave no effects behind."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from smp.modules.left_behind import Watch
 def run_aside(
     module: nn.Module, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Calls a function with the arguments of a module, and undoes what it does to others.
+    """Calls a function with a module's arguments and undoes its side effects.
 
     Attributes and buffers of the module and of those below it, containers and objects among the
     arguments, and the generators of torch are as before. Tensors that are arguments are copied.
 
     Args:
-        module: whose code runs.
-        run: gets the arguments; what it returns is dropped.
-        args, kwargs: of a call of the module.
+        module: module whose code runs.
+        run: function that gets the arguments; its result is dropped.
+        args, kwargs: arguments of a call of the module.
 
     Returns:
-        Tensors inside of arguments that it has written to in place, which is not undone.
+        Tensors inside of arguments that were written in place, which is not undone.
 
     Raises:
-        Exception: whatever `run` raises; all is undone then as well.
+        Exception: an error of `run`; effects are undone then as well.
     """
     given = tensors_in([*args, *kwargs.values()])
     watch = Watch([module], copies=True, every=True)
@@ -55,9 +55,9 @@ def run_aside(
 
 
 class _Written:
-    """Which tensors have been written to in place since this object was made.
+    """A record of tensors, to find those written in place since it was made.
 
-    Those of inference mode count no versions, so their values are kept.
+    Tensors of inference mode count no versions, so their values are kept.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -74,12 +74,12 @@ def _is_as(tensor: Tensor, before: Tensor | int) -> bool:
 
 
 def has_no_data(tensor: Tensor) -> bool:
-    """Is it on the meta device, or a fake one of a compiler?"""
+    """Returns whether a tensor is on the meta device, or a fake one of a compiler."""
     return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
 
 
 def device_of(given: Sequence[Tensor]) -> torch.device:
-    """The device on which code with these tensors draws random numbers."""
+    """Returns the device on which code with these tensors draws random numbers."""
     return next((t.device for t in given if t.device.type != "cpu"), torch.device("cpu"))
 
 
@@ -89,6 +89,6 @@ def _copied(value: Any) -> Any:
 
 @contextlib.contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """The generators of torch are as before behind it."""
+    """Restores the generators of torch at the end of the context."""
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
         yield

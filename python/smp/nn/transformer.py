@@ -18,7 +18,7 @@ _LAYER_OPTIONS = frozenset(inspect.signature(DistributedTransformerLayer).parame
 
 
 def layer_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of some arguments that a layer takes as well."""
+    """Returns the arguments that a layer takes as well."""
     return {
         name: value
         for name, value in arguments.items()
@@ -27,16 +27,16 @@ def layer_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class DistributedTransformer(GradientCheckpointing, DistributedModule):
-    """Transformer layers, one after the other, in ``seq_layers``.
+    """A stack of transformer layers, one after the other, in ``seq_layers``.
 
     ``forward`` takes and returns the tuple of `DistributedTransformerLayer`. If both
     ``pre_layernorm`` and ``post_layernorm`` are True, there is also a norm of the input and one of
     the output of the whole stack.
 
     Args:
-        num_layers: how many; layer ``i`` has ``layer_idx=i``.
-        window_size: of all layers, or one for each of them.
-        **others: of each layer, see `DistributedTransformerLayer`.
+        num_layers: number of layers; layer ``i`` has ``layer_idx=i``.
+        window_size: window of all layers, or one for each of them.
+        **others: arguments of each layer, see `DistributedTransformerLayer`.
 
     Raises:
         Unsupported: the sizes cannot be split over the ranks.
@@ -109,7 +109,7 @@ class DistributedTransformer(GradientCheckpointing, DistributedModule):
         self.layernorm = make_norm(norm, hidden_size, eps, self._layout) if has_both else None
 
     def forward(self, inputs: Inputs) -> Inputs:
-        """See the class. Collective over the tensor-parallel group."""
+        """Runs the layers as the class describes. Collective over the tensor-parallel group."""
         check_inputs(inputs, self._num_members)
         if self._inside:
             return self._compute(inputs)
@@ -120,7 +120,7 @@ class DistributedTransformer(GradientCheckpointing, DistributedModule):
         return (hidden.to(inputs[0].dtype), *inputs[1:])
 
     def _compute(self, inputs: Inputs) -> Inputs:
-        """Everything in the layout."""
+        """Runs norms and layers; all tensors are in the layout."""
         if self.pre_layernorm is not None:
             inputs = (self.pre_layernorm(inputs[0]), *inputs[1:])
         outputs: Inputs = self.seq_layers(inputs)

@@ -18,41 +18,41 @@ Inputs = tuple[Tensor | None, ...]
 
 
 class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
-    """Attention, optional cross attention and a feed-forward block.
+    """A layer of attention, optional cross attention and a feed-forward block.
 
     ``forward((hidden_states, attention_mask))`` returns the same tuple with new hidden states; with
     ``add_cross_attention`` the tuple is ``(hidden_states, cross_states, attention_mask,
     cross_mask)``. Without ``cross_states``, on all ranks of a group, the cross attention is left
     out and its parameters get no gradient. With rotary embeddings a last member ``position_ids``
-    ``[N or 1, S]`` may follow. Hidden states are ``[N, S, H]``, masks additive ``[N, 1, 1, S]``,
-    either on all ranks of a tensor-parallel group or on none. All of them call it together, with
-    inputs of one shape.
+    ``[N or 1, S]`` may follow. Hidden states are ``[N, S, H]``, masks additive ``[N, 1, 1, S]``;
+    either all ranks of a tensor-parallel group pass a mask or none does. All ranks of the group
+    call the layer together, with inputs of one shape.
 
     Args:
-        num_attention_heads: of all ranks.
+        num_attention_heads: number of query heads of all ranks together.
         attention_head_size: channels of one head.
         hidden_size: channels of the hidden states.
         intermediate_size: channels inside of the feed-forward block, of all ranks.
-        attention_dropout_prob: on attention probabilities.
-        hidden_dropout_prob: on results of attention and feed-forward block.
-        activation: as for `DistributedTransformerOutputLayer`.
-        layernorm_epsilon: of the norms.
+        attention_dropout_prob: probability of dropout on attention probabilities.
+        hidden_dropout_prob: probability of dropout on results of attention and feed-forward block.
+        activation: the same as for `DistributedTransformerOutputLayer`.
+        layernorm_epsilon: epsilon of the norms.
         initializer_range: standard deviation of initial weights with ``use_normal_initialization``.
         use_normal_initialization: normal weights and zero biases instead of those of ``nn.Linear``.
         causal_mask_size: the longest sequence, attended causally; None for attention to all.
-        add_cross_attention: a second attention block, ``cross_attention``.
-        pre_layernorm, post_layernorm: norms at the begin and at the end of each block.
+        add_cross_attention: the layer has a second attention block, ``cross_attention``.
+        pre_layernorm, post_layernorm: norms at the start and at the end of each block.
         use_alibi, alibi_bias_max: linear position bias of attention scores.
-        rotary_dim, rotary_interleaved, rotary_base: as for `DistributedAttentionLayer`, and so are
-            scale_attention_scores, scale_attn_by_layer_idx, layer_idx, attention_in_fp32,
+        rotary_dim, rotary_interleaved, rotary_base: the same as for `DistributedAttentionLayer`, as
+            are scale_attention_scores, scale_attn_by_layer_idx, layer_idx, attention_in_fp32,
             query_key_layer_scaling, window_size, num_key_value_heads, fused_qkv, use_qkv_bias,
             use_attn_dense_bias, flash_attention.
         parallel_attn_output: both blocks read the same hidden states: ``x + attn(norm(x)) +
             mlp(norm(x))``.
-        single_pre_layernorm: with one norm for both.
+        single_pre_layernorm: both blocks share one norm.
         norm: "layernorm" or "rmsnorm".
-        gated_mlp, use_mlp_bias: as for `DistributedTransformerOutputLayer`.
-        fp32_residual_addition: add residuals in float32.
+        gated_mlp, use_mlp_bias: the same as for `DistributedTransformerOutputLayer`.
+        fp32_residual_addition: residuals are added in float32.
         residual_init_std: standard deviation of the initial weights of the last product of each
             block, instead of ``initializer_range``.
 
@@ -61,10 +61,10 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
         ValueError: arguments contradict each other.
     """
 
-    # What transformers sets on layers that can be checkpointed.
+    # transformers sets these attributes on layers that can be checkpointed.
     gradient_checkpointing = False
     preserve_rng_state = True
-    #: Code that would checkpoint a layer from outside leaves it to this one.
+    #: code that would checkpoint a layer from outside leaves that to the layer
     checkpoints_itself = True
 
     def __init__(
@@ -182,8 +182,8 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
         )
 
     def forward(self, inputs: Inputs) -> Inputs:
-        """See the class. Collective over the tensor-parallel group."""
-        is_marked = is_wrapped(self, Around.CHECKPOINT)  # then that sees to it
+        """Runs the layer as its class describes. Collective over the tensor-parallel group."""
+        is_marked = is_wrapped(self, Around.CHECKPOINT)  # then the wrapper recomputes
         if self.gradient_checkpointing and self.training and not is_marked:
             result: Inputs = recompute(
                 self._forward,
@@ -205,7 +205,7 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
         return (hidden.to(inputs[0].dtype), *inputs[1:])
 
     def _compute(self, inputs: Inputs) -> Tensor:
-        """New hidden states; everything in the layout."""
+        """Returns new hidden states; all tensors are in the layout."""
         hidden, *others = inputs
         assert hidden is not None
         cross, mask, cross_mask = None, others[0], None
@@ -252,7 +252,7 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
 
 
 def check_inputs(inputs: Inputs, num_members: int) -> None:
-    """Refuses what is not the tuple of a layer, perhaps with positions at its end."""
+    """Raises ValueError unless inputs are the tuple of a layer, with or without positions."""
     names = "hidden_states, attention_mask"
     if num_members == 4:
         names = "hidden_states, cross_states, attention_mask, cross_mask"
@@ -262,7 +262,7 @@ def check_inputs(inputs: Inputs, num_members: int) -> None:
 
 
 def check_cross(states: Tensor | None, mask: Tensor | None) -> None:
-    """Refuses a mask of nothing; without either the cross attention is left out."""
+    """Raises ValueError for a mask without states; without both, cross attention is left out."""
     if states is None and mask is not None:
         raise ValueError(
             "cross_mask was given and cross_states is None; give both, or neither to leave the "
@@ -276,7 +276,7 @@ def enter_stack(
     """Brings the tuple of a layer into the layout.
 
     Returns:
-        The tuple inside, and the length of the sequence.
+        The tuple in the layout, and the length of the sequence.
     """
     hidden = inputs[0]
     assert hidden is not None

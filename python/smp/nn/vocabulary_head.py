@@ -1,4 +1,4 @@
-"""Head of a language model whose vocabulary is split, and what it gives to the caller."""
+"""The head of a language model whose vocabulary is split, and its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IGNORE_INDEX = -100
 
 
 class LMHeadOutput:
-    """What `DistributedTransformerLMHead` returns when it gets labels.
+    """The output of `DistributedTransformerLMHead` when it gets labels.
 
     ``loss, logits = output`` and ``output["loss"]`` work as well.
 
@@ -35,7 +35,7 @@ class LMHeadOutput:
 
     @property
     def logits(self) -> Tensor:
-        """``[N, S, vocab_size]`` of the caller's batch, gathered when first read.
+        """Logits ``[N, S, vocab_size]`` of the caller's batch, gathered when first read.
 
         Collective: all ranks of the tensor-parallel group have to read it.
         """
@@ -45,7 +45,7 @@ class LMHeadOutput:
 
     @property
     def hidden_states(self) -> Tensor:
-        """``[N, S, H]``, what the head got. Collective as `logits`."""
+        """Input of the head, ``[N, S, H]``. Collective as `logits`."""
         return self._borders.leave(self._hidden)
 
     def __getitem__(self, key: str | int) -> Tensor:
@@ -61,11 +61,11 @@ class LMHeadOutput:
 
 
 class _Borders:
-    """How what is split comes back to the caller.
+    """The conversion of split tensors to those of the caller.
 
     Args:
-        layout: of the stack.
-        sizes: of the parts of the vocabulary.
+        layout: layout of the stack.
+        sizes: sizes of the parts of the vocabulary.
         extent: length of the sequence.
     """
 
@@ -97,14 +97,14 @@ pytree.register_pytree_node(
 
 
 class VocabularyHead(nn.Module):
-    """Logits of this rank's part of the vocabulary, and the loss without the others'.
+    """A head that computes logits of this rank's part of the vocabulary, and the loss from them.
 
     Args:
-        embedding: whose table is used; None for an own one.
-        vocab_size, hidden_size: of the whole table.
-        bias: with a bias.
-        std: of the initial table.
-        layout: of the hidden states.
+        embedding: embedding whose table is used; None for an own table.
+        vocab_size, hidden_size: rows and columns of the whole table.
+        bias: the head has a bias.
+        std: standard deviation of the initial table.
+        layout: layout of the hidden states.
     """
 
     weight: nn.Parameter
@@ -138,7 +138,7 @@ class VocabularyHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises this rank's part; a table that is shared belongs to the embedding."""
+        """Initialises this rank's part, except a table that is shared with the embedding."""
         if not self._is_tied:
             fill(self.weight, lambda t: t.normal_(0.0, self._std))
         if self.bias is not None:
@@ -147,15 +147,15 @@ class VocabularyHead(nn.Module):
     def forward(
         self, hidden: Tensor, targets: Tensor | None, extent: int
     ) -> tuple[Tensor | None, Tensor]:
-        """Collective over the tensor-parallel group.
+        """Computes losses and logits. Collective over the tensor-parallel group.
 
         Args:
-            hidden: in the layout.
-            targets: ``[all B, S]``, `IGNORE_INDEX` where there is none; None without any.
+            hidden: hidden states in the layout.
+            targets: ``[all B, S]``, `IGNORE_INDEX` where there is none; None for no losses.
             extent: length of the sequence.
 
         Returns:
-            Loss per target ``[all B, S]`` or None, and ``[all B, S, own part of the vocabulary]``.
+            Loss per target ``[all B, S]`` or None, and logits ``[all B, S, own part]``.
         """
         local = self._layout.columns(hidden, [self], extent)[0]
         if targets is None:
@@ -170,7 +170,7 @@ class VocabularyHead(nn.Module):
         return losses.view(targets.shape), local
 
     def borders(self, extent: int) -> _Borders:
-        """How logits come back to the caller."""
+        """Returns the conversion of logits to those of the caller."""
         return _Borders(self._layout, self._sizes, extent)
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
 """The process group of the public data-parallel interface, on top of `smp.init` and torch's groups.
 
-Its documentation knows one group, that of all processes; another one is refused.
+The interface has one group, that of all processes; others are refused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from smp.world.launch import read_launch
 from smp.world.state import state
 
 BACKENDS = ("smddp", "nccl", "gloo")
-"""Words that scripts give `init_process_group`; the device of the ranks decides."""
+"""Names that scripts pass to `init_process_group`; the device of the ranks decides."""
 
 
 class ReduceOp(enum.Enum):
-    """How tensors of several ranks become one."""
+    """An operation that makes one tensor from those of several ranks."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -33,13 +33,13 @@ class ReduceOp(enum.Enum):
 
 
 class group:
-    """Groups of processes: there is one."""
+    """The groups of processes; there is only one."""
 
     WORLD: Any = "world"
 
 
 _OPS = {
-    ReduceOp.AVERAGE: dist.ReduceOp.SUM,  # of parts: Gloo has no mean
+    ReduceOp.AVERAGE: dist.ReduceOp.SUM,  # parts are divided first: Gloo has no mean
     ReduceOp.SUM: dist.ReduceOp.SUM,
     ReduceOp.MIN: dist.ReduceOp.MIN,
     ReduceOp.MAX: dist.ReduceOp.MAX,
@@ -47,26 +47,26 @@ _OPS = {
 
 
 def is_available() -> bool:
-    """Whether a launcher has started this process as one of a job. Not collective."""
+    """Returns whether a launcher has started this process as one of a job. Not collective."""
     return read_launch(os.environ, socket.gethostname()).launcher != "single"
 
 
 def is_initialized() -> bool:
-    """Whether `init_process_group` was called, or `smp.init` with the key ``ddp``."""
+    """Returns whether `init_process_group` was called, or `smp.init` with the key ``ddp``."""
     return state.cfg is not None and state.cfg.ddp
 
 
 def init_process_group(backend: str | None = None, *_: Any, **more: Any) -> None:
-    """``smp.init({"ddp": True})``; does nothing where that was done. Collective.
+    """Calls ``smp.init({"ddp": True})`` unless that was done. Collective.
 
     Args:
-        backend: one of `BACKENDS`; the device of the ranks decides, whichever it is.
-        more: what ``torch.distributed.init_process_group`` takes. Where ranks meet comes from the
-            launcher, and the longest wait from ``SMP_TIMEOUT_S``; ``rank`` and ``world_size`` are
-            compared with what the launcher says.
+        backend: one of `BACKENDS`, without effect: the device of the ranks decides.
+        more: other arguments of ``torch.distributed.init_process_group``. The address of the job
+            comes from the launcher, and the longest wait from ``SMP_TIMEOUT_S``; ``rank`` and
+            ``world_size`` are compared with the launcher's.
 
     Raises:
-        ValueError: the backend is another one, the launcher says another rank or size, or the
+        ValueError: the backend is another one, the launcher has another rank or size, or the
             launcher's configuration splits models over ranks.
     """
     if backend is not None and backend not in BACKENDS:
@@ -89,26 +89,26 @@ def init_process_group(backend: str | None = None, *_: Any, **more: Any) -> None
             f"{comm.mp_size()} ranks, so not every rank is a replica; use smp.DistributedModel, "
             "or leave pipeline_parallel_degree and tensor_parallel_degree out"
         )
-    comm.get_world_process_group()  # a world of one makes it when somebody asks
+    comm.get_world_process_group()  # a world of one makes its group on the first call
 
 
 # ---- ranks and sizes -----------------------------------------------------------------
 
 
 def get_world_size(group: Any = group.WORLD) -> int:
-    """Number of processes."""
+    """Returns the number of processes."""
     _check(group, "get_world_size")
     return comm.size()
 
 
 def get_rank(group: Any = group.WORLD) -> int:
-    """Position among all processes."""
+    """Returns the position among all processes."""
     _check(group, "get_rank")
     return comm.rank()
 
 
 def get_local_rank() -> int:
-    """Position among the processes of this host."""
+    """Returns the position among the processes of this host."""
     return comm.local_rank()
 
 
@@ -124,13 +124,13 @@ def all_reduce(
     """Reduces a tensor of any shape over all ranks, in place. Collective.
 
     Args:
-        tensor: the same shape and dtype on all ranks.
-        op: None is SUM. AVERAGE divides first, and needs a floating dtype.
+        tensor: tensor with the same shape and dtype on all ranks.
+        op: operation; None is SUM. AVERAGE divides first, and needs a floating dtype.
         group: `group.WORLD`.
-        async_op: return at once, with what can be waited for.
+        async_op: return at once, with an object to wait for.
 
     Raises:
-        TypeError: AVERAGE of integers.
+        TypeError: AVERAGE is asked for and the tensor holds integers.
     """
     world = _check(group, "all_reduce")
     op = ReduceOp.SUM if op is None else ReduceOp(op)
@@ -147,14 +147,14 @@ def all_reduce(
 def broadcast(
     tensor: Tensor, src: int = 0, group: Any = group.WORLD, async_op: bool = False
 ) -> dist.Work | None:
-    """Gives all ranks the tensor of one, in place. Collective."""
+    """Copies the tensor of rank ``src`` to all ranks, in place. Collective."""
     return _work(dist.broadcast(tensor, src, _check(group, "broadcast"), async_op))
 
 
 def all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: Any = group.WORLD, async_op: bool = False
 ) -> dist.Work | None:
-    """Gives all ranks the tensors of all, in a list of their shape. Collective."""
+    """Copies the tensors of all ranks into a list of their shape on each rank. Collective."""
     world = _check(group, "all_gather")
     return _work(dist.all_gather(tensor_list, tensor, world, async_op))
 
@@ -167,7 +167,7 @@ def all_to_all_single(
     group: Any = group.WORLD,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Gives each rank its part of the first dimension of all ranks' inputs. Collective."""
+    """Sends each rank its part of the first dimension of this rank's input. Collective."""
     world = _check(group, "all_to_all_single")
     received, sent = (
         None if one is None else list(one) for one in (output_split_sizes, input_split_sizes)
@@ -182,7 +182,7 @@ def barrier(group: Any = group.WORLD, async_op: bool = False) -> dist.Work | Non
 
 
 def _check(given: Any, what: str) -> dist.ProcessGroup:
-    """The process group of all ranks, if it is what was given."""
+    """Returns the process group of all ranks, and refuses all others."""
     world = comm.get_world_process_group()
     if given is not None and given is not group.WORLD and given is not world:
         raise ValueError(

@@ -16,15 +16,14 @@ from smp.world import comm, runtime
 def dump_model(model: nn.Module, path: str | os.PathLike[str] = "model_dump") -> Path:
     """Writes parameters and buffers of this rank to ``<path>_<pp_rank>_<tp_rank>``.
 
-    The first replica writes; not collective, except that sharded parameters are gathered over their
-    ranks.
+    The first replica writes. Only gathering sharded parameters over their ranks is collective.
 
     Args:
         model: a `DistributedModel` that is partitioned, or a plain module.
-        path: without the suffix of the rank.
+        path: path without the suffix of the rank.
 
     Returns:
-        the file of this rank and its equals in other replicas.
+        The file of this rank and its equals in other replicas.
     """
     file = _file_of(path)
     state = _state(model)
@@ -42,13 +41,13 @@ def verify(
     """Compares this rank's parameters and buffers with those that :func:`dump_model` wrote.
 
     Args:
-        model: as there, of the same layout.
-        path: as there.
-        rtol, atol: tolerances as of ``torch.testing.assert_close``.
+        model: the same as for :func:`dump_model`, of the same layout.
+        path: the same as for :func:`dump_model`.
+        rtol, atol: tolerances of ``torch.testing.assert_close``.
 
     Raises:
-        AssertionError: names what differs.
-        FileNotFoundError: nothing was dumped there on this layout.
+        AssertionError: parameters or buffers differ; the text names them.
+        FileNotFoundError: there is no file of this layout.
     """
     file = _file_of(path)
     dumped = torch.load(file, map_location="cpu", weights_only=True)

@@ -1,6 +1,6 @@
-"""torch's DistributedDataParallel, whose sums on the CPU are those of the library."""
+"""torch's DistributedDataParallel with sums on the CPU by the library."""
 
-# Annotations are no texts here: torch compares those of the hook.
+# Annotations are no strings here: torch compares those of the hook.
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,16 +15,16 @@ from smp.v1 import data_parallel
 from smp.world import runtime
 from smp.world.rank import Rank
 
-_SLICE_S = 0.25  # of a wait, before somebody looks whether it can end
-_GRACE_S = 2.0  # for what is known of a failure to arrive
+_SLICE_S = 0.25  # seconds of a wait between checks whether it can end
+_GRACE_S = 2.0  # seconds for messages about a failure to arrive
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """A replica of a module on each rank, whose gradients are averaged in backward.
 
-    That of torch, with the group that `init_process_group` has made. On the CPU buckets are summed
-    by the library's communicator, so over several hosts by hosts where ``ddp_dist_backend`` and
-    the hosts permit it, and a rank that fails is named; on GPUs by torch over NCCL.
+    It is torch's class with the group of `init_process_group`. On the CPU the library's
+    communicator sums buckets: over several hosts by hosts, where ``ddp_dist_backend`` and the hosts
+    permit it, and errors name the rank that failed. On GPUs torch sums them over NCCL.
     """
 
     def __init__(
@@ -37,16 +37,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         bucket_cap_mb: int | None = None,
         **more: Any,
     ) -> None:
-        """
+        """Makes the replica of this rank.
+
         Args:
-            module: the same on all ranks; the parameters of rank 0 count.
-            device_ids, output_device, broadcast_buffers, bucket_cap_mb: as torch's.
+            module: module with the same parameters on all ranks; values of rank 0 are copied.
+            device_ids, output_device, broadcast_buffers, bucket_cap_mb: the same as torch's.
             process_group: None or ``group.WORLD``.
             more: further arguments of torch's.
 
         Raises:
             RuntimeError: `init_process_group` was not called.
-            ValueError: another process group.
+            ValueError: the process group is another one.
         """
         if not data_parallel.is_initialized():
             raise RuntimeError(
@@ -71,21 +72,21 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 class _Sums:
-    """Averages buckets over the data-parallel ranks while backward goes on."""
+    """A hook that averages buckets over the data-parallel ranks while backward goes on."""
 
     def __init__(self, rank: Rank, communicator: _C.Communicator) -> None:
         assert rank.board is not None, "there are other ranks"
         self._communicator, self._board = communicator, rank.board
         self._peers, self._timeout_s = rank.groups["dp"], rank.timeout_s
-        # Futures of torch have to be completed by somebody; sums of one group end in their order.
+        # A thread completes the futures of torch; sums of one group end in their order.
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="smp-ddp")
 
     def begin(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Begins the sum of a bucket; its future has the mean, in the same memory."""
+        """Begins the sum of a bucket; its future holds the mean, in the same memory."""
         flat = bucket.buffer()
         work = self._communicator.all_reduce(flat.div_(self._communicator.size))
         begun: torch.futures.Future[None] = torch.futures.Future()
-        # What a callback raises is an error of torch's core as well, and so of backward.
+        # An error in a callback is an error of torch's core as well, and so of backward.
         summed = begun.then(lambda _: self._wait(work, flat))
         self._waiter.submit(begun.set_result, None)
         return summed

@@ -1,4 +1,4 @@
-"""A whole model out of a partial checkpoint of sharded data parallelism, in one process."""
+"""Conversion of a sharded partial checkpoint to a whole model, in one process."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def get_full_state_dict_from_sharded_data_parallel_checkpoint(
     """Merges the files of ``save_checkpoint(partial=True)`` with sharded data parallelism.
 
     No process group, GPU or `smp.init` is needed. Parameters come from the float32 masters in the
-    files of the optimizer, buffers from that of the model. Files are read with
-    ``weights_only=True`` and mapped into memory, so that the whole model is there once; objects
-    of the user's among its content are passed over, and no code of theirs runs.
+    files of the optimizer, buffers from the file of the model. Files are read with
+    ``weights_only=True`` and mapped into memory, so that the whole model is in memory once. Objects
+    of the user's classes are skipped, and no code of theirs runs.
 
     Args:
-        checkpoint_dir: the folder that `save_checkpoint` got.
-        tag: of the checkpoint, with or without its suffix ``_partial``; by default what the file
-            ``newest`` names, or where that is a whole model, the newest of the partial ones.
-        dtype: of parameters in the result; float32, as they were saved, by default.
+        checkpoint_dir: folder that `save_checkpoint` got.
+        tag: tag of the checkpoint, with or without its suffix ``_partial``; by default the tag in
+            the file ``newest``, or the newest partial checkpoint if that is a whole model.
+        dtype: dtype of parameters in the result; by default float32, as they were saved.
 
     Returns:
-        buffers and whole parameters by name, as the plain model's state dict has them.
+        Buffers and whole parameters by name, as the plain model's state dict has them.
 
     Raises:
-        FileNotFoundError: naming the file that is not there.
-        ValueError: naming the file whose content does not fit.
+        FileNotFoundError: a file does not exist; the text names it.
+        ValueError: the content of a file does not fit; the text names the file.
     """
     folder = _folder(Path(checkpoint_dir), tag)
     content = _read_beside_objects(folder / "user_content.pt")
@@ -80,7 +80,7 @@ def _folder(path: Path, tag: str | None) -> Path:
 
 
 class _PassedOver:
-    """Stands for an object of a class that is of no interest."""
+    """A substitute for an object of a class that is not needed."""
 
     def __new__(cls, *_: Any, **__: Any) -> _PassedOver:
         return super().__new__(cls)
@@ -93,7 +93,7 @@ class _PassedOver:
 
 
 def _read_beside_objects(path: Path) -> Any:
-    """The content of a file in which users may have put objects of any class."""
+    """Returns the content of a file in which users may have put objects of any class."""
     _require(path)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     stand_ins: list[Any] = [(type("_PassedOver", (_PassedOver,), {}), name) for name in names]
@@ -123,7 +123,7 @@ def _entry(content: Any, key: str, path: Path) -> Any:
 
 
 def _flat_groups(folder: Path) -> list[list[Tensor]]:
-    """Flat tensors of all shards, by group."""
+    """Returns the flat tensors of all shards, by group."""
     first = folder / "optimizer_0.pt"
     count = _entry(_read(first), "partition_count", first)
     num_shards = max(count) if isinstance(count, list | tuple) else int(count)
@@ -143,7 +143,7 @@ def _join_group(
     dtype: torch.dtype | None,
     where: str,
 ) -> dict[str, Tensor]:
-    """Parameters of one group, each of which takes ``ceil(numel / shards)`` elements of a shard."""
+    """Joins the parameters of one group; each takes ``ceil(numel / shards)`` elements per shard."""
     joined: dict[str, Tensor] = {}
     begin = 0
     available = min(shard.numel() for shard in shards)

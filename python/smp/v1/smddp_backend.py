@@ -18,7 +18,7 @@ def register() -> None:
 
 
 def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """NCCL where there are devices, else Gloo."""
+    """Makes a group of NCCL if there are CUDA devices, else of Gloo."""
     if torch.cuda.is_available():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

@@ -10,23 +10,23 @@ from smp.tensor_parallel.sharding import dim_of, interval_of
 
 
 def rmsg(msg: object) -> str:
-    """The message with this rank's place in front, as errors of the library have it.
+    """Returns the message after this rank's place, as errors of the library have it.
 
     Args:
-        msg: anything; before `smp.init` it comes back as it is.
+        msg: any object; before `smp.init` its text is returned alone.
     """
     return f"{_C.rank_prefix()}{msg}"
 
 
 def get_distribution_axis(param: Tensor) -> int | None:
-    """The dim along which tensor-parallel ranks split a parameter; None if they do not.
+    """Returns the dim along which tensor-parallel ranks split a parameter, or None.
 
     The whole is the concatenation along it of the slices of all `tp_size()` ranks. Where a size
     does not divide, the first ranks have one element more. A parameter with several matrices
     in one dim (packed by a plan) is the concatenation of the slices of each of them.
 
     Args:
-        param: of a `DistributedModel`, or what its optimizer updates in the place of one. A master
-            of a sharded state is flat, and has the dim of the parameter behind it.
+        param: parameter of a `DistributedModel`, or the tensor that its optimizer updates instead.
+            A master of a sharded state is flat, and has the dim of its parameter.
     """
     return dim_of(interval_of(model_parameter_of(param)))

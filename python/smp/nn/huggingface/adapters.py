@@ -1,4 +1,4 @@
-"""Between callers of a replaced module and its distributed form: arguments in, results out."""
+"""Conversion of arguments and results between callers and distributed forms of modules."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _Given:
     """The arguments of one call by name, as the installed class binds them.
 
     Args:
-        family: for messages.
-        signature: of the original's ``forward``, without ``self``.
-        args, kwargs: of the call.
+        family: name of the family, for messages.
+        signature: signature of the original's ``forward``, without ``self``.
+        args, kwargs: arguments of the call.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class _Given:
                 self._values[name] = value
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Takes an argument out."""
+        """Removes an argument and returns it."""
         value = self._values.pop(name, None)
         return default if value is None else value
 
     def take_keep(self) -> int | Tensor:
-        """Which logits the caller wants."""
+        """Removes and returns the caller's choice of logits, see `keep_logits`."""
         kept = [self._values.pop(name, 0) for name in _KEEP]
         return next((k for k in kept if isinstance(k, Tensor) or k), 0)
 
     def take_fresh_caches(self, length: int) -> None:
-        """Takes caches out in which nothing is, or what plain layers have put there in this call.
+        """Removes caches that are empty or that plain layers filled in this call.
 
         Args:
-            length: of the sequence; a cache of earlier calls has more.
+            length: length of the sequence; a cache of earlier calls has more.
         """
         for name in _CACHES:
             cache = self._values.get(name)
@@ -71,16 +71,16 @@ class _Given:
                 del self._values[name]
 
     def take_what_attention_ignores(self) -> None:
-        """Takes out what models of several pass on to everybody, and no layer makes use of.
+        """Removes arguments that composite models pass to all layers and no layer uses.
 
-        Layers hand all arguments that they do not name to a function for attention.
+        Layers pass all arguments that they do not name to a function for attention.
         """
         used = _used_by_attention()
         for name in [name for name in self._values if used and name not in used]:
             del self._values[name]
 
     def refuse_rest(self) -> None:
-        """Refuses whatever is left and would have an effect."""
+        """Raises ValueError if an argument is left that would have an effect."""
         for name, value in self._values.items():
             if not _is_nothing(value):
                 raise self.error(
@@ -90,18 +90,18 @@ class _Given:
                 )
 
     def error(self, name: str, problem: str) -> ValueError:
-        """Says what is wrong with an argument."""
+        """Returns the error for a problem with an argument."""
         return ValueError(f"{_C.rank_prefix()}{self._family}: argument '{name}' {problem}")
 
 
 class ModelAdapter:
-    """Of a model with or without a head, for one call.
+    """An adapter for one call of a model with or without a head.
 
     Args:
-        family: of the model.
+        family: family of the model.
         kind: "head" or "base".
-        signature: of the original's ``forward``.
-        module: the distributed one.
+        signature: signature of the original's ``forward``.
+        module: the distributed module.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class ModelAdapter:
 
 
 def _mean_to_share(labels: Tensor | None, num_items: Any) -> Tensor | None:
-    """Makes a mean over these tokens their share of a sum over ``num_items``, as ``Trainer`` asks.
+    """Returns the factor from a mean over these tokens to their share of a sum over ``num_items``.
 
-    The number is that of all batches whose gradients are accumulated.
+    ``Trainer`` passes the number of tokens of all batches whose gradients are accumulated.
     """
     if labels is None or num_items is None:
         return None
@@ -178,13 +178,13 @@ def _mean_to_share(labels: Tensor | None, num_items: Any) -> Tensor | None:
 
 
 class StackAdapter:
-    """Of an encoder's layers or of one layer, for one call.
+    """An adapter for one call of an encoder's layers or of one layer.
 
     Args:
-        family: of the model.
+        family: family of the model.
         kind: "stack" or "layer".
-        signature: of the original's ``forward``.
-        module: the distributed one.
+        signature: signature of the original's ``forward``.
+        module: the distributed module.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class StackAdapter:
 def adapter_maker(
     family: Family, kind: Kind, module_cls: type[nn.Module]
 ) -> Callable[[nn.Module], Adapter]:
-    """Makes adapters of calls of the replacements of one class."""
+    """Returns a function that makes adapters for calls of one class's replacements."""
     signature = inspect.signature(module_cls.forward)
     parameters = list(signature.parameters.values())[1:]
     signature = signature.replace(parameters=parameters)
@@ -247,7 +247,7 @@ def adapter_maker(
 
 
 def _used_by_attention() -> frozenset[str]:
-    """Arguments that some function for attention makes use of; empty where there are none such."""
+    """Returns the arguments that attention functions use; empty in releases without such a list."""
     models = sys.modules.get("transformers.modeling_utils")
     flash = sys.modules.get("transformers.modeling_flash_attention_utils")
     functions = getattr(models, "ALL_ATTENTION_FUNCTIONS", None)
@@ -263,19 +263,19 @@ def _used_by_attention() -> frozenset[str]:
 
 
 def _is_crossing(module: nn.Module) -> bool:
-    """Has a model or layer cross attention? Encoders, which do not say it, have none."""
+    """Returns whether a model or layer has cross attention; encoders, without the field, do not."""
     return bool(getattr(module, "add_cross_attention", False))
 
 
 def _is_nothing(value: Any) -> bool:
-    """None, False, or None for each layer."""
+    """Returns whether a value is None, False, or None for each layer."""
     if isinstance(value, list | tuple):
         return all(part is None for part in value)
     return value is None or value is False
 
 
 def _is_packed(positions: Tensor) -> bool:
-    """Do releases from 5 on take these positions for several sequences in a sample?"""
+    """Returns whether transformers 5 or later reads several sequences from these positions."""
     major = int(getattr(sys.modules.get("transformers"), "__version__", "0").split(".")[0])
     if major < 5:
         return False
@@ -286,7 +286,7 @@ def _is_packed(positions: Tensor) -> bool:
 def _masked(
     given: _Given, name: str, mask: Tensor | None, shape: torch.Size | None
 ) -> Tensor | None:
-    """True where theirs, ``[N, S]``, is 0; None stays None."""
+    """Returns True where the caller's mask, ``[N, S]``, is 0; None stays None."""
     if mask is None:
         return None
     if shape is not None and mask.dim() != 4 and mask.numel() == shape.numel():
@@ -298,10 +298,10 @@ def _masked(
 
 
 def _additive(given: _Given, name: str, mask: Any, hidden: Tensor, length: int) -> Tensor | None:
-    """A prepared mask as numbers that are added to scores, ``[N or 1, 1, S or 1, S]``.
+    """Returns a prepared mask as numbers added to scores, ``[N or 1, 1, S or 1, S]``.
 
     Releases leave a mask out where their samples need none. Ranks with own batches have to agree,
-    so where one of them needs one, all get one.
+    so if one of them needs a mask, all get one.
     """
     layout = layouts.current()
     prepared = None if mask is None else _prepared(given, name, mask, hidden)
@@ -325,7 +325,7 @@ def _prepared(given: _Given, name: str, mask: Any, hidden: Tensor) -> Tensor:
         mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill_(~mask, lowest)
     prepared: Tensor = mask
     rows = prepared[:, :, :1]
-    # What is on a device nobody looks at: the host would wait for it, in each layer.
+    # A mask on a device is not read: the host would wait for it, in each layer.
     looks = on_host(prepared) is not None
     if prepared.stride(2) == 0 or (looks and torch.equal(prepared, rows.expand_as(prepared))):
         return rows
@@ -333,7 +333,7 @@ def _prepared(given: _Given, name: str, mask: Any, hidden: Tensor) -> Tensor:
 
 
 def _refuse_captures(given: _Given) -> None:
-    """Releases from 5 on collect hidden states and attentions by hooks on layers."""
+    """Raises ValueError if transformers 5 or later collects layers' outputs by hooks."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
     wanted = None if collector is None else collector.get()

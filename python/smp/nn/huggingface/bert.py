@@ -1,4 +1,4 @@
-"""BERT: the encoder is distributed, embeddings and heads stay what they are."""
+"""BERT: the encoder is distributed; embeddings and heads stay as they are."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed
 
 
 def note(config: Any) -> None:
-    """Nothing to remember: what encoders keep beside parameters stays in their embeddings."""
+    """Stores nothing: encoders keep values other than parameters in their embeddings."""
 
 
 def options(config: Any) -> Options:
-    """Arguments of the distributed encoder.
+    """Returns the arguments of the distributed encoder.
 
     Raises:
-        Unsupported: there is none for this configuration.
+        Unsupported: no distributed encoder does this configuration.
     """
     refuse(config, "position_embedding_type", "absolute", "'absolute'")
     refuse(config, "is_decoder", False, "False")

@@ -1,8 +1,8 @@
 """Buffers that some releases of transformers keep in state dicts and the distributed modules lack.
 
 The causal masks, the value of masked scores and the rotary frequencies follow from the
-configuration. A translator has none, so families are noted when one of their models is replaced;
-what is not known is left out.
+configuration. A translator has no configuration, so families are noted when one of their models is
+replaced; buffers with unknown values are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from smp.nn.huggingface import installed
 
 _MASKED = {"gpt2": -1e4, "gptj": -1e9, "gpt_neo": -1e9, "gpt_neox": -1e9}
-# What releases had that kept masks, for a process without transformers.
+# Buffers of the releases that kept masks, for a process without transformers.
 _USUAL = {
     "gpt2": {"attn.bias": torch.uint8, "attn.masked_bias": torch.float32},
     "gptj": {"attn.bias": torch.uint8, "attn.masked_bias": torch.float32},
@@ -28,13 +28,13 @@ _USUAL = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What buffers of a model follow from, beside its parameters.
+    """The values beside its parameters that determine a model's buffers.
 
     Attributes:
         num_positions: side of the causal masks.
-        windows: of each layer; None: it sees everything before it.
+        windows: number of positions that each layer sees, or None for all earlier ones.
         rotary_dim: channels of a head that are rotated.
-        rotary_base: of the frequencies.
+        rotary_base: base of the frequencies.
     """
 
     num_positions: int
@@ -48,7 +48,10 @@ _facts: dict[_Key, Facts] = {}
 
 
 def note(family: str, table: tuple[int, int], facts: Facts) -> None:
-    """Remembers a model that is being replaced by its family, word table and number of layers."""
+    """Stores the facts of a model that is being replaced.
+
+    The keys are its family, the shape of its word table and its number of layers.
+    """
     _facts[(family, table[0], table[1], len(facts.windows))] = facts
 
 
@@ -62,11 +65,11 @@ def add_to_layers(
     """Adds the buffers of layers that the installed release wants to a dict of its names.
 
     Args:
-        family: as in ``config.model_type``.
+        family: name of the family, as in ``config.model_type``.
         layers: prefix of the list of layers.
-        numbers: of the layers.
-        result: with everything else of the model.
-        max_seq_len: side of causal masks, if the caller knows it.
+        numbers: numbers of the layers.
+        result: state dict that already holds the model's other entries.
+        max_seq_len: side of causal masks, or None if unknown.
     """
     wanted: Mapping[str, torch.dtype] = installed.layer_buffers(family)
     if max_seq_len is not None and not installed.is_known():
@@ -74,7 +77,7 @@ def add_to_layers(
     if not wanted:
         return
     root = layers.rpartition(".")[0].rpartition(".")[0]
-    # Some of the layers may not have been replaced, and have theirs.
+    # Layers that were not replaced have their buffers already.
     known = {key.removeprefix(layers).split(".")[0] for key in result if key.startswith(layers)}
     facts = _facts_of(family, root + "." if root else "", len(known), result)
     size = max_seq_len or _num_positions(root, result) or (facts and facts.num_positions) or None
@@ -95,7 +98,7 @@ def _value(
     facts: Facts | None,
     masks: dict[int | None, Tensor],
 ) -> Tensor | None:
-    """One buffer; None if it is not known."""
+    """Returns one buffer, or None if its value is not known."""
     if name.endswith("masked_bias"):
         return torch.tensor(_MASKED[family], dtype=dtype)
     if name.endswith("inv_freq"):
@@ -139,10 +142,10 @@ def add_positions(family: str, stack: str, result: dict[str, Any], max_seq_len: 
     """Puts ``position_ids`` of an encoder's embeddings into a dict, or takes them out.
 
     Args:
-        family: as in ``config.model_type``.
+        family: name of the family, as in ``config.model_type``.
         stack: prefix of the encoder.
-        result: with everything else of the model.
-        max_seq_len: how many, if the caller knows it.
+        result: state dict that already holds the model's other entries.
+        max_seq_len: number of positions, or None if unknown.
     """
     embeddings = stack.removesuffix("encoder.") + "embeddings."
     key = f"{embeddings}position_ids"

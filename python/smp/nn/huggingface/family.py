@@ -1,4 +1,4 @@
-"""What there is to know about a family, and hooks of its ``__init__`` made of it."""
+"""The description of a model family, and the ``__init__`` hooks made from it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _HEAD_OPTIONS = ("tie_word_embedding", "lm_head_bias")
 
 @dataclass(frozen=True)
 class Family:
-    """One family.
+    """A model family.
 
     Attributes:
-        names: of its parameters.
+        names: names of its parameters.
         modeling: module of transformers.
-        classes: what is replaced.
-        outputs: classes of results, by kind.
-        options: configuration to arguments of the distributed module; raises `Unsupported`.
-        note: remembers a configuration for buffers in state dicts.
-        rotates: positions matter in layers.
-        layers_return_tuples: in releases without ``output_attentions`` as well.
+        classes: names of the classes that are replaced, by kind.
+        outputs: names of the classes of results, by kind.
+        options: function from a configuration to arguments of the distributed module; raises
+            `Unsupported`.
+        note: function that stores a configuration's facts for buffers in state dicts.
+        rotates: layers take positions.
+        layers_return_tuples: layers return tuples also in releases without ``output_attentions``.
     """
 
     names: Names
@@ -46,13 +47,13 @@ class Family:
     layers_return_tuples: bool = False
 
     def translators(self, kind: Kind) -> tuple[Translator, Translator]:
-        """Of state dicts of models in which modules of this kind were replaced."""
+        """Returns translators of state dicts of models with replaced modules of this kind."""
         if kind == "layer":
             return layer_translators(self.names)
         return translators(self.names, prefer="base" if kind == "base" else "head")
 
     def init_hook(self, kind: Kind, module_cls: type[Any]) -> Callable[..., Arguments | Declined]:
-        """The hook of one class."""
+        """Returns the hook of one class."""
         signature = inspect.signature(module_cls.__init__)
 
         def init_hook(*args: Any, **kwargs: Any) -> Arguments | Declined:
@@ -76,13 +77,13 @@ class Family:
         return init_hook
 
     def output_class(self, kind: Kind) -> type[Any]:
-        """The class of results of the installed release."""
+        """Returns the class of results in the installed release."""
         found: type[Any] = getattr(importlib.import_module(self.modeling), self.outputs[kind])
         return found
 
 
 def _of_kind(kind: Kind, options: Options, number: int | None) -> Options:
-    """The options of a whole model, reduced to those of a part of it."""
+    """Reduces the options of a whole model to those of a part of it."""
     if kind == "base":
         rest = {name: value for name, value in options.items() if name not in _HEAD_OPTIONS}
         return {**rest, "add_lm_head": False}
@@ -100,5 +101,5 @@ def _of_kind(kind: Kind, options: Options, number: int | None) -> Options:
 
 
 def decoder_classes(prefix: str, head: str, layer: str) -> dict[Kind, str]:
-    """Names of the classes of a family of decoders."""
+    """Returns the names of a decoder family's classes."""
     return {"head": prefix + head, "base": prefix + "Model", "layer": prefix + layer}

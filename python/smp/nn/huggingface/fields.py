@@ -1,4 +1,4 @@
-"""Reading configurations: which fields the installed release heeds, and which values we can."""
+"""Readers of configurations: fields that the installed release uses and values that we support."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SILU = {"silu": "silu", "swish": "silu"}
 
 
 def declares(config: Any, name: str) -> bool:
-    """Whether the class of a configuration knows a field.
+    """Returns whether the class of a configuration declares a field.
 
-    Configurations keep whatever they are given; a field that the class does not know has no effect
-    on the models of that release.
+    Configurations keep all fields that they are given; a field that the class does not declare has
+    no effect on the models of that release.
     """
     for cls in type(config).__mro__:
         if name in vars(cls).get("__annotations__", {}):
@@ -29,20 +29,20 @@ def declares(config: Any, name: str) -> bool:
 
 
 def field(config: Any, name: str, default: Any) -> Any:
-    """The value of a field that not all releases have."""
+    """Returns the value of a field that not all releases have."""
     return getattr(config, name, default) if declares(config, name) else default
 
 
 def activation_of(config: Any, name: str, *, silu: bool = False) -> str:
-    """Our name of an activation.
+    """Returns our name of an activation.
 
     Args:
-        config: of the model.
-        name: of the field.
-        silu: whether SiLU is one of those that the family is offered with.
+        config: configuration of the model.
+        name: name of the field.
+        silu: whether the family offers SiLU.
 
     Raises:
-        Unsupported: there is none.
+        Unsupported: we have no such activation.
     """
     value = getattr(config, name)
     known = _GELUS | _RELU | (_SILU if silu else {})
@@ -52,10 +52,10 @@ def activation_of(config: Any, name: str, *, silu: bool = False) -> str:
 
 
 def refuse(config: Any, name: str, default: Any, supported: str) -> None:
-    """Declines a field that has another value than its default.
+    """Declines a field that differs from its default.
 
     Raises:
-        Unsupported: it has.
+        Unsupported: the field differs.
     """
     value = getattr(config, name, default)
     if value != default and not (value is None and not default):
@@ -63,10 +63,10 @@ def refuse(config: Any, name: str, default: Any, supported: str) -> None:
 
 
 def refuse_extra_outputs(config: Any) -> None:
-    """Declines configurations that make every call return more than a distributed model has.
+    """Declines configurations by which every call returns more than a distributed model can.
 
     Raises:
-        Unsupported: such a one.
+        Unsupported: the configuration asks for attentions or hidden states.
     """
     for name in ("output_attentions", "output_hidden_states"):
         refuse(config, name, False, "False, in the configuration as in calls")

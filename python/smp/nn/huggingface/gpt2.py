@@ -59,16 +59,16 @@ translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed
 
 
 def note(config: Any) -> None:
-    """Remembers what the buffers of a model with this configuration follow from."""
+    """Stores the values of this configuration that determine buffers."""
     facts = Facts(config.n_positions, (None,) * config.n_layer)
     buffers.note(NAMES.family, (config.vocab_size, config.n_embd), facts)
 
 
 def options(config: Any) -> Options:
-    """Arguments of the distributed model.
+    """Returns the arguments of the distributed model.
 
     Raises:
-        Unsupported: there is none for this configuration.
+        Unsupported: no distributed model does this configuration.
     """
     hidden = config.n_embd
     return {

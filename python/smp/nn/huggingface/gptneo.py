@@ -41,7 +41,7 @@ translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed
 
 
 def note(config: Any) -> None:
-    """Remembers what the buffers of a model with this configuration follow from."""
+    """Stores the values of this configuration that determine buffers."""
     windows = tuple(
         config.window_size if kind == "local" else None for kind in config.attention_layers
     )
@@ -50,10 +50,10 @@ def note(config: Any) -> None:
 
 
 def options(config: Any) -> Options:
-    """Arguments of the distributed model.
+    """Returns the arguments of the distributed model.
 
     Raises:
-        Unsupported: there is none for this configuration.
+        Unsupported: no distributed model does this configuration.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
     kinds = config.attention_layers

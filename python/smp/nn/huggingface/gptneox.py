@@ -12,8 +12,8 @@ from smp.nn.huggingface.rotary import rotary_of
 from smp.nn.huggingface.translation import Names, translators
 from smp.tensor_parallel.registry import Unsupported
 
-# Query, key and value of a head stand together and stay so: to part them takes the number of
-# heads, which no state dict tells.
+# Query, key and value of a head are together and stay so: separating them takes the number of
+# heads, which is in no state dict.
 NAMES = Names(
     family="gpt_neox",
     base="gpt_neox.",
@@ -44,7 +44,7 @@ translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed
 
 
 def note(config: Any) -> None:
-    """Remembers what the buffers of a model with this configuration follow from."""
+    """Stores the values of this configuration that determine buffers."""
     rotary = rotary_of(config, in_part=True)
     facts = Facts(
         config.max_position_embeddings,
@@ -56,10 +56,10 @@ def note(config: Any) -> None:
 
 
 def options(config: Any) -> Options:
-    """Arguments of the distributed model.
+    """Returns the arguments of the distributed model.
 
     Raises:
-        Unsupported: there is none for this configuration.
+        Unsupported: no distributed model does this configuration.
     """
     if field(config, "attention_bias", True) is not True:
         raise Unsupported("attention_bias is False; supported is True")

@@ -1,4 +1,4 @@
-"""What the installed release of transformers calls things; asked of a tiny model of it."""
+"""Names and buffers of the installed release of transformers, read from a tiny model of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ _SAMPLES: Mapping[str, tuple[str, str, Mapping[str, Any], str]] = {
 
 @functools.cache
 def _sample(family: str) -> tuple[frozenset[str], dict[str, torch.dtype]] | None:
-    """All keys of a state dict of the family, and those of buffers; None without transformers."""
+    """Returns all keys of the family's state dict, and dtypes of its buffers by key.
+
+    Returns None without transformers.
+    """
     if family not in _SAMPLES:
         return frozenset(), {}
     model_name, config_name, sizes, _ = _SAMPLES[family]
@@ -62,12 +65,12 @@ def _sample(family: str) -> tuple[frozenset[str], dict[str, torch.dtype]] | None
 
 
 def is_known() -> bool:
-    """Whether transformers can be imported."""
+    """Returns whether transformers can be imported."""
     return _sample("gpt2") is not None
 
 
 def head_of(family: str) -> str:
-    """What the family's language-modelling head is called."""
+    """Returns the name of the family's language-modelling head."""
     if family != "gpt_neox":
         return "lm_head"
     sample = _sample(family)
@@ -75,7 +78,7 @@ def head_of(family: str) -> str:
 
 
 def layer_buffers(family: str) -> dict[str, torch.dtype]:
-    """Buffers in each layer that stand in a state dict, with their types."""
+    """Returns the dtypes of the buffers that each layer has in a state dict, by name."""
     sample = _sample(family)
     if sample is None:
         return {}
@@ -88,6 +91,6 @@ def layer_buffers(family: str) -> dict[str, torch.dtype]:
 
 
 def stores_positions(family: str) -> bool:
-    """Whether embeddings of the family have ``position_ids`` in a state dict."""
+    """Returns whether embeddings of the family have ``position_ids`` in a state dict."""
     sample = _sample(family)
     return sample is not None and "embeddings.position_ids" in sample[1]

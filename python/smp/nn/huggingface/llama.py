@@ -40,7 +40,7 @@ translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed
 
 
 def note(config: Any) -> None:
-    """Remembers what the buffers of a model with this configuration follow from."""
+    """Stores the values of this configuration that determine buffers."""
     rotary = rotary_of(config)
     facts = Facts(
         config.max_position_embeddings,
@@ -52,10 +52,10 @@ def note(config: Any) -> None:
 
 
 def base_options(config: Any) -> Options:
-    """What Llama, Mistral and Qwen2 have in common.
+    """Returns the arguments that Llama, Mistral and Qwen2 have in common.
 
     Raises:
-        Unsupported: there is no distributed model for this configuration.
+        Unsupported: no distributed model does this configuration.
     """
     heads = config.num_attention_heads
     rotary = rotary_of(config)
@@ -88,10 +88,10 @@ def base_options(config: Any) -> Options:
 
 
 def options(config: Any) -> Options:
-    """Arguments of the distributed model.
+    """Returns the arguments of the distributed model.
 
     Raises:
-        Unsupported: there is none for this configuration.
+        Unsupported: no distributed model does this configuration.
     """
     has_bias = bool(field(config, "attention_bias", False))
     return {

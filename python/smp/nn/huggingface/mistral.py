@@ -19,10 +19,10 @@ translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed
 
 
 def options(config: Any) -> Options:
-    """Arguments of the distributed model.
+    """Returns the arguments of the distributed model.
 
     Raises:
-        Unsupported: there is none for this configuration.
+        Unsupported: no distributed model does this configuration.
     """
     return {
         **llama.base_options(config),

@@ -21,18 +21,18 @@ _LOGITS = "logits"
 
 
 class Source(Protocol):
-    """What has logits that are gathered when they are read, on all ranks of the group."""
+    """An object with logits that are gathered on all ranks of the group when they are read."""
 
     @property
     def logits(self) -> Tensor: ...
 
 
 class _Unread:
-    """Stands in a dictionary for logits that nobody has read yet.
+    """A placeholder in a dictionary for logits that have not been read yet.
 
     Args:
-        source: has them.
-        keep: which positions, see `keep_logits`.
+        source: object that has the logits.
+        keep: positions of logits, see `keep_logits`.
     """
 
     def __init__(self, source: Source, keep: int | Tensor) -> None:
@@ -43,18 +43,18 @@ class _Unread:
 
 
 class _LazyOutput(_Base):
-    """First base of the classes below: everything that hands out logits gathers them before."""
+    """The first base of the classes below; gathers logits before it returns them in any way."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Keeps transformers from registering the class for pytrees in its own way."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:  # somebody copies a result with other values
+        if args or kwargs:  # a caller copies a result with other values
             return cls.__mro__[2](*args, **kwargs)
         return super().__new__(cls)
 
     def __init__(self) -> None:
-        """Nothing to do: entries are set one by one."""
+        """Sets nothing: entries are set one by one."""
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):
@@ -80,7 +80,7 @@ class _LazyOutput(_Base):
 
     @property
     def logits(self) -> Any:
-        """``[N, S, vocab_size]``. Collective over the tensor-parallel group when first read."""
+        """Logits ``[N, S, vocab_size]``. The first read is collective over the group."""
         return self.get(_LOGITS)
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -109,7 +109,7 @@ class _LazyOutput(_Base):
         return f"{type(self).__name__}({entries})"
 
     def _entries(self) -> list[tuple[str, Any]]:
-        """What stands in the dictionary, logits perhaps not read."""
+        """Returns the entries of the dictionary without reading logits."""
         return [(name, dict.__getitem__(self, name)) for name in self.keys()]
 
 
@@ -117,7 +117,7 @@ _lazy_classes: dict[type[Any], type[Any]] = {}
 
 
 def _lazy_class(base: type[Any]) -> type[Any]:
-    """The subclass of a result class of transformers, made once."""
+    """Returns the lazy subclass of a result class of transformers, made once."""
     if base in _lazy_classes:
         return _lazy_classes[base]
     members = {"__module__": base.__module__, "__qualname__": base.__qualname__}
@@ -159,43 +159,43 @@ def _rebuild(base: type[Any], entries: dict[str, Any]) -> Any:
 
 
 def lazy_output(base: type[Any], source: LMHeadOutput, keep: int | Tensor) -> Any:
-    """A result with a loss and with logits that are gathered when they are read.
+    """Returns a result with a loss and with logits that are gathered when they are read.
 
     Args:
         base: class of transformers; the result is an instance of it.
-        source: has loss and logits.
+        source: object that has loss and logits.
         keep: positions of logits, see `keep_logits`.
     """
     return _rebuild(base, {"loss": source.loss, _LOGITS: _Unread(source, keep)})
 
 
 def lazy_result(base: type[Any], entries: dict[str, Any]) -> Any:
-    """A result of a model's own, with logits that are gathered when they are read.
+    """Returns a plain model's result with logits that are gathered when they are read.
 
     Args:
-        base: its class; the result is an instance of it.
-        entries: by name; "logits" is what has them.
+        base: class of the result, which is an instance of it.
+        entries: entries by name; "logits" is the object that has them.
     """
     return _rebuild(base, {**entries, _LOGITS: _Unread(entries[_LOGITS], 0)})
 
 
 def is_lazy(output: Any) -> bool:
-    """Has somebody made this result already, with logits that are gathered when they are read?"""
+    """Returns whether a result already gathers its logits when they are read."""
     return isinstance(output, _LazyOutput)
 
 
 def ready_entries(output: Any) -> dict[str, Any]:
-    """Returns the entries of such a result but those that are not gathered yet."""
+    """Returns the entries of a lazy result except logits that are not gathered yet."""
     return {k: value for k, value in output._entries() if not isinstance(value, _Unread)}
 
 
 def keep_logits(logits: Tensor, keep: int | Tensor) -> Tensor:
-    """The positions that ``logits_to_keep`` asks for.
+    """Returns the logits at the positions that ``logits_to_keep`` asks for.
 
     Args:
         logits: ``[N, S, vocab_size]``.
-        keep: how many at the end, 0 for all; or indices ``[n]`` or ``[N, n]``, or a boolean mask
-            ``[N, S]``.
+        keep: number of positions at the end, 0 for all; or indices ``[n]`` or ``[N, n]``; or a
+            boolean mask ``[N, S]``.
     """
     if isinstance(keep, Tensor) and keep.dim() == 2:
         if keep.dtype == torch.bool:

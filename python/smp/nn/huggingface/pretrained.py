@@ -1,4 +1,4 @@
-"""Which models came out of ``from_pretrained``, and whose weights are worth keeping."""
+"""A record of the modules that ``from_pretrained`` made and of those with weights worth keeping."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 
 _pretrained: WeakSet[nn.Module] = WeakSet()
 _bare: WeakSet[nn.Module] = WeakSet()  # made while initialisation was switched off
-_loaded: WeakSet[nn.Module] = WeakSet()  # of those, with values from a state dict
+_loaded: WeakSet[nn.Module] = WeakSet()  # members of _bare that a state dict gave values
 _MARK = "_smp_notes_pretrained"
 
 
 def watch(model_cls: type[Any]) -> None:
-    """Notes what is created and loaded from now on, around methods of the class.
+    """Wraps methods of the class so that new and loaded models are recorded.
 
-    What was made earlier, or in a ``from_pretrained`` that runs already, counts as initialised.
+    Models made earlier, or in a ``from_pretrained`` that runs already, count as initialised.
 
     Args:
         model_cls: ``PreTrainedModel``.
@@ -62,11 +62,11 @@ def _noting_what_is_made(function: Any, model_cls: type[Any]) -> Any:
 
 
 def _initialises(model_cls: type[Any]) -> bool:
-    """Whether models that are made now get initial values of Hugging Face.
+    """Returns whether new models get initial values of Hugging Face.
 
-    Scripts that train from scratch, and ``no_init_weights`` of releases since 5, put a function
-    that does nothing in the place of ``PreTrainedModel.init_weights``. That of older releases
-    switches ``init_weights`` off by a variable of its module.
+    Scripts that train from scratch, and ``no_init_weights`` of releases since 5, replace
+    ``PreTrainedModel.init_weights`` by a function that does nothing. ``no_init_weights`` of older
+    releases switches ``init_weights`` off by a variable of its module.
     """
     name = getattr(model_cls.init_weights, "__qualname__", "")
     is_on = getattr(sys.modules.get(model_cls.__module__), "_init_weights", True)
@@ -78,18 +78,18 @@ def _note_load(module: nn.Module, _: Any) -> None:
 
 
 def was_pretrained(module: nn.Module) -> bool:
-    """Whether a module is part of a model that ``from_pretrained`` made."""
+    """Returns whether a module is part of a model that ``from_pretrained`` made."""
     return module in _pretrained
 
 
 def was_initialised(module: nn.Module) -> bool:
-    """Whether the weights of a module are worth taking over.
+    """Returns whether the weights of a module are worth copying to its replacement.
 
-    They are not where nobody initialised them when the module was made, and neither
-    ``from_pretrained`` nor ``load_state_dict`` gave any part of it values since.
+    They are not if initialisation was off when the module was made, and neither
+    ``from_pretrained`` nor ``load_state_dict`` has given any part of it values since.
 
     Args:
-        module: of a Hugging Face model.
+        module: module of a Hugging Face model.
     """
     if module not in _bare:
         return True

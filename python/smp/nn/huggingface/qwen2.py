@@ -20,10 +20,10 @@ translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed
 
 
 def options(config: Any) -> Options:
-    """Arguments of the distributed model.
+    """Returns the arguments of the distributed model.
 
     Raises:
-        Unsupported: there is none for this configuration.
+        Unsupported: no distributed model does this configuration.
     """
     return {
         **llama.base_options(config),
@@ -35,10 +35,10 @@ def options(config: Any) -> Options:
 
 
 def windows_of(config: Any) -> list[int | None]:
-    """What each layer sees.
+    """Returns the number of positions that each layer sees, or None for all earlier ones.
 
     Raises:
-        Unsupported: for layers of another kind.
+        Unsupported: a layer is of another kind.
     """
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -49,7 +49,7 @@ def windows_of(config: Any) -> list[int | None]:
         raise Unsupported(
             f"layer_types is {kinds!r}; supported are 'full_attention' and 'sliding_attention'"
         )
-    # A layer that slides takes the field as it stands.
+    # A sliding layer uses the field whatever its value is.
     return [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
 
 

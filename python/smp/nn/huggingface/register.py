@@ -1,4 +1,4 @@
-"""Registration of the families whose classes are there; transformers is never imported for it."""
+"""Registration of the families whose classes are imported; it never imports transformers."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _DISTRIBUTED: Mapping[Kind, type[nn.Module]] = {
 def register_available(modules: Mapping[str, ModuleType | None] | None = None) -> None:
     """Registers the families whose transformers modules are imported already.
 
-    A class that is registered keeps its registration, so users may put their own in its place.
+    A class that is registered keeps its registration, so users may register a replacement first.
 
     Args:
-        modules: what is imported; ``sys.modules`` if not given.
+        modules: imported modules by name; ``sys.modules`` if not given.
     """
     imported = sys.modules if modules is None else modules
     models = imported.get("transformers.modeling_utils")
     model_cls = getattr(models, "PreTrainedModel", None)
-    if model_cls is None:  # not there, or being imported just now
+    if model_cls is None:  # not imported, or being imported just now
         return
     pretrained.watch(model_cls)
     conv1d = conv1d_class()
@@ -88,9 +88,9 @@ def _configuration_of(module: nn.Module) -> Arguments:
 
 
 def _padding_of(module: Any) -> dict[str, int | None]:
-    """The row of the word embedding that gets no gradient.
+    """Returns the row of the word embedding that gets no gradient.
 
-    The module knows it, not the configuration: a ``pad_token_id`` that is set after the model was
+    The module has it, not the configuration: a ``pad_token_id`` that is set after the model was
     made, as by ``Trainer``, changes nothing in the table.
     """
     table = module.get_input_embeddings()
@@ -98,10 +98,10 @@ def _padding_of(module: Any) -> dict[str, int | None]:
 
 
 def _problem_in(module: Any, around: Sequence[nn.Module]) -> str | None:
-    """Models that are made of several, as those of images and text, do more than call their parts.
+    """Returns why a model inside a model of several, as of images and text, cannot be replaced.
 
-    They ask for the word embedding and give embeddings of their own, which the distributed form of
-    a whole model does not take; that of its layers sees no difference.
+    Outer models read the word embedding and pass embeddings of their own, which the distributed
+    form of a whole model does not take. Layers get the same inputs, so they can be replaced.
     """
     for outer in around:
         config = getattr(outer, "config", None)
@@ -116,7 +116,7 @@ def _problem_in(module: Any, around: Sequence[nn.Module]) -> str | None:
 def _deducer(
     family: Family, layer_cls: type[nn.Module]
 ) -> Callable[[nn.Module, Sequence[nn.Module]], Arguments | None]:
-    """Says what a layer was made with that nobody recorded.
+    """Returns a function that deduces a layer's arguments if they were not recorded.
 
     transformers imports the modules of its models when the first one is made, so layers of that one
     come before their class is registered.
@@ -126,12 +126,12 @@ def _deducer(
 
     def deduce(layer: nn.Module, around: Sequence[nn.Module]) -> Arguments | None:
         parts = list(layer.modules())
-        # In older releases only models have their configuration, layers do not.
+        # In older releases only models have their configuration; layers do not.
         configs = (getattr(module, "config", None) for module in (*parts, *around))
         config = next((c for c in configs if _is_of_family(c, family)), None)
         if config is None:
             return None
-        # Where numbers matter, attention has them: the place in a list may be another by now.
+        # If layers differ, attention stores the number; the place in a list may have changed.
         numbers = (getattr(part, name, None) for part in parts for name in names)
         number = next((n for n in numbers if isinstance(n, int)), None)
         return (), {"config": config, **dict.fromkeys(names, number)}

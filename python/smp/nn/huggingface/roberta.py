@@ -1,4 +1,4 @@
-"""RoBERTa: as BERT with another head."""
+"""RoBERTa: BERT with another head."""
 
 from __future__ import annotations
 

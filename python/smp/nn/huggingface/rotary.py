@@ -1,4 +1,4 @@
-"""Rotary embeddings as configurations describe them, over the releases of transformers."""
+"""Rotary embeddings as configurations describe them, in all releases of transformers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from smp.tensor_parallel.registry import Unsupported
 
 @dataclass(frozen=True)
 class Rotary:
-    """How the halves of the first channels of each head are rotated.
+    """A rotation of the halves of the first channels of each head.
 
     Attributes:
-        dim: number of those channels.
-        base: of the frequencies.
+        dim: number of the rotated channels.
+        base: base of the frequencies.
     """
 
     dim: int
@@ -24,21 +24,21 @@ class Rotary:
 
 
 def head_size_of(config: Any) -> int:
-    """Channels of a head."""
-    # Releases that know key-value heads read it even where the class does not declare it.
+    """Returns the number of channels of a head."""
+    # Releases with key-value heads read it even where the class does not declare it.
     given = getattr(config, "head_dim", None) if declares(config, "num_key_value_heads") else None
     return int(given or config.hidden_size // config.num_attention_heads)
 
 
 def rotary_of(config: Any, *, in_part: bool = False) -> Rotary:
-    """Reads the fields of all releases.
+    """Returns the rotation from the fields of any release.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         in_part: the family may rotate a share of the channels.
 
     Raises:
-        Unsupported: frequencies are scaled, or pairs do not come out even.
+        Unsupported: frequencies are scaled, or the number of rotated channels is odd.
     """
     head_size = head_size_of(config)
     parameters = field(config, "rope_parameters", None)
@@ -57,7 +57,7 @@ def rotary_of(config: Any, *, in_part: bool = False) -> Rotary:
 
 
 def _of_older(config: Any) -> tuple[float, float]:
-    """Share of rotated channels and base, by the fields of releases before 5."""
+    """Returns the share of rotated channels and the base by the fields of releases before 5."""
     scaling = field(config, "rope_scaling", None)
     if scaling is not None:
         _check_type("rope_scaling", scaling)

@@ -1,9 +1,9 @@
-"""State dicts of Hugging Face models under the names of the distributed modules, and back.
+"""Translators between state dicts of Hugging Face models and those of the distributed modules.
 
-Translators see nothing but a dict: which families are in it, and where, is told by the names of
-parameters in layers. Whatever is not part of a family's layers, tables, final norm or head stays
-as it is, and so does a dict that has the wanted form already. Results are views of the tensors
-that were given wherever a view can express them.
+Translators see nothing but a dict; the names of parameters in layers show which families it holds,
+and where. Entries outside a family's layers, tables, final norm and head stay as they are, and so
+does a dict that has the wanted form already. Results are views of the given tensors wherever a view
+can express them.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ StateDict = dict[str, Any]
 Translator = Callable[..., StateDict]
 Prefer = Literal["head", "base"]
 
-# Names of heads that stand on a base model which is distributed by itself.
+# Names of heads on a base model that is distributed by itself.
 _OTHER_HEADS = ("score.", "classifier.", "qa_outputs.", "multiple_choice_head.")
 _PARTIAL = "_smp_is_partial"
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names of one family, theirs to ours.
+    """The names of one family, from those of Hugging Face to ours.
 
     Attributes:
-        family: as in ``config.model_type``.
+        family: name of the family, as in ``config.model_type``.
         base: prefix of the base model in a model with a head; "" if only its stack of layers is
             distributed.
         layers: attribute of the list of layers.
         outer: modules beside the layers.
         inner: modules in a layer; several of ours are blocks of one of theirs.
-        anchor: what every layer of theirs has, and those of other families have not.
-        ours_has: what every layer of ours has,
-        ours_lacks: and what it has not although those of other families have.
+        anchor: parameters that every layer of theirs has, and layers of other families lack.
+        ours_has: parameters that every layer of ours has.
+        ours_lacks: parameters that no layer of ours has, and layers of other families have.
         transposed: modules whose weights are stored as [in, out].
         tied: parameters of a head that is not distributed which may be missing because they are
-            others; with what they are, "{model}" standing for the prefix of the model.
+            others, with the names of these; "{model}" is the prefix of the model.
         ignored: buffers of theirs in a layer, which ours do not have.
         has_tied_head: heads are tied unless the configuration says otherwise.
     """
@@ -63,13 +63,13 @@ class Names:
 
     @property
     def stack(self) -> str:
-        """Where the layers of ours are, seen from the distributed module."""
+        """Name of the list of our layers, relative to the distributed module."""
         return "transformer.seq_layers" if self.base else "seq_layers"
 
 
 @dataclass(frozen=True)
 class _Root:
-    """One model of a family in a dict: the prefixes of its base model and, if any, of its head."""
+    """A model of a family in a dict: prefixes of its base model and of its head, or None."""
 
     theirs: str
     ours: str
@@ -77,18 +77,18 @@ class _Root:
 
 
 def translators(names: Names, prefer: Prefer = "head") -> tuple[Translator, Translator]:
-    """The pair (distributed to Hugging Face, Hugging Face to distributed) of a family.
+    """Returns a family's translators: distributed to Hugging Face, Hugging Face to distributed.
 
     Args:
-        names: of the family.
-        prefer: what a model is whose dict would do for one with a language-modelling head and for
-            a base model alone.
+        names: names of the family.
+        prefer: kind of a model whose dict fits one with a language-modelling head as well as a
+            base model alone.
     """
 
     def smp_to_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> StateDict:
         kept = {key: value for key, value in state_dict.items() if key != _PARTIAL}
         result = _to_theirs(names, _our_roots(names, prefer, kept), kept, max_seq_len)
-        # Of what has the names of layers elsewhere, only that in lists as theirs is sure to be one.
+        # Other prefixes with names of our layers: only those in lists named as theirs are layers.
         prefixes = _prefixes(kept, names.ours_has, names.ours_lacks)
         lists = _layers(names.layers, prefixes).items()
         alone = [f"{root}{names.layers}.{number}." for root, numbers in lists for number in numbers]
@@ -102,7 +102,7 @@ def translators(names: Names, prefer: Prefer = "head") -> tuple[Translator, Tran
 
 
 def layer_translators(names: Names) -> tuple[Translator, Translator]:
-    """The pair for single layers; what stands before the names in a layer stays."""
+    """Returns the pair of translators for single layers; prefixes of layers stay."""
 
     def smp_to_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> StateDict:
         kept = {key: value for key, value in state_dict.items() if key != _PARTIAL}
@@ -124,7 +124,7 @@ def layer_translators(names: Names) -> tuple[Translator, Translator]:
 
 
 def _prefixes(known: Mapping[str, Any], has: Sequence[str], lacks: Sequence[str] = ()) -> list[str]:
-    """Prefixes of layers which have some parameters and have not others."""
+    """Returns the prefixes of layers that have some parameters and lack others."""
     first = has[0]
     ends = [key for key in known if key == first or key.endswith("." + first)]
     prefixes = [key.removesuffix(first) for key in ends]
@@ -137,7 +137,7 @@ def _prefixes(known: Mapping[str, Any], has: Sequence[str], lacks: Sequence[str]
 
 
 def _layers(attribute: str, prefixes: Sequence[str]) -> dict[str, list[int]]:
-    """Numbers of layers by what stands before the list of layers."""
+    """Returns the numbers of layers by the prefix of their list."""
     pattern = re.compile(rf"(|.*\.){re.escape(attribute)}\.(\d+)\.")
     found: dict[str, list[int]] = {}
     for prefix in prefixes:
@@ -149,7 +149,7 @@ def _layers(attribute: str, prefixes: Sequence[str]) -> dict[str, list[int]]:
 def _their_roots(
     names: Names, prefer: Prefer, state_dict: Mapping[str, Any]
 ) -> dict[_Root, list[int]]:
-    """The models of theirs in a dict, with the numbers of their layers."""
+    """Returns the models of theirs in a dict, with the numbers of their layers."""
     roots = {}
     prefixes = _prefixes(state_dict, names.anchor)
     for theirs, numbers in _layers(names.layers, prefixes).items():
@@ -173,7 +173,7 @@ def _their_root(names: Names, prefer: Prefer, keys: Mapping[str, Any], theirs: s
 def _our_roots(
     names: Names, prefer: Prefer, state_dict: Mapping[str, Any]
 ) -> dict[_Root, list[int]]:
-    """The models of ours in a dict, with the numbers of their layers."""
+    """Returns the models of ours in a dict, with the numbers of their layers."""
     roots = {}
     prefixes = _prefixes(state_dict, names.ours_has, names.ours_lacks)
     for ours, numbers in _layers(names.stack, prefixes).items():
@@ -232,7 +232,7 @@ def _layer_to_ours(
 
 
 def _head_to_ours(root: _Root, result: StateDict) -> None:
-    """Renames the head; one that is missing is the word embedding."""
+    """Renames the head, or makes a missing one the word embedding."""
     for old in installed.HEADS:
         _rename(result, f"{root.head}{old}.", f"{root.head}lm_head.")
     _share_table(root, result, f"{root.ours}word_embedding.weight")
@@ -275,7 +275,7 @@ def _single_layers_to_theirs(
     result: StateDict,
     max_seq_len: int | None,
 ) -> None:
-    """Renames what is in layers that were replaced one by one: they are where theirs were."""
+    """Renames parameters of layers that were replaced one by one, which keep their prefixes."""
     for prefix in prefixes:
         _layer_to_theirs(names, source, prefix, prefix, result)
     for root, numbers in _layers(names.layers, prefixes).items():
@@ -316,20 +316,20 @@ def _rename(result: StateDict, old: str, new: str) -> None:
 
 
 def _fill_tied(names: Names, root: _Root, result: StateDict) -> None:
-    """Gives parameters of a head that were left out because they are others their second name."""
+    """Adds parameters of a head that are other parameters and were left out under their name."""
     model = root.theirs.removesuffix("encoder.")
     outside = model.removesuffix(f"{names.family}.")
     if outside == model:
         return
     for missing, present in names.tied.items():
-        bias = missing.split("decoder.")[0] + "bias"  # which every such head has
+        bias = missing.split("decoder.")[0] + "bias"  # every such head has it
         source = outside + present.format(model=model.removeprefix(outside))
         if outside + bias in result and source in result:
             result.setdefault(outside + missing, result[source])
 
 
 def _share_table(root: _Root, result: StateDict, word_embedding: str) -> None:
-    """Makes a head that is missing, or equal to the word embedding, the very same tensor."""
+    """Makes a head that is missing, or equal to the word embedding, the same tensor."""
     table, head = result.get(word_embedding), result.get(f"{root.head}lm_head.weight")
     if table is not None and (head is None or _are_equal(table, head)):
         result[f"{root.head}lm_head.weight"] = table
@@ -344,7 +344,7 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates along the first dim; views that were cut from one tensor become it again."""
+    """Concatenates along the first dim; adjacent views of one tensor give a view of it."""
     first = parts[0]
     offset = first.storage_offset()
     for part in parts:

@@ -1,5 +1,5 @@
-"""Forms that parts of a module take where a plan says how it is split.
+"""Forms of a module's parts that a plan splits.
 
-The module's own code stays. Inside of it activations are *common*, equal on all ranks of the
-tensor-parallel group, but for those between a column and a row; see docs/design/plans.md.
+The module's own code stays. Activations inside of it are *common*, that is, equal on all ranks of
+the tensor-parallel group, except those between a column and a row; see docs/design/plans.md.
 """

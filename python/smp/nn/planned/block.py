@@ -24,23 +24,23 @@ from smp.tensor_parallel import regions
 
 
 class PlannedBlock(DistributedModule):
-    """Base of the classes that blocks take in place; the forward of the former class runs inside.
+    """The base of the classes that blocks get; the forward of the former class runs inside.
 
-    Activations are common inside. With own batches the samples of all ranks come together at its
-    border, and each rank leaves with its own.
+    Activations are common inside. With own batches the samples of all ranks are gathered at the
+    block's start, and each rank gets its own samples at its end.
 
     Attributes:
-        _smp_layout: of the model.
-        _smp_name: of the block in the model.
-        _smp_heads: of attention: how many heads of queries this rank has, and all have.
-        _smp_rates: where rates of dropout are inside, once somebody has looked.
-        _smp_sums_late: with own batches: rows inside may leave their sums to whom reads them,
-            because no rank has hooks there; None: nobody has asked.
-        _smp_watch: of its whole parameters; None: they were looked at.
-        _smp_trial: of its code; None: it was tried, or is not to be.
+        _smp_layout: layout of the model.
+        _smp_name: name of the block in the model.
+        _smp_heads: numbers of query heads of this rank and of all ranks, for attention.
+        _smp_rates: places of dropout rates inside, or None before the first search.
+        _smp_sums_late: whether rows inside may leave their sums to code that reads them, because
+            ranks have own batches and none has hooks there; None before ranks agreed on it.
+        _smp_watch: watch of its whole parameters, or None after their check.
+        _smp_trial: trial of its code, or None if it was made or is not wanted.
     """
 
-    is_indivisible = True  # what its parts give to each other is split
+    is_indivisible = True  # activations between its parts are split
 
     _smp_layout: Layout
     _smp_name: str
@@ -52,7 +52,7 @@ class PlannedBlock(DistributedModule):
 
 
 def block_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that blocks of this class take."""
+    """Returns the class that blocks of this class get."""
     if issubclass(cls, PlannedBlock):
         return cls
     if cls not in _classes:
@@ -80,7 +80,7 @@ def _run(
     layout: Layout = block._smp_layout
     num_samples = 0
     watch: Watch | None = block._smp_watch
-    # A run besides the step may fail without ending it.
+    # A run outside of the step may fail without ending it.
     if watch is not None and watch.is_due() and not (regions.is_alone() or is_tracing()):
         block.__dict__["_smp_watch"] = None
         watch.check()
@@ -116,7 +116,7 @@ def _sums_late(block: Any) -> bool:
 
 
 def _without_weights(output: Any, num_own: int, num_all: int) -> Any:
-    """What attention gives, without weights: those of this rank's heads are not all of them."""
+    """Returns attention's output without weights if this rank's heads are not all heads."""
     if type(output) is not tuple or num_own == num_all:
         return output
     return output[:1] + tuple(
@@ -126,9 +126,9 @@ def _without_weights(output: Any, num_own: int, num_all: int) -> Any:
 
 
 def _drawing(block: Any, given: tuple[Any, ...]) -> Any:
-    """Dropout inside of a block: the ranks hold common activations, so they drop the same.
+    """Returns a context for dropout in a block: ranks drop the same, as activations are common.
 
-    The numbers of draws differ where heads are not split evenly, so the generators are put back.
+    The number of draws differs where heads are split unevenly, so generators are restored.
     """
     if not block.training or places.current() is not None:
         return contextlib.nullcontext()
@@ -143,7 +143,7 @@ def _drawing(block: Any, given: tuple[Any, ...]) -> Any:
 
 
 def _rates_in(block: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where the rates of dropout are."""
+    """Returns the modules and attributes that hold dropout rates."""
     return [
         (module, key)
         for module in block.modules()

@@ -1,4 +1,4 @@
-"""Borders of blocks where the ranks of a group hold different samples outside of them."""
+"""The borders of blocks where the ranks of a group hold different samples outside of them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from smp.nn.planned.calls import Call
 from smp.nn.planned.late import LateSum
 from smp.tensor_parallel import regions
 
-#: Arguments that are the same for all samples, and on all ranks.
+#: arguments that are the same for all samples, and on all ranks
 _OF_ALL_SAMPLES = frozenset({"cache_position"})
-#: Arguments that have samples along dim 1 if they have so many dims: positions in time, height and
-#: width of models of images and text.
+#: number of dims with which arguments have samples along dim 1: positions in time, height and width
+#: of models of images and text
 _BEHIND = {"position_ids": 3, "position_embeddings": 4}
-_GATHERED = "_smp_gathered"  # of a tensor: what was made of it, and of which version
+_GATHERED = "_smp_gathered"  # attribute of a tensor: its version, samples and gathered form
 
 
 def enter(
     layout: Layout, where: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Call
 ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-    """Arguments of a block with the samples of all ranks.
+    """Gathers the arguments of a block from all ranks.
 
     Args:
-        layout: says how many ranks there are.
+        layout: layout of the model.
         where: name of the block.
-        args, kwargs: as the code around it gives them.
-        call: gets to know what is gathered of what.
+        args, kwargs: arguments from the code around the block.
+        call: call of the block, which records gathered tensors and their origins.
 
     Returns:
-        the same with gathered tensors, and the number of samples of this rank.
+        The same with gathered tensors, and the number of samples of this rank.
 
     Raises:
         ValueError: an argument has no samples along dim 0.
@@ -61,7 +61,7 @@ def _is_data(value: Any) -> bool:
 
 
 class _Gather:
-    """Gathers the samples of arguments."""
+    """A function that gathers the samples of arguments."""
 
     def __init__(self, layout: Layout, where: str, first: Tensor, call: Call) -> None:
         self._layout, self._where, self._call = layout, where, call
@@ -103,17 +103,17 @@ class _Gather:
 
 
 def leave(layout: Layout, where: str, output: Any, num_samples: int) -> Any:
-    """The samples of this rank of what a block gives.
+    """Returns this rank's samples of a block's output.
 
     Args:
-        layout, where: as in :func:`enter`.
-        output: of the samples of all ranks.
-        num_samples: of this rank.
+        layout, where: the same as in :func:`enter`.
+        output: output for the samples of all ranks.
+        num_samples: number of samples of this rank.
 
     Raises:
         RuntimeError: a tensor has no samples along dim 0.
     """
-    known: dict[int, Tensor] = {}  # what it gives twice is one tensor outside, too
+    known: dict[int, Tensor] = {}  # a tensor that is returned twice is one tensor outside, too
 
     def own(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -138,16 +138,16 @@ def _own_samples(layout: Layout, where: str, x: Tensor, num_samples: int) -> Ten
         )
     if isinstance(x, LateSum):
         own = x.own_samples()
-        if own is not None:  # a view could not be written to behind a node of autograd
+        if own is not None:  # a view made by an autograd node cannot be written in place
             return own.clone() if own._is_view() else own
         x = x.read()
-    # A copy, which the code around may write to, and which keeps no samples of other ranks.
+    # A copy can be written in place by the code around, and keeps no samples of other ranks.
     return regions.scatter(x, 0).clone()
 
 
 @contextmanager
 def draws_from(seed: int, device: torch.device) -> Iterator[None]:
-    """All ranks draw the same numbers inside; what the generators were before comes back."""
+    """Makes all ranks draw the same numbers inside, and restores the generators at the end."""
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
         torch.manual_seed(seed)
         yield

@@ -1,4 +1,4 @@
-"""What one call of a block remembers."""
+"""State of one call of a block."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from smp.tensor_parallel import regions
 
 
 class Call:
-    """One call of a block.
+    """A call of a block.
 
     Attributes:
-        sums_late: its rows may leave their sums to whom reads them.
+        sums_late: whether rows of the block may leave their sums to code that reads them.
     """
 
     def __init__(self, sums_late: bool = False) -> None:
         self.sums_late = sums_late
-        # By the id of a tensor that is kept: itself, its version, and what belongs to it.
+        # Keys are ids of tensors; values are the tensor, its version, and its copy or origin.
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._origins: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def note(self, whole: Tensor, own: Tensor) -> None:
-        """`whole` was gathered of `own`, along dim 0."""
+        """Records that `whole` was gathered from `own`, along dim 0."""
         self._origins[id(whole)] = (whole, whole._version, own)
 
     def for_columns(self, x: Tensor) -> Tensor:
-        """See the function of this name."""
+        """Returns what the function of this name does."""
         kept = self._copies.get(id(x))
         if kept is not None and kept[1] == x._version:
             return kept[2]
@@ -44,7 +44,7 @@ class Call:
 
 
 class _Calls(threading.local):
-    """Blocks that run in this thread, outermost first."""
+    """A stack of the blocks that run in this thread, outermost first."""
 
     def __init__(self) -> None:
         self.running: list[Call] = []
@@ -55,7 +55,7 @@ _calls = _Calls()
 
 @contextmanager
 def call_of_block(call: Call) -> Iterator[None]:
-    """Columns that are called inside share what they read."""
+    """Lets columns that are called inside share their inputs."""
     _calls.running.append(call)
     try:
         yield
@@ -64,15 +64,15 @@ def call_of_block(call: Call) -> Iterator[None]:
 
 
 def sums_late() -> bool:
-    """May the row that asks leave its sum to whom reads it?"""
+    """Returns whether a row may leave its sum to code that reads it."""
     return bool(_calls.running) and _calls.running[-1].sums_late
 
 
 def for_columns(x: Tensor) -> Tensor:
-    """A common tensor as columns read it: gradients that come back are summed over the ranks.
+    """Returns a common tensor for columns to read; its gradients are summed over the ranks.
 
-    Columns of one call of a block that read the same tensor sum once for all of them. Where this is
-    an argument that the block has gathered, each rank gets its own part of the sum only.
+    Columns of one call of a block that read the same tensor share one sum. If the tensor is an
+    argument that the block has gathered, each rank gets only its own part of the sum.
     """
     if isinstance(x, LateSum):
         x = x.read()

@@ -1,4 +1,4 @@
-"""Tables of which a rank holds some rows, in the place of those of the model's own code."""
+"""Tables of which a rank holds a part, in place of those of the model's own code."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from smp.tensor_parallel import reading, regions, sharding
 
 
 class PlannedTableRows(PlannedPart, nn.Embedding):
-    """``nn.Embedding`` with some of the rows: ``embedding_rowwise``."""
+    """An ``nn.Embedding`` with some of the rows: ``embedding_rowwise``."""
 
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
-        """``[*]`` of integers to ``[*, embedding_dim]``. Collective."""
+        """Maps integers ``[*]`` to ``[*, embedding_dim]``. Collective."""
         ids = input if input.dim() > 0 else input[None]
         if self._has_own:
             ids = regions.gather(ids, 0, grad="own")
         begin = sharding.begin_of(self._smp_sizes)
         rows = regions.vocabulary_embedding(ids, self.weight, begin, self.padding_idx)
-        # A copy: models write features of images and sounds into what they look up.
+        # Copied, as models write features of images and sounds into the rows.
         rows = regions.reduce_scatter(rows, 0).clone() if self._has_own else regions.reduce(rows)
         return rows if input.dim() > 0 else rows[0]
 
 
 class PlannedTableColumns(PlannedPart, nn.Embedding):
-    """``nn.Embedding`` with some of the columns: ``embedding_colwise``."""
+    """An ``nn.Embedding`` with some of the columns: ``embedding_colwise``."""
 
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
-        """``[*]`` of integers to ``[*, embedding_dim]``. Collective."""
+        """Maps integers ``[*]`` to ``[*, embedding_dim]``. Collective."""
         ids = input if input.dim() > 0 else input[None]
         sizes, last = list(self._smp_sizes), ids.dim()
         if self._has_own:

@@ -1,4 +1,4 @@
-"""Experts of which a rank holds some features, and modules that give a rank's term of a sum."""
+"""Experts of which a rank holds some features, and modules that return a rank's term of a sum."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from smp.tensor_parallel import regions
 
 
 class PlannedTerm(DistributedModule):
-    """Base of the classes that modules take whose results are terms of a sum over the ranks.
+    """The base of the classes of modules whose results are terms of a sum over the ranks.
 
-    The forward of the former class runs inside. What goes in is common there, and gradients that
-    come back are summed.
+    The forward of the former class runs inside. Its inputs are common, and their gradients are
+    summed over the ranks.
 
     Attributes:
-        _smp_layout: of the model.
-        _smp_name: of the module in the model.
-        _smp_inside: it is in a block, where activations are common.
-        _smp_word: of the plan.
+        _smp_layout: layout of the model.
+        _smp_name: name of the module in the model.
+        _smp_inside: the module is in a block, where activations are common.
+        _smp_word: word of the plan for the module.
     """
 
     is_indivisible = True
@@ -37,16 +37,16 @@ class PlannedTerm(DistributedModule):
 
 
 class PlannedIdentity(DistributedModule):
-    """Base of the class of an expert that gives back what it gets: ``moe_identity_expert``."""
+    """The base of the class of an expert that returns its input: ``moe_identity_expert``."""
 
 
 def term_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that experts of this class take: ``moe_tp_experts``."""
+    """Returns the class that experts of this class get: ``moe_tp_experts``."""
     return _wrapped(cls, PlannedTerm, _sum_of_terms)
 
 
 def identity_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that an expert takes of which every rank has all: the sum is one of it."""
+    """Returns the class of a whole expert that divides its input, so that the ranks' sum is one."""
     return _wrapped(cls, PlannedIdentity, _share)
 
 
@@ -106,7 +106,7 @@ def _sum_of_terms(
 
 
 def _have_same_tokens(tensors: list[Tensor]) -> bool:
-    """Has each ``[tokens, *]`` or ``[samples, tokens of each, *]``?"""
+    """Returns whether each tensor is ``[tokens, *]`` or ``[samples, tokens of each, *]``."""
     if not all(x.dim() for x in tensors):
         return False
     num = max(x.shape[0] for x in tensors)

@@ -1,4 +1,4 @@
-"""The head of a language model whose code computes the loss, and what its callers get."""
+"""The head of a language model whose code computes the loss, and the logits of its callers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from smp.tensor_parallel import reading, regions
 
 
 class PlannedHead(PlannedGatheredColumn):
-    """A head that gives logits of which each rank has its part of the vocabulary."""
+    """A head whose logits are split: each rank has its part of the vocabulary."""
 
     @reading.own_code
     def forward(self, input: Tensor) -> Any:
-        """``[*, in]`` to ``[*, out]``, as `SplitLogits`. Collective."""
+        """Maps ``[*, in]`` to ``[*, out]``, as `SplitLogits`. Collective."""
         if input.dim() < 2 or self._smp_inside or _has_hooks(self):
             return super().forward(input)
         dim = 0 if self._has_own else None
@@ -31,17 +31,17 @@ class PlannedHead(PlannedGatheredColumn):
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Does somebody look at what the module gives, who expects a tensor?"""
+    """Returns whether hooks read the module's output and expect a tensor."""
     return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def hand_out_whole(model: nn.Module) -> None:
-    """Has a model give whole logits to its callers, and not what stands for them.
+    """Makes a model return whole logits to its callers instead of `SplitLogits`.
 
-    Beside a loss they are gathered when they are read; without one at once.
+    In a result with a loss they are gathered when they are read, else at once.
 
     Args:
-        model: of transformers, whose head is a `PlannedHead`.
+        model: model of transformers whose head is a `PlannedHead`.
     """
     forward = model.__dict__.get("forward")
     inner: Callable[..., Any] = type(model).forward if forward is None else forward.__func__

@@ -1,4 +1,4 @@
-"""A sum over the ranks of which each may need its own part only."""
+"""A sum over the ranks that is whole only where code reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 import smp._C as _C
 from smp.tensor_parallel import regions
 
-# What is known without the numbers.
+# functions and attributes that need no numbers
 _OF_SHAPE: frozenset[Any] = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
@@ -23,10 +23,10 @@ _OF_SHAPE: frozenset[Any] = frozenset(
 
 
 class LateSum(Tensor):
-    """What a row gives in a block with own batches: summed when somebody reads it.
+    """The result of a row in a block with own batches, summed when code reads it.
 
     Each function that needs its numbers gets the sum, an ordinary tensor that all of them share. If
-    nobody has read it where the block ends, each rank gets the own part of the sum by one
+    no code has read it at the end of the block, each rank gets its own part of the sum by one
     reduce-scatter. Operations that bypass Python functions reach ``__torch_dispatch__`` and get the
     same sum; gradients go back to the term in any case.
     """
@@ -37,26 +37,26 @@ class LateSum(Tensor):
 
     @staticmethod
     def of(term: Tensor, row: nn.Module) -> LateSum:
-        """The sum over the ranks of a term, whose gradient is that of the sum.
+        """Returns the sum of a term over the ranks; the sum's gradient is the term's, too.
 
         Args:
-            term: ``[samples of all ranks, *]``, plain.
-            row: whose result it is; if somebody reads it, its next one is summed at once.
+            term: ``[samples of all ranks, *]``, a plain tensor.
+            row: row that computed it; if code reads this sum, the row's next one is made at once.
         """
         late: LateSum = _Late.apply(term)
         late._term, late._row = term, row
         return late
 
     def read(self) -> Tensor:
-        """The sum. Collective the first time."""
+        """Returns the sum. Collective the first time."""
         if self._sum is None:
             self._row.__dict__["_smp_sums_late"] = False
-            with torch.enable_grad():  # who reads first may be without, others are not
+            with torch.enable_grad():  # the first reader may be without gradients, others not
                 self._sum = regions.reduce(self._term)
         return self._sum
 
     def own_samples(self) -> Tensor | None:
-        """The part of this rank along dim 0, or None if the sum was read. Collective."""
+        """Returns this rank's part along dim 0, or None if the sum was read. Collective."""
         return None if self._sum is not None else regions.reduce_scatter(self._term, 0)
 
     @classmethod
@@ -81,7 +81,7 @@ class LateSum(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Autograd would note a change of this one, and not of the sum.
+        # Autograd would record a change of this tensor, and not of the sum.
         if func._schema.is_mutable or (func.is_view and func is not torch.ops.aten.detach.default):
             raise RuntimeError(
                 f"{_C.rank_prefix()}{func} got what a layer gives that a plan splits by input "
@@ -110,9 +110,9 @@ class _Late(torch.autograd.Function):
 
 
 class OfFirstRank(torch.autograd.Function):
-    """A whole bias in the term of the first rank, and zeros in those of the others.
+    """The identity for a bias on the first rank, and zeros on the others.
 
-    Its gradient is that of the sum on all ranks.
+    On every rank the bias gets the gradient of the sum.
     """
 
     @staticmethod

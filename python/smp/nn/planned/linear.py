@@ -1,4 +1,4 @@
-"""Linear layers of which a rank holds a part, in the place of those of the model's own code."""
+"""Linear layers of which a rank holds a part, in place of those of the model's own code."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from smp.tensor_parallel import reading, regions
 
 
 class PlannedPart(DistributedModule):
-    """A module that took this class in place, with parts of some parameters.
+    """A module whose class was replaced by this one, with parts of some parameters.
 
     Attributes:
-        _smp_layout: of the model.
-        _smp_sizes: of the parts, by rank.
-        _smp_inside: it is in a block, where activations are common.
-        _smp_query_heads: of a column of attention: which heads of queries this rank has.
-        _smp_splits: how parameters are split, by name; who reads them from outside gets them whole.
+        _smp_layout: layout of the model.
+        _smp_sizes: sizes of the parts, by rank.
+        _smp_inside: the module is in a block, where activations are common.
+        _smp_query_heads: query heads of this rank, for a column of attention.
+        _smp_splits: splits of parameters, by name; code outside of smp reads these whole.
     """
 
     _smp_layout: Layout
@@ -39,11 +39,11 @@ class PlannedPart(DistributedModule):
 
     @property
     def _has_own(self) -> bool:
-        """Does it read samples that other ranks do not have?"""
+        """Returns whether it reads samples that other ranks do not have."""
         return self._smp_layout.has_own_batches and not self._smp_inside
 
     def _matrix(self) -> Tensor:
-        """What this rank has of the weight of a linear layer, ``[out, in]``."""
+        """Returns this rank's part of the weight of a linear layer, ``[out, in]``."""
         weight: Tensor = self.weight
         return weight
 
@@ -55,28 +55,28 @@ class PlannedPart(DistributedModule):
 
 
 class PlannedColumn(PlannedPart, nn.Linear):
-    """``nn.Linear`` with some of the output features: ``colwise``."""
+    """An ``nn.Linear`` with some of the output features: ``colwise``."""
 
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
-        """``[*, in]``, common, to ``[*, own part of out]``. Collective in backward."""
+        """Maps common ``[*, in]`` to ``[*, own part of out]``. Collective in backward."""
         column_runs(input, self._smp_sizes, self._smp_query_heads)
         return F.linear(for_columns(input), self._matrix(), self.bias)
 
 
 class PlannedRow(PlannedPart, nn.Linear):
-    """``nn.Linear`` with some of the input features and the whole bias: ``rowwise``.
+    """An ``nn.Linear`` with some of the input features and the whole bias: ``rowwise``.
 
     Attributes:
-        _smp_sums_late: in a block with own batches its result may be a :class:`LateSum`; False once
-            code in the block has read one, which costs more than a sum at once.
+        _smp_sums_late: whether the result may be a :class:`LateSum` in a block with own batches;
+            False once code in the block has read one, which costs more than a sum at once.
     """
 
     _smp_sums_late: bool = True
 
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
-        """``[*, own part of in]`` to ``[*, out]``, common. Collective."""
+        """Maps ``[*, own part of in]`` to common ``[*, out]``. Collective."""
         if input.shape[-1] != self._matrix().shape[1]:
             raise RuntimeError(
                 f"{_C.rank_prefix()}a layer that a plan splits by input features (rowwise) got "
@@ -94,17 +94,17 @@ class PlannedRow(PlannedPart, nn.Linear):
 
 
 def has_hooks(part: nn.Module) -> bool:
-    """Do hooks see what it gives?"""
+    """Returns whether hooks read the part's output or gradients."""
     hooks = ("forward_hooks", "backward_hooks", "backward_pre_hooks")
     return any(getattr(part, f"_{name}") or getattr(module, f"_global_{name}") for name in hooks)
 
 
 class PlannedGatheredColumn(PlannedPart, nn.Linear):
-    """``nn.Linear`` with some of the output features, giving all: ``colwise_gather_output``."""
+    """An ``nn.Linear`` with some output features that returns all: ``colwise_gather_output``."""
 
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
-        """``[*, in]`` to ``[*, out]``. Collective."""
+        """Maps ``[*, in]`` to ``[*, out]``. Collective."""
         x = input if input.dim() > 1 else input[None]
         last, sizes = x.dim() - 1, uneven(self._smp_sizes)
         if self._has_own:
@@ -118,11 +118,11 @@ class PlannedGatheredColumn(PlannedPart, nn.Linear):
 
 
 class PlannedSplitRow(PlannedPart, nn.Linear):
-    """``nn.Linear`` with some of the input features, which takes all: ``rowwise_split_input``."""
+    """An ``nn.Linear`` with some input features that takes all: ``rowwise_split_input``."""
 
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
-        """``[*, in]`` to ``[*, out]``. Collective."""
+        """Maps ``[*, in]`` to ``[*, out]``. Collective."""
         x = input if input.dim() > 1 else input[None]
         last, sizes = x.dim() - 1, uneven(self._smp_sizes)
         if self._has_own:
@@ -136,12 +136,12 @@ class PlannedSplitRow(PlannedPart, nn.Linear):
 
 
 class PlannedHeads(PlannedPart, nn.Linear):
-    """``nn.Linear`` held whole, of which a rank computes the heads that its queries need.
+    """An ``nn.Linear`` held whole, of which a rank computes the heads that its queries need.
 
-    For keys and values of which there are fewer heads than ranks.
+    It serves keys and values with fewer heads than ranks.
 
     Attributes:
-        _smp_heads: which ones, ``[n]``.
+        _smp_heads: numbers of these heads, ``[n]``.
         _smp_unit: features of a head.
     """
 
@@ -150,7 +150,7 @@ class PlannedHeads(PlannedPart, nn.Linear):
 
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
-        """``[*, in]``, common, to ``[*, features of the heads]``. Collective in backward."""
+        """Maps common ``[*, in]`` to ``[*, features of the heads]``. Collective in backward."""
         column_runs(input, (), self._smp_query_heads)
         bias = None if self.bias is None else self._rows(self.bias)
         return F.linear(for_columns(input), self._rows(self._matrix()), bias)
@@ -163,25 +163,25 @@ class PlannedHeads(PlannedPart, nn.Linear):
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
         if name in ("weight", "bias") and value is not None and reading.is_outside():
-            # What reads it whole has a whole gradient, and those of the ranks are summed.
+            # Code that reads it whole gives a whole gradient, and the ranks' gradients are summed.
             return _CountedOnce.apply(value)
         return value
 
 
 class PlannedLatent(PlannedPart, nn.Linear):
-    """``nn.Linear`` held whole, part of whose output goes to the heads directly: ``mla_kv_a_proj``.
+    """An ``nn.Linear`` held whole; heads read a part of its output directly: ``mla_kv_a_proj``.
 
-    In latent attention the other part goes through a column, which sums its gradients.
+    In latent attention the other part is the input of a column, which sums its gradients.
 
     Attributes:
-        _smp_num_direct: how many features, at the end.
+        _smp_num_direct: number of features, at the end, that heads read directly.
     """
 
     _smp_num_direct: int
 
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
-        """``[*, in]`` to ``[*, out]``, common. Collective in backward."""
+        """Maps ``[*, in]`` to common ``[*, out]``. Collective in backward."""
         y = F.linear(input, self._matrix(), self.bias)
         num = self._smp_num_direct
         latent, direct = y.split([y.shape[-1] - num, num], dim=-1)
@@ -189,7 +189,7 @@ class PlannedLatent(PlannedPart, nn.Linear):
 
 
 class _CountedOnce(torch.autograd.Function):
-    """The same tensor; its gradient is divided by the ranks, over which it is summed later."""
+    """The identity; divides the gradient by the number of ranks, over which it is summed later."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What is done to logits of which a rank has some columns, without those of other ranks.
+"""Functions of logits of which a rank has some columns, without the columns of other ranks.
 
-Each function takes `SplitLogits` first, and gives NotImplemented where it needs the whole.
+Each function takes `SplitLogits` first, and returns NotImplemented where it needs the whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from smp.tensor_parallel import regions, sharding
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-# ---- of each logit alone
+# ---- functions of each logit alone
 
 
 def _is_number(value: Any) -> bool:
@@ -26,7 +26,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _pointwise(name: str) -> Callable[..., Any]:
-    """Tensors beside the logits need not be equal on all ranks, so only numbers may be."""
+    """Returns a function that takes numbers only: tensors may differ between ranks."""
 
     def run(logits: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs or not all(_is_number(value) for value in args):
@@ -77,7 +77,7 @@ def _reshaped(name: str) -> Callable[..., Any]:
         *leading, last = getattr(empty, name)(*args, **kwargs).shape
         if last != logits._vocabulary.size or not leading:
             return NotImplemented
-        # Samples of a rank lie behind those of the one before, whatever their dims are.
+        # Samples of a rank follow those of the rank before, whatever their dims are.
         leading[0] *= logits._vocabulary.num_batches
         method = "reshape" if name != "view" else "view"
         local = getattr(logits._local, method)(*leading, logits._local.shape[-1])
@@ -87,7 +87,7 @@ def _reshaped(name: str) -> Callable[..., Any]:
 
 
 def sliced(logits: Any, index: Any) -> Any:
-    """Positions within samples; not samples, and not entries of the vocabulary."""
+    """Returns slices of positions within samples; neither samples nor vocabulary are sliced."""
     given = index if isinstance(index, tuple) else (index,)
     if any(not isinstance(x, slice | int) and x is not Ellipsis for x in given):
         return NotImplemented
@@ -117,7 +117,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`torch.nn.functional.cross_entropy` without the logits of other ranks."""
+    """Computes `torch.nn.functional.cross_entropy` without the logits of other ranks."""
     is_plain = weight is None and size_average is None and reduce is None
     fits = isinstance(target, Tensor) and target.dtype == torch.int64 and input.ndim == 2
     is_known = reduction in ("none", "sum", "mean")
@@ -147,10 +147,10 @@ def _cross_entropy(
 
 
 def _targets_of_all(target: Tensor, said: int) -> Tensor:
-    """The targets of all ranks, whose logits have to be made in the same way.
+    """Gathers the targets of all ranks, whose logits have to be made in the same way.
 
     Raises:
-        RuntimeError: a rank has done something else to its logits.
+        RuntimeError: a rank has applied other functions to its logits.
     """
     own = torch.cat([target, target.new_full((1,), said)])
     found = regions.gather(own[None], 0, grad="own")  # [ranks, own targets + 1]

@@ -1,8 +1,8 @@
 """Logits of which a rank has the columns of its part of the vocabulary.
 
-A model computes with them as with any tensor, and gets what it asks for: what is done to each logit
-alone is done to the own columns, the cross entropy is that over all parts, and everything else gets
-the whole logits, which are gathered then.
+A model computes with them as with any tensor. Functions of each logit alone run on the own columns.
+Cross entropy is computed over all parts. All other functions get the whole logits, which are
+gathered then.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from smp.nn.planned.logit_functions import BY_FUNCTION, BY_NAME, sliced
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How a vocabulary is split.
+    """A split of a vocabulary over ranks.
 
     Attributes:
-        layout: of the model; with own batches a rank has its columns of all samples.
-        sizes: of the parts, by rank.
+        layout: layout of the model; with own batches a rank has its columns of all samples.
+        sizes: sizes of the parts, by rank.
     """
 
     layout: Layout
@@ -40,25 +40,25 @@ class Vocabulary:
 
     @property
     def num_batches(self) -> int:
-        """Batches of which a rank has columns."""
+        """Number of batches of which a rank has columns."""
         return self.layout.num_ranks if self.layout.has_own_batches else 1
 
 
 class SplitLogits:
-    """Stands for logits ``[N, *, vocabulary]`` of the caller's samples.
+    """A substitute for logits ``[N, *, vocabulary]`` of the caller's samples.
 
-    No tensor, so that no code can take a part for the whole: Python functions of PyTorch get the
-    whole, or know the split; C++ refuses it. The whole is gathered once, and then this *is* the
-    whole. All ranks of the group have to do the same with it.
+    It is no tensor, so that no code can take a part for the whole: Python functions of PyTorch get
+    the whole or use the split, and C++ refuses it. The whole is gathered once, and then replaces
+    the part in this object. All ranks of the group have to do the same with it.
 
     Args:
         local: ``[all N, *, own part of the vocabulary]``, or the whole.
-        vocabulary: says how it is split.
-        dtype: that the logits have for the caller; float32 for a 16-bit ``local``, which is cast
+        vocabulary: split of the vocabulary.
+        dtype: dtype of the logits for the caller; float32 for a 16-bit ``local``, which is cast
             where it is read.
-        steps: what was done to them, equal on all ranks.
-        kin: how many share memory with these, themselves included.
-        is_whole: what ``local`` is.
+        steps: functions applied to the logits so far, equal on all ranks.
+        kin: number of objects that share memory with this one, itself included.
+        is_whole: whether ``local`` is the whole.
     """
 
     is_cast_when_read = True  # see `cast_outputs`
@@ -79,7 +79,7 @@ class SplitLogits:
         self._kin[0] += 1
 
     def whole(self) -> Tensor:
-        """``[N, *, vocabulary]``. Collective over the tensor-parallel group the first time."""
+        """Returns ``[N, *, vocabulary]``. Collective over the group the first time."""
         if not self._is_whole:
             # The first reader may be without gradients (a metric), and others are not.
             with torch.enable_grad():
@@ -90,10 +90,10 @@ class SplitLogits:
 
     @property
     def logits(self) -> Tensor:
-        """The whole, see `whole`: what a result hands out."""
+        """The whole, see `whole`; results return it to callers."""
         return self.whole()
 
-    # ---- what is known of them
+    # ---- their properties
 
     @property
     def shape(self) -> torch.Size:
@@ -137,7 +137,7 @@ class SplitLogits:
     def __repr__(self) -> str:
         return f"SplitLogits({list(self.shape)}, {self._dtype}, not gathered)"
 
-    # ---- what is done to them
+    # ---- functions of them
 
     def _cast(self) -> Tensor:
         return self._local.to(self._dtype)
@@ -148,7 +148,7 @@ class SplitLogits:
         return SplitLogits(local, self._vocabulary, dtype, (*self._steps, step), kin)
 
     def _cast_later(self, dtype: torch.dtype) -> SplitLogits:
-        """Of another dtype; who reads them casts."""
+        """Returns them with another dtype, to which readers cast."""
         steps = (*self._steps, ())
         return SplitLogits(self._local, self._vocabulary, dtype, steps, self._kin)
 
@@ -208,7 +208,7 @@ class SplitLogits:
 
 
 def _whole(value: Any) -> Any:
-    """A value with whole logits in it."""
+    """Returns a value with whole logits in it."""
     if isinstance(value, SplitLogits):
         return value.whole()
     if type(value) in (tuple, list):
@@ -221,12 +221,12 @@ def _whole(value: Any) -> Any:
 def _run(
     known: Callable[..., Any] | None, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What a function gives, of the parts if it can.
+    """Returns the result of a function, computed from the parts if possible.
 
     Args:
-        known: does it to the parts, or says that it cannot.
+        known: form of the function for parts, which may return NotImplemented; None without one.
         func: the function, or the name of a method.
-        args, kwargs: of it.
+        args, kwargs: arguments of the function.
     """
     if known is not None and isinstance(args[0] if args else None, SplitLogits):
         if not args[0]._is_whole:
@@ -249,7 +249,7 @@ def _operator(name: str, known: Callable[..., Any] | None) -> Callable[..., Any]
 
 
 def _in_place(name: str, known: Callable[..., Any]) -> Callable[..., Any]:
-    """Who else has these logits sees it, but for views."""
+    """Returns an operator that changes the object itself; logits with views are refused."""
 
     def run(self: SplitLogits, *args: Any) -> Any:
         if not self._is_whole and self._kin[0] == 1:
@@ -296,7 +296,7 @@ def _flatten(logits: SplitLogits) -> tuple[list[Any], Any]:
 def _unflatten(members: Any, context: Any) -> SplitLogits:
     [local] = members
     before, (vocabulary, dtype, steps, is_whole) = context
-    # Who casts tensors at any depth means these as well; who puts something else here, does not.
+    # A caller that casts tensors at any depth casts these, too; other replacements keep the dtype.
     is_cast = isinstance(local, Tensor) and local.dtype != before
     return SplitLogits(local, vocabulary, local.dtype if is_cast else dtype, steps, None, is_whole)
 

@@ -1,4 +1,4 @@
-"""Masks that some ranks need and others do not, where blocks compute the samples of all."""
+"""Masks that some ranks need and others do not, in blocks that compute the samples of all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATCHED = "_smp_agrees"
 
 
 class _Models(threading.local):
-    """How many forwards of models with own batches this thread is in."""
+    """A counter of the forwards of models with own batches that this thread is in."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -28,13 +28,13 @@ _models = _Models()
 
 
 def agree_on_masks(root: nn.Module) -> None:
-    """Lets transformers leave out a mask only where all ranks of a group do.
+    """Makes transformers leave out a mask only where all ranks of a group do.
 
-    It leaves out what says nothing of the samples of a rank. Blocks compute the samples of all
-    ranks together, so one that needs its mask is enough.
+    It leaves out a mask that masks nothing in a rank's samples. Blocks compute the samples of all
+    ranks together, so if one rank needs its mask, all need one.
 
     Args:
-        root: of which all models of transformers agree from now on, each time they are called.
+        root: module whose models of transformers agree from now on, each time they are called.
     """
     models = sys.modules.get("transformers.modeling_utils")
     masking = sys.modules.get("transformers.masking_utils")

@@ -1,11 +1,11 @@
-"""Looks once whether a block makes of a part of the features what it makes of all of them.
+"""A trial whether a block computes the same from a part of the features as from all of them.
 
-What a plan says of columns and their rows is only right if the code in between treats features, or
-heads, one by one, and finds them in the order in which they were cut. Queries, keys and values that
-lie behind each other in one matrix and are split as one, or a norm over all features, would train
-on with other numbers. So before its first run a block of a plan that the user has given runs twice
-more: columns give random numbers, once all features and once the part of this rank, and what rows
-get is compared.
+A plan for columns and their rows is only right if the code in between treats features, or heads,
+one by one, and in the order in which they were cut. It is wrong, for example, if queries, keys and
+values follow each other in one matrix that is split as one, or if a norm covers all features;
+training would go on with other numbers. So before its first run a block of a user's plan runs twice
+more. Columns return random numbers, first all features and then the part of this rank, and the
+inputs of rows are compared.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from smp.tensor_parallel import regions, sharding
 from smp.world.log import first_rank_log
 
 _log = logging.getLogger("smp")
-# Of norms. What is wrong is off by a good part of itself, since the given features differ in size.
+# Tolerances of norms. An error is a good part of the norm, since the features differ in size.
 _TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.05}
 _OTHERWISE = 1e-2
 
 
 @dataclass
 class Trial:
-    """What a block is tried with, once.
+    """A trial of a block, made once.
 
     Attributes:
-        wholes: by path of a module in the block, attributes that say how many heads this rank has,
-            with the numbers of all ranks.
-        hints: what may be meant instead, as sentences.
+        wholes: attributes with this rank's numbers of heads, by path of a module in the block, and
+            their values for all ranks.
+        hints: sentences on what may be meant instead.
     """
 
     wholes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -59,13 +59,13 @@ class Trial:
         """Tries a block. Collective over the tensor-parallel group.
 
         Args:
-            block: with its parts split.
-            name: of the block in the model.
-            inner: its code.
-            args, kwargs: of its first call, the samples of all ranks; they stay as they are.
+            block: block whose parts are split.
+            name: name of the block in the model.
+            inner: forward of the block's own class.
+            args, kwargs: arguments of its first call, with the samples of all ranks; unchanged.
 
         Raises:
-            ValueError: on all ranks, if the row of one gets something else than its part of the
+            ValueError: on all ranks, if a row of any rank gets something else than its part of the
                 whole.
         """
         problem: str | None = None
@@ -98,7 +98,7 @@ class Trial:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> str | None:
-        """What is not as it has to be, as the end of a sentence."""
+        """Returns the difference of the two runs as the end of a sentence, or None."""
         parts = _parts_of(block)
         whole = self._run(block, parts, True, inner, args, kwargs)
         if whole.error is not None:
@@ -132,7 +132,7 @@ class Trial:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> _Runs:
-        """Runs the block, and leaves nothing behind."""
+        """Runs the block and undoes its side effects."""
         direct = {id(value) for value in (*args, *kwargs.values())}
         nested = [x for x in tensors_in([*args, *kwargs.values()]) if id(x) not in direct]
         copies = [tensor.detach().clone() for tensor in nested]
@@ -147,7 +147,7 @@ class Trial:
 def _problem_at(
     row: str, parts: Mapping[str, PlannedPart], all_features: Tensor, features: Tensor
 ) -> str | None:
-    """What is not as it has to be with what a row gets, as the end of a sentence."""
+    """Returns what is wrong with a row's input as the end of a sentence, or None."""
     sizes = list(parts[row]._smp_sizes)
     if all_features.shape[-1] != sum(sizes):
         raise _Unknown(
@@ -170,7 +170,7 @@ def _problem_at(
 
 
 class _Unknown(Exception):
-    """A block cannot be tried; the text says why."""
+    """A reason why a block cannot be tried."""
 
 
 @dataclass
@@ -178,9 +178,9 @@ class _Runs:
     """Runs a block in eval mode and without a graph.
 
     Attributes:
-        given: the path of each row that is called, and what it gets.
-        error: what the code raises.
-        has_drawn: it has drawn from a generator of torch.
+        given: path and input of each row that is called.
+        error: exception of the code.
+        has_drawn: the code has drawn from a generator of torch.
     """
 
     block: nn.Module
@@ -204,7 +204,7 @@ class _Runs:
 
     @contextlib.contextmanager
     def _set(self) -> Iterator[None]:
-        """Parts give and take what they are to, and the block knows how many heads there are."""
+        """Replaces forwards of parts, and attributes with numbers of heads, within the context."""
         changes: list[tuple[nn.Module, str, Any]] = []
         changes += [(module, "training", False) for module in self.block.modules()]
         for idx, (path, part) in enumerate(self.parts.items()):
@@ -231,7 +231,7 @@ _NOTHING = object()
 
 @dataclass
 class _InPlace:
-    """In the place of the forward of a part: gives random numbers, the same in each run."""
+    """A replacement of a part's forward that returns random numbers, the same in each run."""
 
     runs: _Runs
     path: str
@@ -246,11 +246,11 @@ class _InPlace:
         generator = torch.Generator().manual_seed(1000 * self.seed + self.num_calls)
         self.num_calls += 1
         noise = torch.randn(*input.shape[:-1], width, generator=generator)
-        # Features of different size and with a mean, so that what is made of all of them shows.
+        # Features of different size and with a mean, so that functions of all of them differ.
         return (noise + 0.5) * torch.linspace(0.5, 1.5, width)
 
     def as_given(self, features: Tensor, input: Tensor) -> Tensor:
-        """On the device, and with the dtype of what the part gives."""
+        """Returns features on the input's device, with the dtype of the part's output."""
         kind, dtype = input.device.type, self.part._matrix().dtype
         is_cast = torch.is_autocast_enabled(kind)
         return features.to(input.device, torch.get_autocast_dtype(kind) if is_cast else dtype)
@@ -281,7 +281,7 @@ class _Column(_InPlace):
 
 
 def _generators(device: torch.device) -> list[Tensor]:
-    """States of the generators that code on a device draws from."""
+    """Returns the states of the generators that code on a device draws from."""
     states = [torch.get_rng_state()]
     return states if device.type == "cpu" else [*states, torch.cuda.get_rng_state(device)]
 
@@ -291,10 +291,10 @@ def _is_column(part: nn.Module) -> bool:
 
 
 def _parts_of(block: nn.Module) -> dict[str, PlannedPart]:
-    """Columns and rows of a block, by path.
+    """Returns the columns and rows of a block, by path.
 
     Raises:
-        _Unknown: it has other parts, which cannot do without what columns give.
+        _Unknown: the block has hooks or other parts, which need the real outputs of columns.
     """
     parts: dict[str, PlannedPart] = {}
     for path, module in block.named_modules():
@@ -311,14 +311,14 @@ def _parts_of(block: nn.Module) -> dict[str, PlannedPart]:
 
 
 def can_be_tried(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Is a call of a block one with numbers, on all ranks?"""
+    """Returns whether a call of a block has numbers, and other ranks take part in it."""
     given = tensors_in([*args, *kwargs.values()])
     is_real = bool(given) and not any(map(has_no_data, given))
     return is_real and not regions.is_alone() and not torch.compiler.is_compiling()
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Norm of the difference, relative to that of the second; what is not finite does not count."""
+    """Returns the norm of the difference relative to the second; only finite elements count."""
     a, b = one.double(), other.double()
     finite = a.isfinite() & b.isfinite()
     a, b = a[finite], b[finite]

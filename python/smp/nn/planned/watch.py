@@ -1,7 +1,7 @@
-"""Looks once whether what a plan leaves whole in a block has the same gradient on all ranks.
+"""A check that parameters which a plan leaves whole have the same gradient on all ranks.
 
-A plan may forget that a parameter is applied to what is split: its gradient is then a term of a
-sum on each rank, and nothing else would tell.
+A plan may omit that a parameter is applied to split activations. Its gradient is then a term of a
+sum on each rank, and only this check finds it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.tensor_parallel import regions
 
-# Of norms and sums, relative to the largest norm in the block. What is common differs by the order
-# of sums at most, terms of a sum differ by as much as they are.
+# Tolerances of norms and sums, relative to the largest norm in the block. Common gradients differ
+# only by the order of sums; terms of a sum differ by their own size.
 _TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.1}
 _FLOOR = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
 
 
 class Watch:
-    """Of the whole parameters of one block.
+    """A watch of the whole parameters of one block.
 
     Args:
-        named: those whose gradients are to be equal, with their names in the model.
+        named: names in the model and parameters whose gradients are to be equal.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -36,18 +36,18 @@ class Watch:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model has gradients of its own, which nobody looks at."""
+        """Returns no watch: a copy of the model has other gradients, which are not checked."""
         return None
 
     def is_due(self) -> bool:
-        """Has there been a backward pass since, so that `check` can tell?"""
+        """Returns whether a backward pass has run since, so that `check` has gradients."""
         return bool(self._seen)
 
     def check(self) -> None:
-        """Compares the gradients of the first backward pass. Collective; afterwards all is over.
+        """Compares the gradients of the first backward pass and ends the watch. Collective.
 
         Raises:
-            RuntimeError: on all ranks, for a parameter whose gradients differ.
+            RuntimeError: on all ranks, if gradients of a parameter differ.
         """
         for hook in self._hooks:
             hook.remove()
@@ -75,7 +75,7 @@ class Watch:
 
 
 class _Noting:
-    """Keeps norm and sum of the first gradient."""
+    """A hook that keeps norm and sum of the first gradient."""
 
     def __init__(self, seen: dict[str, Tensor], name: str) -> None:
         self._seen, self._name = seen, name
