@@ -12,7 +12,7 @@ UNWRITTEN = frozenset(
     """
     activations checkpoint commands compilation config data_parallel dropout initial
     integrations model modules nn observe optim partition patches pipeline planning precision
-    replacement step storage tensor_parallel v1 world
+    step storage tensor_parallel v1 world
     """.split()
 )
 
