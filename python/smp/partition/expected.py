@@ -1,4 +1,4 @@
-"""What the partition expects a rank to need."""
+"""The needs of a rank that the partition expects."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Expected:
-    """Of one pipeline rank and one model. Bytes.
+    """The expected needs of one pipeline rank for one model, in bytes.
 
     Attributes:
-        parameters: that it holds.
-        activations: of one microbatch; 0: not traced.
-        in_flight: microbatches whose activations it keeps.
-        peak: parameters with gradients and optimizer state, and activations.
-        checkpointed: activations of all microbatches in flight if each block of the rank were
-            checkpointed, and the largest one computed again; 0: not traced.
-        block_bytes: parameters of each block of the whole model.
+        parameters: bytes of its parameters.
+        activations: bytes of activations of one microbatch; 0 if not traced.
+        in_flight: number of microbatches whose activations it keeps.
+        peak: bytes of parameters, gradients, optimizer state and activations.
+        checkpointed: bytes of activations of all microbatches in flight if each block of the rank
+            were checkpointed, with the largest block recomputed; 0 if not traced.
+        block_bytes: parameter bytes of each block of the whole model.
     """
 
     parameters: float = 0.0
