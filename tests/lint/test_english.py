@@ -11,7 +11,7 @@ from tests.lint.layers import REPO
 UNWRITTEN = frozenset(
     """
     activations checkpoint commands compilation config data_parallel dropout initial
-    integrations model modules nn observe optim patches pipeline planning precision
+    integrations model modules nn observe optim patches planning precision
     step storage tensor_parallel v1 world
     """.split()
 )

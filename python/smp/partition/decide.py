@@ -110,9 +110,9 @@ def decide(
 
     Args:
         root: the user's model.
-        config: configuration; with ``auto_partition`` the module tree is balanced by ``memory_weight``, around
-            modules that `set_partition` has placed; without, marks count and unmarked modules are
-            placed on ``default_partition``.
+        config: configuration. With ``auto_partition`` the module tree is balanced by
+            ``memory_weight``, around modules that `set_partition` has placed; without, marks count
+            and unmarked modules are placed on ``default_partition``.
         pp_size: number of partitions.
         mark: function that returns the user's mark of a module.
         index: the module tree of ``root``, with costs if it was traced.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def explain_partition(module: str | None = None, model: WrappedModel | None = None) -> Explanation:
     """Returns why the model is split as it is, in figures; ``print`` shows a table.
 
-    Collective over all ranks. Only the first rank has traced the model and knows its costs; all
+    Collective over all ranks. Only the first rank has traced the model and measured its costs; all
     ranks receive its explanation.
 
     Args:

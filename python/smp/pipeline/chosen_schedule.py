@@ -14,12 +14,12 @@ from smp.world.rank import Rank
 
 @dataclass(frozen=True)
 class ChosenSchedule:
-    """What the server runs by.
+    """The schedule that the server runs.
 
     Attributes:
         policy: name of a policy; without effect if there are lists.
         num_chunks: stages per rank.
-        lists: per pipeline rank its actions in the text form; empty if a policy decides.
+        lists: actions of each pipeline rank, in the text form; empty if a policy decides.
     """
 
     policy: str
@@ -28,18 +28,18 @@ class ChosenSchedule:
 
     @property
     def kept_microbatches(self) -> list[int] | None:
-        """Per rank, how many microbatches of activations its list keeps; None with a policy."""
+        """Returns how many microbatches of activations each rank's list keeps, or None."""
         if not self.lists:
             return None
         return [-(-_peak_units(actions) // self.num_chunks) for actions in self.lists]
 
 
 def choose_schedule(rank: Rank) -> ChosenSchedule:
-    """The schedule of this run. Collective over all ranks if there is a file.
+    """Returns the schedule of this run. Collective over all ranks if there is a file.
 
     Raises:
-        ValueError: on every rank, if the file cannot be read, is no schedule, or is one that
-            cannot finish with this number of ranks and microbatches.
+        ValueError: the file cannot be read, is no schedule, or its schedule cannot finish with
+            this number of ranks and microbatches; every rank raises it.
     """
     config, pp_size = rank.config, rank.sizes["pp"]
     if pp_size == 1:
@@ -54,7 +54,7 @@ def choose_schedule(rank: Rank) -> ChosenSchedule:
 
 
 def _read_on_rank0(rank: Rank) -> tuple[str, str | None]:
-    """The text in its normal form, or what is wrong with it."""
+    """Returns the text in its normal form, and an error message or None."""
     result: tuple[str, str | None] = ("", None)
     if rank.global_rank == 0:
         try:
@@ -95,7 +95,7 @@ def _num_chunks(text: str) -> int:
 
 
 def _peak_units(actions: str) -> int:
-    """Most (microbatch, chunk) units whose forward has begun and whose last part has not."""
+    """Returns the most (microbatch, chunk) units at once from forward to last action."""
     words = actions.split()
     peak = kept = 0
     for word in words:

@@ -78,7 +78,7 @@ def _cut_experts(draft: Draft, path: str) -> None:
 
 
 def _takes_rows_only(experts: nn.Module) -> bool:
-    """Returns whether the place of a row is all that shows the expert which expert it is for."""
+    """Returns whether forward takes only rows, so that their order determines the experts."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
     found = inspect.signature(type(experts).forward).parameters.values()
     return all(p.kind in kinds for p in found) and len(found) <= 2
