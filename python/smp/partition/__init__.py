@@ -1,4 +1,4 @@
-"""Which pipeline rank owns which module: by hand, or by balancing the module tree."""
+"""Decides which pipeline rank owns which module: by hand, or by balancing the module tree."""
 
 from smp.partition.contexts import partition, set_partition
 from smp.partition.decide import agree, decide

@@ -1,4 +1,4 @@
-"""Gets at the arguments of the models' calls, which exist inside of the step function only."""
+"""Captures the arguments of the models' calls, which exist only inside of the step function."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _log = logging.getLogger("smp")
 
 
 class CallSeen(BaseException):
-    """Leaves the step function once its calls of the models have been seen.
+    """An exception that leaves the step function once its calls of the models have been seen.
 
-    Not an `Exception`, so that the function's own handlers let it pass.
+    It is not an `Exception`, so that the function's own handlers let it pass.
     """
 
 
 @dataclass(frozen=True)
 class Captured:
-    """One model during the capture.
+    """A model during the capture.
 
     Attributes:
         root: the user's model.
-        options: of its trace.
-        waits: it is not partitioned yet, and its calls are looked for.
+        options: options of its trace.
+        waits: whether it is not partitioned yet, so that its call is to be traced.
     """
 
     root: nn.Module
@@ -45,10 +45,10 @@ class Capture:
 
     A trace runs inside of its call, so that everything that is in force there (autocast, default
     dtype and device) is in force for it. Between the calls of several models the function goes on
-    with results of the right shapes that are all zero, and without backward.
+    with zero tensors of the right shapes, and without backward.
 
     Args:
-        models: all there are.
+        models: all models of the step.
     """
 
     def __init__(self, models: Sequence[Captured]) -> None:
@@ -60,15 +60,15 @@ class Capture:
         self.ended_early = False
 
     def on_call(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In place of a model's forward.
+        """Replaces a model's forward.
 
         Raises:
-            CallSeen: nothing is left to be seen.
+            CallSeen: all waiting models were traced.
         """
         self._called = True
         model = self._models[root]
         if model.waits and root not in self.traces:
-            self.traces[root] = None  # whatever comes, this call counts
+            self.traces[root] = None  # this call counts, even if its trace fails
             self.traces[root] = trace_for_partition(root, args, kwargs, model.options)
         if len(self.traces) == self._num_waiting:
             raise CallSeen
@@ -80,28 +80,28 @@ class Capture:
             return real_result(root, args, kwargs, model.options.device)
 
     def on_backward(self) -> None:
-        """In place of a model's backward.
+        """Replaces a model's backward.
 
         Raises:
-            CallSeen: there is one model, which the function has not called before.
+            CallSeen: there is only one model, and the function has not called it before.
         """
         if not self._goes_on:
             raise CallSeen
 
     def run(self, body: Callable[[], object]) -> dict[nn.Module, Trace | None]:
-        """Traces of the first calls that ``body`` makes, by model; None where no trace works.
+        """Returns traces of the first calls that ``body`` makes, by model; None for failed traces.
 
         Raises:
-            Exception: what ``body`` raises before it calls a model.
+            Exception: ``body`` raised it before it called a model.
         """
-        # Only this rank traces, so layers that are split have nobody to talk to.
+        # Only this rank traces, so split layers cannot communicate with others.
         with tracing(), regions.alone():
             try:
                 body()
             except CallSeen:
                 pass
             except Exception as error:
-                # After a call an error only says that results were not what they seemed.
+                # After a call, an error may only mean that results were zeros.
                 if not self._called:
                     raise
                 self.ended_early = True

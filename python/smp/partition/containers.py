@@ -1,4 +1,4 @@
-"""Contents of dictionaries, lists, sets, queues and closures, kept, compared and put back."""
+"""Keeps, compares and restores contents of dictionaries, lists, sets, queues and closures."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import nn
 
 _KINDS = (dict, list, set, deque, CellType)
 _MAX_DEPTH = 4
-# How deep objects may lie; what is deeper (a trainer's logger) is not what a forward keeps.
+# Depth down to which objects are kept; deeper ones (a trainer's logger) hold no model state.
 _MAX_OBJECT_DEPTH = 2
 
 
 class Containers:
-    """Remembers the contents of mutable containers, and those of containers inside of them.
+    """A record of the contents of mutable containers and of containers inside of them.
 
     Args:
-        objects: also the attributes of objects of the user's classes: tables of positions, which
-            are no module and fill themselves at their first call.
+        objects: whether attributes of objects of the user's classes are kept as well, such as
+            tables of positions that are no modules and fill themselves at their first call.
     """
 
     def __init__(self, objects: bool = False) -> None:
@@ -45,13 +45,13 @@ class Containers:
                 self.add(contents, depth + 1)
 
     def has_changed(self) -> bool:
-        """Are other things in one of them than were?"""
+        """Returns whether the contents of a container have changed."""
         return any(not _are_same(_contents(c), before) for c, before in self._known.values())
 
     def restore(self) -> None:
         """Gives every container its contents back; the containers stay the same objects."""
         for container, before in self._known.values():
-            # What has not changed may be read by other threads.
+            # Other threads may read a container that has not changed.
             if not _are_same(_contents(container), before):
                 _fill(container, before)
 
@@ -92,9 +92,9 @@ def _fill(container: Any, contents: list[Any]) -> None:
 
 
 def reachable_from_hook(hook: Callable[..., Any]) -> list[Any]:
-    """Containers that a hook may write to: of closure, globals that its code names, its object.
+    """Returns containers that a hook may write to: in its closure, object, or named globals.
 
-    Modules are left out: what is written to their attributes is looked at for all of them.
+    Modules are left out: their attributes are compared for all of them.
     """
     found: list[Any] = []
     if isinstance(hook, functools.partial):
@@ -116,7 +116,7 @@ def reachable_from_hook(hook: Callable[..., Any]) -> list[Any]:
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """Of an object that is neither a class, module nor function, nor a library's."""
+    """Returns the attributes of an object of a user's class; None for other objects."""
     if isinstance(value, type | FunctionType | MethodType | nn.Module):
         return None
     package = type(value).__module__.partition(".")[0]
@@ -127,5 +127,5 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def _is_ours(value: Any) -> bool:
-    """A trace may change what smp keeps on modules."""
+    """Returns whether smp owns the object; a trace may change such objects on modules."""
     return type(value).__module__.partition(".")[0] == "smp"

@@ -1,4 +1,4 @@
-"""Marks of users: `smp.partition` marks modules while they are made, `set_partition` later."""
+"""Marks of users: `smp.partition` marks modules as they are made, `set_partition` afterwards."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from smp.world import runtime
 
 
 class _OfContext(int):
-    """The index of a context, also after it was handed on to a module in another's place."""
+    """The index of a context, still recognised after it was copied to a replacing module."""
 
 
 _marks: CreationMarks[int] = CreationMarks()  # wishes of the user
 
 
 def wish_of(module: nn.Module) -> int | None:
-    """The partition that `set_partition` wants for a module, with any ``auto_partition``."""
+    """Returns the partition that `set_partition` gave a module, also for `auto_partition`."""
     mark = _marks.get(module)
     return None if isinstance(mark, _OfContext) else mark
 
 
 def mark_of(module: nn.Module) -> int | None:
-    """The partition that the user wants for a module, if any."""
+    """Returns the partition that the user wants for a module, if any."""
     return _marks.get(module)
 
 
 def check_index(source: str, index: object, pp_size: int | None) -> int:
-    """A usable partition index.
+    """Returns a usable partition index.
 
     Args:
-        source: what the user called or the module that is meant.
-        index: what the user gave.
+        source: function that the user called, or module that is meant; for messages.
+        index: value that the user gave.
         pp_size: number of partitions; None when it is not known yet.
 
     Raises:
@@ -67,7 +67,7 @@ def _known_pp_size() -> int | None:
 def partition(index: int) -> Iterator[None]:
     """Places modules that are created inside the context; used with ``auto_partition: False``.
 
-    The innermost context wins. Modules created outside of all contexts go to
+    The innermost context wins. Modules created outside of all contexts are placed on
     ``default_partition``; modules without parameters follow their parent; the root module is on
     partition 0. With ``auto_partition: True`` contexts are ignored.
 
@@ -85,10 +85,10 @@ def partition(index: int) -> Iterator[None]:
 def set_partition(module: nn.Module, index: int) -> None:
     """Places an existing module and everything below it; a later call overrides an earlier one.
 
-    Called before the first step. With ``auto_partition: True`` the rest of the model is balanced
-    around such modules. Their order may then differ from that of execution, at the cost of further
-    visits of a rank; the root module is on partition 0 in any case, and each partition has to get a
-    module with parameters.
+    The function is called before the first step. With ``auto_partition: True`` the rest of the
+    model is balanced around such modules. Their order may then differ from that of execution, at
+    the cost of further visits of a rank. The root module is on partition 0 in any case, and each
+    partition must get a module with parameters.
 
     Args:
         module: part of the model, before or after it is wrapped.

@@ -21,7 +21,7 @@ from smp.world.log import first_rank_log
 
 
 class PartitionConfig(Protocol):
-    """The configuration keys that matter here."""
+    """The configuration keys that the partition depends on."""
 
     @property
     def auto_partition(self) -> bool: ...
@@ -46,17 +46,18 @@ def partition_options(
     lead_weight: float | None = None,
     state_factor: float = 4.0,
 ) -> _C.PartitionOptions:
-    """What the partitioner needs to know of the configuration.
+    """Returns the options of the partitioner for a configuration.
 
     Args:
-        config: its schedule says how many microbatches of activations each rank keeps.
+        config: configuration; its schedule determines the kept microbatches of each rank.
         pp_size: number of partitions.
         num_chunks: stages per partition, for schedules with virtual stages.
-        memory_limit_bytes: the most that a partition may hold; 0 for no limit.
-        must_fit: without it, the least memory is taken where nothing keeps the limit.
-        lead_weight: time alone is balanced, and a stage counts this much of what comes before it;
-            None: as ``config`` says.
-        state_factor: what a byte of parameters takes with its gradient and optimizer state.
+        memory_limit_bytes: limit of bytes on each partition; 0 for no limit.
+        must_fit: whether the limit is strict; if not, the partition with the least memory is
+            taken where none keeps the limit.
+        lead_weight: share of the time of earlier stages that counts for a stage, where only time
+            is balanced; None balances as ``config`` says.
+        state_factor: bytes of a parameter with gradient and optimizer state, per parameter byte.
     """
     weight = 0.8 if config.memory_weight is None else config.memory_weight
     return _C.PartitionOptions(
@@ -72,7 +73,7 @@ def partition_options(
 
 
 def kept_microbatches(config: PartitionConfig, pp_size: int, num_chunks: int = 1) -> list[int]:
-    """How many microbatches of activations the schedule keeps on each rank."""
+    """Returns the number of microbatches whose activations the schedule keeps, by rank."""
     active = config.microbatches
     if config.active_microbatches is not None:
         active = min(active, config.active_microbatches)
@@ -82,7 +83,7 @@ def kept_microbatches(config: PartitionConfig, pp_size: int, num_chunks: int = 1
 def kept_by(
     policy_name: str, pp_size: int, num_chunks: int, microbatches: int, active: int
 ) -> list[int]:
-    """The same by numbers: of microbatches in a step, and of those in flight."""
+    """Returns the same as `kept_microbatches`, with the schedule given by name and numbers."""
     policy = _C.make_policy(policy_name)
     if pp_size == 1 and not policy.forwards_come_first:
         return [1]  # nothing comes between a forward and its backward
@@ -101,21 +102,21 @@ def decide(
     memory_limit_bytes: int = 0,
     fastest: Fastest | None = None,
 ) -> Decision:
-    """Assigns every module to a pipeline rank. Deterministic; not collective.
+    """Assigns every module to a pipeline rank. The result is deterministic; no collective.
 
     Args:
         root: the user's model.
-        config: with ``auto_partition`` the module tree is balanced by ``memory_weight``, around
-            what `set_partition` has placed; without, marks count and the rest goes to
-            ``default_partition``.
+        config: configuration. With ``auto_partition`` the module tree is balanced by
+            ``memory_weight``, around modules that `set_partition` has placed; without, marks count
+            and unmarked modules are placed on ``default_partition``.
         pp_size: number of partitions.
-        mark: the user's wish for a module, from `smp.partition` and `set_partition`.
+        mark: function that returns the user's mark of a module.
         index: the module tree of ``root``, with costs if it was traced.
         file: a partition file (see `smp.partition.partition_file`) to follow instead.
         num_chunks: stages per rank, for schedules with virtual stages; with ``auto_partition``.
-        memory_limit_bytes: the most that a rank may hold; 0 for no limit.
-        fastest: with ``auto_partition``, the shortest step is looked for instead of a balance by
-            ``memory_weight``.
+        memory_limit_bytes: limit of bytes on each rank; 0 for no limit.
+        fastest: input for the search of the shortest step, which ``auto_partition`` uses instead
+            of a balance by ``memory_weight``.
 
     Raises:
         WishError: with ``auto_partition``, modules that must stay together are set to different
@@ -161,12 +162,12 @@ def decide(
 
 @dataclass(frozen=True)
 class Fastest:
-    """What the shortest step depends on.
+    """The quantities that the shortest step depends on.
 
     Attributes:
-        shape: of the step.
-        room_bytes: memory of each rank, which is a limit where none is given.
-        state_factor: what a byte of parameters takes with its gradient and optimizer state.
+        shape: shape of the step.
+        room_bytes: memory of each rank; the limit where no other is given.
+        state_factor: bytes of a parameter with gradient and optimizer state, per parameter byte.
     """
 
     shape: StepShape
@@ -208,15 +209,15 @@ def _decide_fastest(
 
 
 class WishError(ValueError):
-    """What `set_partition` has asked for contradicts itself or the model."""
+    """Wishes by `set_partition` contradict each other or the model."""
 
 
 def add_wishes(index: ModuleIndex, wishes: Sequence[int | None], pp_size: int) -> None:
-    """Asks for modules to be where `set_partition` has placed them.
+    """Adds the places that `set_partition` has asked for to the tree.
 
     Args:
         index: the module tree.
-        wishes: partition per module; None: any. That of the root does not count.
+        wishes: partition per module, or None; the root's is ignored.
         pp_size: number of partitions.
 
     Raises:
@@ -236,7 +237,13 @@ def add_wishes(index: ModuleIndex, wishes: Sequence[int | None], pp_size: int) -
 
 
 def solve(index: ModuleIndex, options: _C.PartitionOptions) -> _C.Assignment:
-    """The best partition in which hooks that keep something run where the step body does."""
+    """Returns the best partition that keeps callers of modules with writing hooks on partition 0.
+
+    The hooks then write where the step body runs.
+
+    Raises:
+        ValueError: no such partition exists, or the forward replaces modules.
+    """
     _refuse_new_modules(index)
     assignment = _C.solve_partition(index.tree, options)
     pinned: set[int] = set()
@@ -273,7 +280,7 @@ def _refuse_new_modules(index: ModuleIndex) -> None:
 
 
 def _callers_away(index: ModuleIndex, partition_idxs: Sequence[int]) -> set[int]:
-    """Modules above observed ones whose code runs on another rank than the step body."""
+    """Returns modules above observed ones whose code runs elsewhere than the step body."""
     away = set()
     for observed in index.writes.observed:
         idx = index.parents[observed]
@@ -299,8 +306,8 @@ def _check_memory(
 
 
 def _place_by_marks(index: ModuleIndex, marks: list[int | None], default: int) -> list[int]:
-    """Partition per node: marks, else the default; parents for what has no parameters."""
-    idxs = [0]  # the root is the driver's
+    """Returns the partition per node: by marks or default, or as the parent without parameters."""
+    idxs = [0]  # the root runs on the driver
     for idx in range(1, len(index.modules)):
         anchor = index.anchors[idx]
         wish = marks[idx]
@@ -349,14 +356,14 @@ def _label(index: ModuleIndex, idx: int) -> str:
 
 
 def agree(decision: Decision, world_size: int) -> None:
-    """Makes sure that all ranks decided the same. Collective over all ranks.
+    """Checks that all ranks decided the same. Collective over all ranks.
 
     Args:
-        decision: of this rank.
+        decision: decision of this rank.
         world_size: number of ranks.
 
     Raises:
-        ValueError: on every rank with the same text, when decisions differ.
+        ValueError: decisions differ; every rank raises it with the same text.
     """
     if world_size == 1:
         return
@@ -373,7 +380,7 @@ def agree(decision: Decision, world_size: int) -> None:
 
 
 def first_difference(expected: list[str], got: list[str], other_rank: int) -> str:
-    """Where the modules of rank 0 and of another rank first differ, in words."""
+    """Returns in words where the modules of rank 0 and of another rank first differ."""
     for ours, theirs in zip(expected, got, strict=False):
         if ours != theirs:
             return f"rank 0 has {ours}, rank {other_rank} has {theirs}"

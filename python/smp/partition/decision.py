@@ -1,4 +1,4 @@
-"""What was decided about the partition of a model."""
+"""The decision on the partition of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smp.partition.tree import ModuleIndex
 from smp.tensor_parallel.sharding import whole_shape
 
 _MAX_STAGES = 3
-_MAX_CHARACTERS = 120  # of names in a line
+_MAX_CHARACTERS = 120  # length of the names in a line
 #: A line of `Decision.text`.
 _LINE = re.compile(r"pp_rank (\d+)(?: chunk (\d+))?: (\d+) bytes \((\d+\.\d) %\): (.*)")
 
@@ -39,10 +39,10 @@ def _stage_words(line: str, ranks: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """Owner of every module. Equal on all ranks, see `agree`.
+    """The owners of all modules. Decisions are equal on all ranks, see `agree`.
 
     Attributes:
-        index: modules, names and ties; entries of the other sequences belong to its nodes.
+        index: modules, names and ties; the sequences below are indexed by its nodes.
         num_partitions: number of pipeline ranks.
         partition_idxs: partition per module.
         load_bytes: parameter bytes per partition.
@@ -50,11 +50,11 @@ class Decision:
         hash: 64 bits of names, partitions and chunks.
         num_chunks: stages per rank.
         chunk_idxs: chunk per module; empty if there is one chunk only.
-        options: by which it was decided and is explained; None on ranks that only follow.
+        options: options that it was decided and is explained by; None on ranks that only follow.
         decided_by: "auto", "marks" or "file".
-        step_ratio: where the shortest step was looked for, its estimated time over that of ranks
-            which are always busy, and all alike.
-        considered: partitions of which the fastest was taken; empty where none was looked for.
+        step_ratio: estimated time of a step over that of ranks which are always and equally busy;
+            None if the shortest step was not searched.
+        considered: partitions of which the fastest was taken; empty if it was not searched.
     """
 
     index: ModuleIndex
@@ -71,10 +71,10 @@ class Decision:
     considered: tuple[Candidate, ...] = ()
 
     def words(self, ranks: Sequence[str]) -> list[str]:
-        """Returns a line for each stage, three at most, with what has to be known of a run.
+        """Returns a line for each stage, three at most, for the log of a run.
 
         Args:
-            ranks: numbers of the global ranks of each pipeline rank.
+            ranks: numbers of the global ranks of each pipeline rank, as text.
         """
         lines = [_stage_words(line, ranks) for line in self.text.splitlines()[1:]]
         if len(lines) <= _MAX_STAGES:
@@ -90,7 +90,7 @@ class Decision:
         options: _C.PartitionOptions | None = None,
         decided_by: str = "auto",
     ) -> Decision:
-        """What the partitioner has returned, with the modules it is about."""
+        """Makes a decision from the partitioner's result and the modules that it is for."""
         return cls(
             index=index,
             num_partitions=assignment.num_partitions,
@@ -106,7 +106,7 @@ class Decision:
 
     @cached_property
     def assignment(self) -> _C.Assignment:
-        """The same for the partitioner."""
+        """Returns the decision in the form of the partitioner."""
         return _C.make_assignment(
             self.index.tree,
             self.num_partitions,
@@ -117,22 +117,22 @@ class Decision:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """Distinct modules, parents first; the root is at 0."""
+        """Returns the distinct modules, parents first; the root is at 0."""
         return self.index.modules
 
     @cached_property
     def names(self) -> list[str]:
-        """First qualified name of each module; "" is the root."""
+        """Returns the first qualified name of each module; "" is the root."""
         return [names[0] for names in self.index.names]
 
     @cached_property
     def partition_of(self) -> dict[nn.Module, int]:
-        """Partition by module."""
+        """Returns partitions by module."""
         return dict(zip(self.index.modules, self.partition_idxs, strict=True))
 
     @cached_property
     def partition_of_name(self) -> dict[str, int]:
-        """Partition by qualified name; all names of a module are there."""
+        """Returns partitions by qualified name; all names of a module are included."""
         return {
             name: partition_idx
             for names, partition_idx in zip(self.index.names, self.partition_idxs, strict=True)
@@ -141,7 +141,7 @@ class Decision:
 
     @cached_property
     def lines(self) -> list[str]:
-        """All that ranks must agree on: modules with their partition, parameters with shapes."""
+        """Returns lines that ranks must agree on: modules with places, parameters with shapes."""
         lines = [f"{name or '(root)'} on {p}" for name, p in self.partition_of_name.items()]
         if self.num_chunks > 1:
             chunks = zip(self.names, self.chunk_idxs, strict=True)
@@ -152,12 +152,12 @@ class Decision:
 
     @cached_property
     def digest(self) -> bytes:
-        """Hash of `lines`."""
+        """Returns the hash of `lines`."""
         return hashlib.sha256("\n".join(self.lines).encode()).digest()
 
     @cached_property
     def later_stages(self) -> list[int]:
-        """Modules with state of partition 0 that are not in its first chunk."""
+        """Returns modules with state of partition 0 that are not in its first chunk."""
         return [
             idx
             for idx, (partition_idx, chunk) in enumerate(
@@ -167,13 +167,13 @@ class Decision:
         ]
 
     def depth_of(self, partition_idx: int) -> int:
-        """How many partitions the data pass before this one: modules are met in their order."""
+        """Returns how many partitions the data pass before this one, in the order of modules."""
         met = list(dict.fromkeys(idx for idx in (0, *self.owner_partitions) if idx is not None))
         return met.index(partition_idx) if partition_idx in met else len(met)
 
     @cached_property
     def owner_partitions(self) -> list[int | None]:
-        """Partition that must run each module; None without state: it runs where it is called."""
+        """Returns the partition that runs each module; None for those without state."""
         return [
             None if stateless else partition_idx
             for stateless, partition_idx in zip(

@@ -1,4 +1,4 @@
-"""Why the partition is as it is, in figures and in words."""
+"""Explains a partition, in figures and in words."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from smp.partition.decision import Decision
 
 @dataclass(frozen=True)
 class RankCost:
-    """What one pipeline rank has to do and to hold.
+    """The work and memory of one pipeline rank.
 
     Attributes:
         pp_rank: the rank.
-        param_bytes: of its parameters.
-        activation_bytes: of one microbatch, with copies of what it receives.
-        memory_bytes: at the peak: parameters with gradients and optimizer state, and activations
-            of as many microbatches as the schedule keeps.
-        compute_share: its part of all arithmetic, in [0, 1].
-        transfer_bytes: sent and received per microbatch.
-        load: what is balanced; 1 is the whole model without transfers. For the fastest
-            partition ranks in front may have more.
+        param_bytes: bytes of its parameters.
+        activation_bytes: bytes of activations of one microbatch, with copies of received tensors.
+        memory_bytes: bytes at the peak: parameters with gradients and optimizer state, and
+            activations of as many microbatches as the schedule keeps.
+        compute_share: share of all arithmetic, in [0, 1].
+        transfer_bytes: bytes sent and received per microbatch.
+        load: quantity that is balanced; 1 is the whole model without transfers. In the fastest
+            partition, ranks in front may have more.
     """
 
     pp_rank: int
@@ -35,13 +35,13 @@ class RankCost:
 
 @dataclass(frozen=True)
 class Move:
-    """What the partition would cost with a module on another rank.
+    """The cost of the partition if a module were on another rank.
 
     Attributes:
         pp_rank: the other rank.
-        largest_load: of all ranks then.
-        crossing_bytes: between ranks, per microbatch.
-        refusal: why it cannot be there; empty if it can.
+        largest_load: largest load of a rank after the move.
+        crossing_bytes: bytes between ranks, per microbatch.
+        refusal: reason why the move is impossible; empty if it is possible.
     """
 
     pp_rank: int
@@ -52,13 +52,13 @@ class Move:
 
 @dataclass(frozen=True)
 class ModulePlacement:
-    """Where a module is and why.
+    """The place of a module, with its reason.
 
     Attributes:
         name: qualified name.
-        pp_rank: its rank.
-        reason: in words.
-        moves: one for each other rank.
+        pp_rank: rank of the module.
+        reason: reason for the place, in words.
+        moves: one entry for each other rank.
     """
 
     name: str
@@ -69,18 +69,18 @@ class ModulePlacement:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A partition in figures; as text a table.
+    """A partition in figures; its text is a table.
 
     Attributes:
-        ranks: one for each pipeline rank.
+        ranks: one entry for each pipeline rank.
         boundaries: bytes per microbatch by (from, to); forward and gradients.
-        largest_load: what is minimized.
+        largest_load: quantity that is minimized.
         crossing_bytes: sum of ``boundaries``.
         traced: whether costs other than parameters are known.
         assignments: modules of each rank, as in the log.
-        module: the module that was asked for.
-        step_ratio: where the fastest partition was looked for, the estimated time of a step over
-            that of ranks which are always busy, and all alike.
+        module: place of the module that was asked for.
+        step_ratio: estimated time of a step over that of ranks which are always and equally busy;
+            None if the fastest partition was not searched.
     """
 
     ranks: tuple[RankCost, ...]
@@ -105,11 +105,10 @@ class Explanation:
 
 
 def explain(decision: Decision, module: str | None = None) -> Explanation:
-    """Explains a partition, and if wanted the place of one module.
+    """Explains a partition and, on request, the place of one module.
 
     Args:
-        decision: as `decide` made it; on other ranks than the one that traced, only parameters
-            are known.
+        decision: result of `decide`; only the rank with a trace has costs other than parameters.
         module: qualified name; the model's own name is "".
 
     Raises:

@@ -1,4 +1,4 @@
-"""Takes back tensors without data that code of a model has kept beyond its trace.
+"""Removes tensors without data that code of a model has kept beyond its trace.
 
 A function with `functools.lru_cache`, or a dictionary by shape, keeps what it makes in its first
 call. If that call is the trace's, later calls would compute with a tensor that has no data.
@@ -28,7 +28,7 @@ _SKIPPED = frozenset(("torch", "functools", "re", "typing", "inspect"))
 def nothing_kept() -> Iterator[None]:
     """Empties caches that were filled inside, and dictionaries that keep tensors without data.
 
-    For use around all that puts a model back as it was.
+    It is used around everything that restores a model.
     """
     misses = {id(cache): cache.cache_info().misses for cache in _caches()}
     try:
@@ -56,7 +56,7 @@ def _clear_dictionaries(fakes: list[Any]) -> None:
     holders += [obj for obj in _frozen_objects() if type(obj) is dict]
     for holder in holders:
         for key in [key for key, value in holder.items() if id(value) in ids]:
-            # An output of a model that forbids it is no cache: the trace's error holds it.
+            # A model output that forbids deletion is no cache: the trace's error holds it.
             with contextlib.suppress(Exception):
                 del holder[key]
 
@@ -72,10 +72,10 @@ def _caches() -> list[Any]:
 
 
 def _frozen_objects() -> Iterator[Any]:
-    """What modules and their classes and functions hold, if the collector does not tell.
+    """Yields objects that modules, their classes and functions hold, if the collector is frozen.
 
     After `gc.freeze`, which scripts call to keep pages shared with processes that they fork, the
-    collector names neither the objects that were there before nor what refers to them.
+    collector lists neither the objects that existed before nor their referrers.
     """
     if not gc.get_freeze_count():
         return
@@ -90,18 +90,18 @@ def _frozen_objects() -> Iterator[Any]:
 
 
 def _with_contents(value: Any) -> Iterator[Any]:
-    """An object, and what the function that it is or wraps has around it."""
+    """Yields an object and, if it is or wraps a function, the function and its closure."""
     yield value
     function = getattr(value, "__func__", value) if type(value) in _METHODS else value
     if function is not value:
         yield function
     for cell in (function.__closure__ or ()) if isinstance(function, FunctionType) else ():
-        with contextlib.suppress(ValueError):  # empty still
+        with contextlib.suppress(ValueError):  # the cell is still empty
             yield cell.cell_contents
 
 
 def _is_namespace(holder: dict[Any, Any]) -> bool:
-    """Is it the namespace of a module, class or object, and no container of the model's own?"""
+    """Returns whether a dictionary is the namespace of a module, class or object."""
     return any(
         getattr(owner, "__dict__", None) is holder
         for owner in gc.get_referrers(holder)

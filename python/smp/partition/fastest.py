@@ -1,4 +1,4 @@
-"""How long a step takes with a partition: the simulator's answer, from estimated costs."""
+"""Estimates how long a step takes with a partition, by simulation with estimated costs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import smp._C as _C
 
-# Of a forward and its backward, where a trace did not tell.
+# Share of the forward in forward and backward, if a trace did not measure it.
 _FORWARD_SHARE = 1 / 3
-# Steps of more microbatches per rank are extrapolated: beyond them each takes the same time.
+# Steps with more microbatches per rank are extrapolated: each further one takes the same time.
 _SIMULATED_PER_RANK = 4
 _FEWEST_SIMULATED = 8
 # Steps that differ by less are equally fast, and memory decides.
@@ -18,12 +18,12 @@ _EQUAL = 1.002
 
 @dataclass(frozen=True)
 class StepShape:
-    """How a step passes the pipeline.
+    """The way of a step through the pipeline.
 
     Attributes:
         policy: name of the schedule.
-        microbatches: of one step.
-        active: most of them in flight.
+        microbatches: number of microbatches of one step.
+        active: largest number of microbatches in flight.
     """
 
     policy: str
@@ -32,11 +32,11 @@ class StepShape:
 
     @property
     def leads(self) -> tuple[float, ...]:
-        """What stages may count of the time of those before them, for the partitioner to try.
+        """Returns the lead weights that the partitioner tries, see `partition_options`.
 
-        A rank is busy with all microbatches, and idle until the first has come to it and after the
-        last has left. Ranks in front that go on meanwhile may have more to do (1 / microbatches);
-        those that wait for what comes back may not (0).
+        A rank is busy with all microbatches, and idle until the first has arrived and after the
+        last has left. If earlier ranks go on meanwhile, they may have more to do
+        (1 / microbatches). If they wait for gradients, they may not (0).
         """
         if self.microbatches == 1:
             return (0.0,)
@@ -49,10 +49,10 @@ class Candidate:
 
     Attributes:
         assignment: the partition.
-        options: by which it was found.
-        memory_bytes: of the rank that needs most.
-        step_ratio: estimated time of a step over that of ranks which are always busy, and all
-            alike; None where no costs are known.
+        options: options that it was found by.
+        memory_bytes: bytes on the rank that needs most.
+        step_ratio: estimated time of a step over that of ranks which are always and equally busy;
+            None where no costs are known.
     """
 
     assignment: _C.Assignment
@@ -67,14 +67,14 @@ def candidate(
     options: _C.PartitionOptions,
     shape: StepShape,
 ) -> Candidate:
-    """A partition with its memory and the time of its step."""
+    """Returns a partition with its memory and the time of its step."""
     evaluation = _C.evaluate_partition(tree, assignment, options)
     ratio = step_ratio(evaluation, tree.compute_per_byte, options.num_partitions, shape)
     return Candidate(assignment, options, max(evaluation.memory_bytes), ratio)
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest; of those that are as fast the one with the least memory, then the first."""
+    """Returns the fastest one; of equally fast ones the one with least memory, then the first."""
     ratios = [c.step_ratio for c in candidates if c.step_ratio is not None]
     if not ratios:
         return candidates[0]
@@ -86,11 +86,13 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of one microbatch in one stage of the chain; 1000 is all of it without a pipeline.
+    """The times of one microbatch in one stage; 1000 is the whole model without a pipeline.
 
     Attributes:
-        pp_rank: that runs the stage.
-        forward, backward, weight: the backward without gradients of weights, and these.
+        pp_rank: rank that runs the stage.
+        forward: time of the forward.
+        backward: time of the backward without gradients of weights.
+        weight: time of the gradients of weights.
     """
 
     pp_rank: int
@@ -102,17 +104,17 @@ class StageTimes:
 def stage_times(
     evaluation: _C.Evaluation, compute_per_byte: float, num_partitions: int
 ) -> list[StageTimes]:
-    """Compute and transfers of each stage, as the partitioner sees them.
+    """Returns compute and transfers of each stage, as the partitioner estimates them.
 
-    Half of a backward are gradients of weights.
+    Half of a backward is taken for gradients of weights.
 
     Args:
-        evaluation: of the partition.
-        compute_per_byte: what a byte over a boundary costs in the unit of compute.
-        num_partitions: pipeline ranks.
+        evaluation: evaluation of the partition.
+        compute_per_byte: cost of a byte over a boundary in the unit of compute.
+        num_partitions: number of pipeline ranks.
 
     Returns:
-        nothing where no costs are known.
+        an empty list where no costs are known.
     """
     times = [
         compute + compute_per_byte * num_bytes
@@ -135,13 +137,13 @@ def stage_times(
 def step_ratio(
     evaluation: _C.Evaluation, compute_per_byte: float, num_partitions: int, shape: StepShape
 ) -> float | None:
-    """Time of a step over the least possible: no rank waits, and all have as much to do.
+    """Returns the time of a step over the least possible: no rank waits, and all are equally busy.
 
-    Only the arguments matter, so all ranks find the same.
+    The result depends on the arguments alone, so all ranks find the same.
 
     Args:
         evaluation, compute_per_byte, num_partitions: see `stage_times`.
-        shape: the step.
+        shape: shape of the step.
 
     Returns:
         None where no costs are known.
@@ -160,13 +162,13 @@ def simulated_step_ms(
     num_partitions: int,
     shape: StepShape,
 ) -> float:
-    """Time of a step; with many microbatches the simulator runs some, and the rest is linear.
+    """Returns the time of a step in ms; many microbatches are extrapolated from a few.
 
     Args:
-        stages: of the chain, with the times of one microbatch.
-        boundaries: between them; none for transfers that take no time.
-        num_partitions: pipeline ranks.
-        shape: of the step.
+        stages: stages of the chain, with the times of one microbatch.
+        boundaries: boundaries between stages; empty if transfers take no time.
+        num_partitions: number of pipeline ranks.
+        shape: shape of the step.
     """
     most = max(_FEWEST_SIMULATED, _SIMULATED_PER_RANK * num_partitions)
 

@@ -8,10 +8,11 @@
     transformer.h.[6-11]   1
     lm_head                0
 
-Each line has a module and its rank. A module stands for all that is below it; of several lines
-above a module the longest name counts, in whatever order they are. ``[a-b]`` is a range of numbers.
-With ``chunks 2`` after ``partitions`` a rank may have its chunk: ``1.0``. What has no parameters,
-and modules that are cut, need no line: they follow the rules of the automatic partition.
+Each line has a module and its rank, which hold for all modules below as well. If several lines
+name modules above a module, the longest name counts, in any order of lines. ``[a-b]`` is a range of
+numbers. After ``chunks 2`` below ``partitions`` a rank may have a chunk: ``1.0``. Modules without
+parameters, and modules that are cut, need no line: they follow the rules of the automatic
+partition.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _PLACE = re.compile(r"(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True)
 class _Wish:
-    """Where the file wants a module to be, and in which line it says so."""
+    """A place that the file gives to a module, with the line."""
 
     partition_idx: int
     chunk_idx: int
@@ -43,9 +44,9 @@ class _Wish:
 
 
 def write(decision: Decision, path: str | Path) -> None:
-    """Writes a decision so that `read` makes the same of it.
+    """Writes a decision, so that `read` returns the same.
 
-    The file appears as a whole or not at all. Call on one rank.
+    The file appears as a whole or not at all. The function is called on one rank.
     """
     lines = [_HEADER, f"partitions {decision.num_partitions}"]
     if decision.num_chunks > 1:
@@ -61,7 +62,7 @@ def write(decision: Decision, path: str | Path) -> None:
 
 
 def top_most(decision: Decision) -> Iterator[tuple[str, str]]:
-    """Name and place of the modules that stand for everything below them, in order."""
+    """Yields name and place of modules that cover everything below them, in order."""
     index = decision.index
     units = _C.unit_places(index.tree)
     chunks = decision.chunk_idxs or (0,) * len(index.modules)
@@ -107,15 +108,15 @@ def _collapsed(entries: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def read(path: str | Path, index: ModuleIndex, pp_size: int, num_chunks: int = 1) -> _C.Assignment:
-    """The assignment that a file describes.
+    """Returns the assignment that a file describes.
 
     Args:
-        path: file written by `write`, or by hand.
+        path: path of a file written by `write`, or by hand.
         index: the modules of the model.
-        pp_size, num_chunks: what the run has; the file has to be for the same.
+        pp_size, num_chunks: numbers of ranks and chunks of this run; the file must have the same.
 
     Raises:
-        ValueError: the file is malformed or does not fit the model; names the line.
+        ValueError: the file is malformed or does not fit the model; the text names the line.
         OSError: the file cannot be read.
     """
     return _Reader(Path(path), index, pp_size, num_chunks).read()
@@ -207,7 +208,7 @@ class _Reader:
         for idx, parent in enumerate(self._index.parents):
             inherited = wishes[parent] if idx > 0 else None
             wishes.append(self._wishes.get(idx, inherited))
-        decided: dict[int, tuple[_Wish, int]] = {}  # per unit: what was said, of which module
+        decided: dict[int, tuple[_Wish, int]] = {}  # by unit: the wish, and its module
         for idx, place in enumerate(units):
             wish = wishes[idx]
             if place >= 0 and wish is not None:
@@ -237,7 +238,7 @@ class _Reader:
 
 
 def _expand(pattern: str) -> Iterator[str]:
-    """``a.[0-2].b`` as ``a.0.b``, ``a.1.b``, ``a.2.b``."""
+    """Yields names of a range: ``a.[0-2].b`` as ``a.0.b``, ``a.1.b``, ``a.2.b``."""
     match = _RANGE.search(pattern)
     if match is None:
         yield pattern

@@ -1,9 +1,9 @@
-"""What a forward writes to its modules and gives back before its end.
+"""Finds what a forward writes to its modules and restores before its end.
 
-A parent sets a flag of its layer, calls it and takes the flag away; another one empties the caches
-of its layers when it is done. Behind the forward all is as before, so it is looked for where the
-code of one module ends and that of another begins: what is different there, other ranks have to
-know.
+A parent sets a flag of its layer, calls it and removes the flag; another one empties the caches
+of its layers when it is done. After the forward everything is as before, so modules are compared
+where the code of one module ends and that of another begins. Other ranks have to learn of
+differences there.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import nn
 from smp.modules.attributes import MISSING, is_same, is_state, items_of_container, same_items
 from smp.modules.module_writes import Key
 
-# Of larger containers only the size is compared: there is one look per call of a module.
+# Only the size of larger containers is compared: there are two comparisons per call of a module.
 _MOST_ITEMS = 64
 
 
 class PassingWrites:
-    """Compares what is written with what was there, whenever a module begins or ends.
+    """Compares attributes with their values from before, whenever a module begins or ends.
 
     Args:
-        modules: of the model.
-        before: by module, value and items of its attributes and buffers.
+        modules: modules of the model.
+        before: values and items of attributes and buffers by name, per module.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class PassingWrites:
             for name, (value, items) in attributes.items()
             if items_of_container(value) is not None
         ]
-        self.assigned: set[Key] = set()  # had another value meanwhile
-        self.mutated: set[Key] = set()  # had other contents meanwhile
+        self.assigned: set[Key] = set()  # they had another value meanwhile
+        self.mutated: set[Key] = set()  # they had other contents meanwhile
         self.replaced: set[Key] = set()  # children that were other modules meanwhile
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, assignments to attributes of modules are seen; for the forward of a trace."""
+        """Notes assignments to attributes of modules inside; for the forward of a trace."""
         plain_set, plain_delete = nn.Module.__setattr__, nn.Module.__delattr__
 
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
@@ -71,7 +71,7 @@ class PassingWrites:
             nn.Module.__delattr__ = plain_delete  # type: ignore[method-assign]
 
     def wrap(self, idx: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` of a module, with a look before and behind it."""
+        """Returns ``forward`` of a module with a comparison before and after it."""
 
         @functools.wraps(forward)
         def looked_at(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The partition of a running model: explained, and kept as a file."""
+"""Explains the partition of a running model, and saves it as a file."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 def explain_partition(module: str | None = None, model: WrappedModel | None = None) -> Explanation:
-    """Why the model is split as it is, in figures; ``print`` shows a table.
+    """Returns why the model is split as it is, in figures; ``print`` shows a table.
 
-    Collective over all ranks: only the first one has traced the model and knows its costs, and all
-    get what it says.
+    Collective over all ranks. Only the first rank has traced the model and measured its costs; all
+    ranks receive its explanation.
 
     Args:
-        module: qualified name, as in ``named_modules()`` of the unwrapped model; the answer then
-            says why it is where it is and what moving it to each other rank would cost.
+        module: qualified name, as in ``named_modules()`` of the unwrapped model; the explanation
+            then has the reason for its place and the cost of moving it to each other rank.
         model: the `DistributedModel` that is meant; needed if there are several.
 
     Returns:
-        per rank parameters, activations, peak memory, share of compute, transfers and load; bytes
-        over each pair of ranks; without a trace parameters only.
+        parameters, activations, peak memory, share of compute, transfers and load per rank, and
+        bytes over each pair of ranks; without a trace only parameters.
 
     Raises:
         RuntimeError: the model is not partitioned yet, or none is named and there are several.
-        ValueError: on every rank, if there is no such module.
+        ValueError: there is no such module; every rank raises it.
     """
     current = runtime.current()
     decision = _decision("smp.explain_partition", current.wrapped, model)
@@ -51,16 +51,16 @@ def explain_partition(module: str | None = None, model: WrappedModel | None = No
 def save_partition(path: str | Path, model: WrappedModel | None = None) -> None:
     """Writes the partition to a text file that the configuration key ``partition_file`` takes.
 
-    Collective over all ranks: the first one writes, and when the call returns the file is there.
-    It may be edited; see ``docs/design/partition.md`` for its form.
+    Collective over all ranks: the first one writes, and the file exists when the call returns. It
+    may be edited; see ``docs/design/partition.md`` for its form.
 
     Args:
-        path: of the file, on the host of the first rank.
+        path: path of the file, on the host of the first rank.
         model: the `DistributedModel` that is meant; needed if there are several.
 
     Raises:
         RuntimeError: the model is not partitioned yet, or none is named and there are several.
-        OSError: on every rank, if the file cannot be written.
+        OSError: the file cannot be written; every rank raises it.
     """
     current = runtime.current()
     decision = _decision("smp.save_partition", current.wrapped, model)
@@ -77,7 +77,7 @@ def save_partition(path: str | Path, model: WrappedModel | None = None) -> None:
 
 def _decision(what: str, wrapped: Wrapped, model: WrappedModel | None) -> Decision:
     if model is None:
-        model = wrapped.model  # with several this raises and lists them
+        model = wrapped.model  # with several models this raises and lists them
     decision: Decision | None = None if model is None else model._decision
     if decision is None:
         raise RuntimeError(

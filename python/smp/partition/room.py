@@ -1,4 +1,4 @@
-"""How much memory a rank has, for the partition to fit."""
+"""Computes how much memory a rank has for its partition."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 
 from smp.config.schema import Config
 
-# What the estimate of a rank's memory leaves out: workspaces, fragments, the program itself.
+# The rest is for what the estimate leaves out: workspaces, fragments, the program itself.
 _USABLE = 0.9
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def device_room_bytes(device: torch.device, local_size: int) -> int:
-    """Bytes that parameters, optimizer and activations of this rank may take.
+    """Returns the bytes that parameters, optimizer and activations of this rank may take.
 
     Args:
-        device: of this rank.
-        local_size: ranks of this host, which share its memory where the device is the CPU.
+        device: device of this rank.
+        local_size: number of ranks of this host, which share its memory if the device is the CPU.
     """
     if device.type == "cuda":
         return int(_USABLE * torch.cuda.get_device_properties(device).total_memory)
@@ -29,12 +29,12 @@ def device_room_bytes(device: torch.device, local_size: int) -> int:
 
 
 def state_factor(parameters: Iterable[nn.Parameter], config: Config, shard_size: int) -> float:
-    """What a byte of parameters takes with its gradient and the state of Adam; at least 1.
+    """Returns bytes of a parameter with gradient and Adam's state, per parameter byte; at least 1.
 
     Args:
-        parameters: of the model, as they are before they are cast.
-        config: says in which precision they are trained, and what is sharded.
-        shard_size: ranks that hold one copy of the state together.
+        parameters: parameters of the model, before they are cast.
+        config: configuration, with the precision of training and what is sharded.
+        shard_size: number of ranks that hold one copy of the state together.
     """
     num_elements = num_bytes = 0
     for parameter in parameters:
@@ -51,7 +51,7 @@ def state_factor(parameters: Iterable[nn.Parameter], config: Config, shard_size:
 
 
 def _host_bytes() -> int:
-    """Of the machine, or of the control group that this process is in."""
+    """Returns the memory of the machine, or of this process's control group if that is less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [physical]
     for path in _LIMITS:

@@ -1,4 +1,4 @@
-"""What a model would return, in shapes alone: for a function that goes on while it is traced."""
+"""Makes a model's result by shapes alone, for a function that goes on while it is traced."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def stand_in(
     kwargs: Mapping[str, Any],
     device: torch.device,
 ) -> Any:
-    """The result of a call with all tensors zero; the model is as before afterwards.
+    """Returns the result of a call with zero tensors; the model is as before afterwards.
 
-    Runs without memory for the model, which may be a partitioned one, under the grad mode that is
-    in force. Tensors of the result are leaves.
+    The call needs no memory for the model, which may be partitioned, and runs under the present
+    grad mode. Tensors of the result are leaves.
 
     Args:
         root: the model.
-        args, kwargs: of the call.
-        device: of the result.
+        args, kwargs: arguments of the call.
+        device: device of the result.
 
     Raises:
         Exception: the model cannot run without values.
@@ -47,19 +47,19 @@ def stand_in(
                 (tuple(args), dict(kwargs)),
             )
             result = root(*call_args, **call_kwargs)
-    # Outside of the mode, which would make these fake as well.
+    # Inside of the mode these would be fake as well.
     return pytree.tree_map_only(Tensor, _zeros_like, result)
 
 
 def real_result(
     root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> Any:
-    """The result of a call of a model that needs values; the model is as before afterwards.
+    """Returns the result of a call of a model that needs values; the model is as before afterwards.
 
     Args:
-        root: a model that is not partitioned and has values, on whatever device.
-        args, kwargs: of the call; the model gets copies.
-        device: of the result.
+        root: a model that is not partitioned and has values, on any device.
+        args, kwargs: arguments of the call; the model gets copies.
+        device: device of the result.
     """
     parameters = root.parameters()
     home = next((parameter.device for parameter in parameters), device)

@@ -1,4 +1,4 @@
-"""Which attributes of its modules a forward writes: what a trace learns about state."""
+"""Finds the attributes of its modules that a forward writes, for a trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from smp.partition.trace_guard import hooks_of
 
 @dataclass(frozen=True)
 class Use:
-    """Code of module ``user`` reads or writes attribute ``name`` of module ``idx``."""
+    """A read or write of attribute ``name`` of module ``idx`` by code of module ``user``."""
 
     user: int
     idx: int
@@ -37,7 +37,7 @@ class StateWatch:
     """Compares the attributes of modules after a forward with those before.
 
     Args:
-        modules: of the model.
+        modules: modules of the model.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -45,17 +45,17 @@ class StateWatch:
         self._before = [state_of(module) for module in modules]
         self._children = [dict(module._modules) for module in modules]
         self._hooks = {idx: _reached_by_hooks(module) for idx, module in enumerate(modules)}
-        self.assigned: set[Key] = set()  # another value
-        self.mutated: set[Key] = set()  # a container or tensor with other contents
+        self.assigned: set[Key] = set()  # attributes with another value
+        self.mutated: set[Key] = set()  # containers or tensors with other contents
         self.observed: set[int] = set()  # modules with hooks that wrote to something
-        self.replaced: set[Key] = set()  # children
+        self.replaced: set[Key] = set()  # children that are other modules
         self.passing = PassingWrites(modules, self._before)
         self._counters: set[Key] = set()
         self._of_tensors: set[int] = set()  # modules with a changed container of tensors
-        self._containers: dict[int, set[int]] = {}  # modules that have it, by its identity
+        self._containers: dict[int, set[int]] = {}  # modules that hold it, by its identity
 
     def compare(self) -> bool:
-        """Looks for what was written since this object was made; is there anything?"""
+        """Finds what was written since this object was made; returns whether there is anything."""
         for idx, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
             after = state_of(module)
             for name in before.keys() | after.keys():
@@ -73,14 +73,14 @@ class StateWatch:
             }
         for idx, name in self.passing.mutated - self.mutated:
             self._note_mutated(idx, name, self._before[idx][name][0])
-            self._of_tensors.add(idx)  # what they were meanwhile, the next microbatch would find
+            self._of_tensors.add(idx)  # the next microbatch would find the contents from meanwhile
         self.replaced |= self.passing.replaced
         self.observed = {idx for idx, reached in self._hooks.items() if reached.has_changed()}
         return bool(self.written or self.observed or self.replaced)
 
     @property
     def written(self) -> set[Key]:
-        """All attributes and buffers that were, at some time, another than before."""
+        """Returns attributes and buffers whose value differed at some time."""
         return self.assigned | self.mutated | self.passing.assigned
 
     def _note_mutated(self, idx: int, name: str, value: Any) -> None:
@@ -94,12 +94,12 @@ class StateWatch:
     def conclude(
         self, uses: Sequence[Use], hooking: Set[int], num_calls: Sequence[int]
     ) -> ModuleWrites:
-        """What follows for a model of several ranks, if this is what each forward writes.
+        """Returns the consequences for several ranks, if each forward writes as this one did.
 
         Args:
-            uses: of attributes that are written, in their order.
-            hooking: modules whose code puts hooks that write to something on tensors.
-            num_calls: of each module.
+            uses: uses of attributes that are written, in their order.
+            hooking: modules whose code registers writing hooks on tensors.
+            num_calls: number of calls of each module.
         """
         written = self.assigned | {use.key for use in uses if use.writes}
         first = {use.key: use for use in reversed(uses)}
@@ -108,12 +108,12 @@ class StateWatch:
         ties = {(use.user, use.idx) for use in foreign if use.key in self.mutated}
         for holders in self._containers.values():
             ties |= {(min(holders), idx) for idx in holders if idx != min(holders)}
-        # What a microbatch reads before it writes is what the one before has left.
+        # If a microbatch reads before it writes, the value is from the one before.
         carried = {key for key, use in first.items() if key in written and not use.writes}
         buffers = {key for key in self.mutated if self._is_buffer(key)}
         ties |= {(use.user, use.idx) for use in foreign if use.writes and self._is_buffer(use.key)}
         mixed = {idx for idx, _ in carried} | {idx for idx, _ in buffers if num_calls[idx] > 1}
-        # Gradients go from one call to the other by way of their caller.
+        # Gradients pass from one call to the other through their caller.
         shared |= {key for key in written if num_calls[key[0]] > 1} - self._counters
         return ModuleWrites(
             own=frozenset(written - (self._counters - shared)),
@@ -133,7 +133,7 @@ class HookWatch(TorchFunctionMode):
     """Notices hooks on tensors that code of a forward registers and that write to something.
 
     Args:
-        running: the module whose code runs now.
+        running: function that returns the module whose code runs now.
     """
 
     def __init__(self, running: Callable[[], int]) -> None:
@@ -188,7 +188,7 @@ def around_uses(
 def _noting_buffers(
     base: type[nn.Module], idx: int, names: Sequence[str], note: Callable[[int, str, bool], None]
 ) -> Callable[[nn.Module, str, Any], None]:
-    """In place of ``__setattr__``, which writes to a buffer behind the property of its name."""
+    """Replaces ``__setattr__``, which writes to a buffer without calling its property."""
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
         if name in names and name in module._buffers:

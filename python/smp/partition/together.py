@@ -1,4 +1,4 @@
-"""One decision for all ranks: the first one traces and decides, the others follow."""
+"""Makes one decision for all ranks: the first one traces and decides, the others follow."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from smp.partition.tree import ModuleIndex, build_tree
 from smp.world import comm
 from smp.world.rank import Rank
 
-# What the largest load of a rank may grow by, so that no checkpointed module is cut.
+# Factor by which the largest load of a rank may grow so that no checkpointed module is cut.
 _MOST_FOR_WHOLE = 1.25
-# Modules that an error names.
+# Number of modules that an error names.
 _MOST_NAMED = 4
-# What helps, by what code does with parameters of other modules.
+# Remedies by how code uses parameters of other modules.
 _REMEDIES = {
     READS: "Call a module instead of reading its weight; take averages of weights, penalties and "
     "norms over parameters out of the forward (behind the step, over model.local_parameters(), or "
@@ -49,7 +49,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Placed:
-    """Places of a model's modules, in the order of its tree, without the modules.
+    """The places of a model's modules, in the order of its tree, without the modules.
 
     Attributes:
         partition_idxs: pipeline rank per module.
@@ -79,18 +79,17 @@ class Placed:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What is asked of a decision besides the configuration's own keys; as for `decide`.
+    """The demands on a decision besides the configuration's own keys, see `decide`.
 
     Attributes:
         file: a partition file to follow; only the first rank reads it.
         num_chunks: stages per rank.
-        memory_limit_bytes: the most that a rank may hold; 0 for no limit.
-        whole: modules that are better not cut: each is one checkpoint.
-        fastest: the shortest step is looked for, with the least room that any rank has.
-        is_weighed: instead, time and memory are weighed as the configuration says; the first rank's
-            word counts.
-        earlier: how the model was partitioned before, whose parameters lie accordingly; nothing is
-            decided then.
+        memory_limit_bytes: limit of bytes on each rank; 0 for no limit.
+        whole: modules that should not be cut: each is one checkpoint.
+        fastest: input for the search of the shortest step; the least room of any rank is used.
+        is_weighed: whether time and memory are weighed as the configuration says, instead of that
+            search; the first rank's value counts.
+        earlier: an earlier partition that the parameters are laid out by; it is used as it is.
     """
 
     file: str | Path | None = None
@@ -108,18 +107,19 @@ def decide_together(
     make_trace: Callable[[], Trace | None] | None = None,
     wishes: Wishes | None = None,
 ) -> Decision:
-    """The partition, equal on all ranks. Collective over all ranks.
+    """Returns the partition, equal on all ranks. Collective over all ranks.
 
     Args:
-        rank: with its configuration and the number of pipeline ranks.
+        rank: own rank, with its configuration and the number of pipeline ranks.
         root: the user's model.
-        make_trace: traces the model; called on the first rank only, whose decision counts. None
-            where nothing can be measured or nothing depends on it: all ranks decide then, unless
-            there is a file.
-        wishes: further ones.
+        make_trace: function that traces the model; called on the first rank only, whose decision
+            counts. None if nothing can be measured or nothing depends on it: each rank then
+            decides for itself, unless there is a file.
+        wishes: further demands.
 
     Raises:
-        ValueError: on every rank, when the first one cannot decide or ranks have different models.
+        ValueError: the first rank cannot decide, or ranks have different models; every rank
+            raises it.
     """
     config, pp_size = rank.config, rank.sizes["pp"]
     wishes = _with_least_room(rank, wishes or Wishes())
@@ -143,9 +143,9 @@ def decide_together(
 
 
 def _with_least_room(rank: Rank, wishes: Wishes) -> Wishes:
-    """What is looked for, and the same room, on all ranks. Collective over all ranks.
+    """Returns wishes with the same search and room on all ranks. Collective over all ranks.
 
-    Ranks with equal configurations may differ in which of its keys were given.
+    Ranks with equal configurations may differ in which keys were given.
     """
     if wishes.fastest is None:
         return wishes
@@ -191,7 +191,7 @@ def _decide(
 def _reads_in_the_way(
     root: nn.Module, config: PartitionConfig, pp_size: int, trace: Trace | None, wishes: Wishes
 ) -> str:
-    """Why a model cannot be split that could be, if its modules left parameters of others alone."""
+    """Returns why reads of foreign parameters prevent a split; empty if they are not the cause."""
     if trace is None or not trace.parameter_reads or not config.auto_partition:
         return ""
     options = partition_options(config, pp_size, wishes.num_chunks, wishes.memory_limit_bytes)
@@ -237,14 +237,14 @@ def without_cuts(
     fastest: Fastest | None,
     free: Decision,
 ) -> Decision:
-    """A decision that cuts none of some modules; the given one where that is hardly balanced.
+    """Returns a decision that cuts none of some modules, or the given one if that is unbalanced.
 
     Args:
         root: the model.
-        trace: of it, if there is one.
-        whole: modules that are better not cut.
-        fastest: by which the given decision was made.
-        free: the decision that has no such wish.
+        trace: trace of the model, if there is one.
+        whole: modules that should not be cut.
+        fastest: input for the search of the shortest step that made the given decision.
+        free: decision that was made without this wish.
     """
     if not any(_is_cut(free, module) for module in whole):
         return free
@@ -269,7 +269,7 @@ def _with_whole(
     whole, cut = (_C.evaluate_partition(d.index.tree, d.assignment, options) for d in (found, free))
     if whole.largest_load > _MOST_FOR_WHOLE * cut.largest_load:
         return None
-    # Where the limit is not a hard one, what does not fit was found as well.
+    # If the limit is not strict, partitions above it were found as well.
     limit = options.memory_limit_bytes
     if 0 < limit < max(whole.memory_bytes) and max(cut.memory_bytes) < max(whole.memory_bytes):
         return None
@@ -286,8 +286,8 @@ def _decide_for_all(
     make_trace: Callable[[], Trace | None] | None,
     wishes: Wishes,
 ) -> Decision:
-    # What the step function raises before it calls the model is nobody else's: the others hear of
-    # it as of any failure of a rank. A refusal is everybody's.
+    # An error of the step function before it calls the model is raised on this rank only; others
+    # learn of it as of any failure of a rank. A refused partition is raised on all ranks.
     trace = None if make_trace is None else make_trace()
     casts = () if trace is None else trace.casts
     if config.half_dtype is None:
@@ -304,7 +304,7 @@ def _decide_for_all(
 def _cast(root: nn.Module, casts: Sequence[tuple[int, str, torch.dtype]]) -> None:
     """Gives parameters the dtype that their model's forward gives them.
 
-    A parameter whose dtype changes inside of a step would lose what takes its gradients.
+    A parameter whose dtype changes inside of a step would lose its gradient accumulation.
     """
     modules = list(root.modules())
     for idx, name, dtype in casts:
@@ -317,7 +317,7 @@ def _follow(index: ModuleIndex, pp_size: int, placed: Placed) -> Decision:
     """Returns another decision's places for this rank's modules; `agree` compares them later."""
     num_nodes = len(index.modules)
     idxs, num_chunks, chunk_idxs = placed.partition_idxs, placed.num_chunks, placed.chunk_idxs
-    # Another number of modules has to reach the comparison, whose error says what differs.
+    # A different number of modules has to reach the comparison, whose error shows the difference.
     if len(idxs) != num_nodes:
         idxs, num_chunks, chunk_idxs = (0,) * num_nodes, 1, ()
     assignment = _C.make_assignment(index.tree, pp_size, idxs, num_chunks, chunk_idxs)

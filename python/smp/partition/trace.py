@@ -1,4 +1,4 @@
-"""Runs a model once, without memory or for real, to learn what each of its modules costs."""
+"""Runs a model once, without memory or for real, to measure the cost of each module."""
 
 from __future__ import annotations
 
@@ -50,20 +50,22 @@ def trace(
 ) -> Trace:
     """Runs the forward of a model once and charges each operator to a module.
 
-    Gradients are enabled, because the partition is for training; the mode of the modules is what
-    it is. Parameters, buffers, attributes of modules and random numbers are as before afterwards.
+    Gradients are enabled, because the partition is for training; the mode of the modules is kept.
+    Parameters, buffers, attributes of modules and random numbers are as before afterwards.
 
     Args:
         root: any module. Parameters may be real, on the meta device or placeholders.
-        args, kwargs: of the call, real tensors.
-        device: that the model runs on, or that it is to look like.
-        fake: no arithmetic and no memory: tensors have shapes only, and values where small
-            arguments and buffers decide on them. What reads other values into Python fails.
-        measure_times: own forward times, median of a few runs. Not with ``fake``.
-        measure_memory: on CUDA what each module leaves allocated, instead of what autograd is
-            seen to save. Not with ``fake``.
-        flops_per_byte: FLOPs that take as long as moving one byte through memory; None: as is usual
-            for the type of ``device``.
+        args, kwargs: arguments of the call, real tensors.
+        device: device that the model runs on, or is to appear on.
+        fake: whether to run without arithmetic and memory: tensors have only shapes, and values
+            where small arguments and buffers determine them. Code that reads other values into
+            Python fails.
+        measure_times: whether to measure own forward times, as medians of a few runs. Not with
+            ``fake``.
+        measure_memory: whether to measure on CUDA what each module leaves allocated, instead of
+            adding up what autograd saves. Not with ``fake``.
+        flops_per_byte: FLOPs that take as long as moving one byte through memory; None for the
+            usual number of the type of ``device``.
 
     Raises:
         TraceError: the forward raised.
@@ -115,12 +117,12 @@ def _traced(
                 values.restore()
         except TraceError:
             raise
-        except Exception as error:  # memory, mostly
+        except Exception as error:  # out of memory, mostly
             raise TraceError(_describe(error, root, None)) from error
 
 
 class _Run:
-    """One model and one call of it, inside of `untouched`."""
+    """A model and one call of it, inside of `untouched`."""
 
     def __init__(
         self,
@@ -144,8 +146,8 @@ class _Run:
             buffers = {id(b) for module in self._modules for b in module._buffers.values()}
 
             def empty(tensor: Tensor) -> Tensor:
-                # Not made from the real ones: placeholders have strides of zero, and values on
-                # the meta device the wrong device.
+                # Copies of the real tensors would be wrong: placeholders have strides of zero, and
+                # tensors on the meta device have the wrong device.
                 made = empty_like(tensor, self._device)
                 if id(tensor) in buffers:
                     known.add(made, tensor)
@@ -166,7 +168,7 @@ class _Run:
         return self._recorded(self._fresh_call(), self._device.type)
 
     def _fresh_call(self) -> Any:
-        """The arguments once more, because the model may write into them."""
+        """Returns a new copy of the arguments, because the model may write into them."""
         return pytree.tree_map_only(
             Tensor, lambda t: moved(ordinary(t), self._device, copy=True), self._call
         )
@@ -198,9 +200,9 @@ class _Run:
         hooking: set[int],
         num_calls: Sequence[int],
     ) -> ModuleWrites:
-        """Runs the model again: what is written each time, and the code of which module uses it.
+        """Runs the model again to find what is written each time, and which modules' code uses it.
 
-        What only the first forward writes is made once and kept.
+        Attributes that only the first forward writes are made once and kept.
         """
         uses: list[Use] = []
         recorder = self._recorder()
@@ -212,7 +214,7 @@ class _Run:
         with around_uses(self._modules, first.written, note):
             try:
                 self._watched(call if how == "fake" else self._fresh_call(), recorder, again)
-            except TraceError:  # a forward that cannot be repeated: each may be written and read
+            except TraceError:  # the forward cannot be repeated: each may be written and read
                 uses += [Use(0, *key, True) for key in first.written]
         again.compare()
         writes = again.conclude(uses, hooking, num_calls)
@@ -228,7 +230,7 @@ class _Run:
 
         try:
             with around_forwards(self._modules, wrap), recorder.watching():
-                # What it returns stays where it was made.
+                # The result stays where it was made.
                 self._root(*args, **kwargs)
         except Exception as error:
             raise TraceError(_describe(error, self._root, recorder.failed_at)) from error
@@ -290,7 +292,7 @@ class _Run:
         )
 
     def _run_wrapped(self, wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> float:
-        """One more real forward; its milliseconds."""
+        """Runs one more real forward and returns its milliseconds."""
         args, kwargs = self._fresh_call()
         with untouched(self._modules, keep_values=True), around_forwards(self._modules, wrap):
             started = time.perf_counter()
@@ -334,7 +336,7 @@ class _Run:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what PyTorch logs before it raises; what comes of it is in our own warning."""
+    """Silences PyTorch's logs before it raises; the error is in our own warning."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -345,12 +347,12 @@ def quiet() -> Iterator[None]:
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """Tensors made in inference mode cannot be saved for backward; copies of them can."""
+    """Returns a tensor that can be saved for backward: a copy of one made in inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 
 def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
-    """A leaf with these values on ``device``."""
+    """Returns a leaf with these values on ``device``."""
     moved = tensor.detach().to(device, copy=copy)
     return moved.requires_grad_(tensor.requires_grad)
 
@@ -372,7 +374,7 @@ def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _describe(error: Exception, root: nn.Module, idx: int | None) -> str:
-    """What went wrong, and in which module."""
+    """Returns what went wrong, and in which module."""
     text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     if idx is None:
         return text

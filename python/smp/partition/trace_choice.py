@@ -1,4 +1,4 @@
-"""Chooses how a model is traced for its partition, and what to do where that fails."""
+"""Chooses how a model is traced for its partition, and what follows if the trace fails."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MAX_SHARE_OF_FREE_MEMORY = 0.8
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """How to trace.
+    """The options of a trace.
 
     Attributes:
-        device: of this process.
-        real_device: where a trace for real runs.
-        measure_times: own time of each module, which needs a trace for real.
-        measure_memory: what each module keeps, in a trace for real.
+        device: device of this process.
+        real_device: device of a trace for real.
+        measure_times: whether to measure own times of modules, which needs a trace for real.
+        measure_memory: whether to measure what each module keeps, which needs a trace for real.
     """
 
     device: torch.device
@@ -37,7 +37,7 @@ class TraceOptions:
 
 
 def check_tracing(device: str, times: bool) -> None:
-    """Raises a ValueError unless ``trace_device`` is one, and fits what is to be measured."""
+    """Raises a ValueError unless ``trace_device`` is valid and fits what is to be measured."""
     if device not in ("gpu", "cpu"):
         raise ValueError(f"trace_device must be 'gpu' or 'cpu', not {device!r}")
     if times and device == "cpu":
@@ -50,13 +50,14 @@ def check_tracing(device: str, times: bool) -> None:
 def trace_for_partition(
     root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: TraceOptions
 ) -> Trace | None:
-    """The best trace that the model allows.
+    """Returns the best trace that the model allows.
 
-    Without memory unless measurements are wanted. What reads values of tensors into Python cannot
-    be traced so, and is run for real on the CPU if its weights exist. Each step down is a warning.
+    The trace is made without memory unless measurements are wanted. A model that reads values of
+    tensors into Python cannot be traced so; it runs for real on the CPU if its weights exist. Each
+    step down is logged as a warning.
 
     Returns:
-        None when the model cannot be traced at all; its parameter sizes have to do.
+        None when the model cannot be traced at all; only its parameter sizes are known then.
     """
     wanted = options.measure_times or options.measure_memory
     if wanted and _can_run(root, options.real_device):
@@ -75,7 +76,7 @@ def trace_for_partition(
     try:
         return trace(root, args, kwargs, device=options.device)
     except TraceError as error:
-        # Whatever it is: a mistake of the model raises in the step as well.
+        # Any error counts: a mistake in the model raises in the step as well.
         if _has_no_values(root):
             _warn("trace with shapes only", error, "using parameter sizes alone")
             return None
@@ -96,7 +97,7 @@ def _has_no_values(root: nn.Module) -> bool:
 
 
 def _can_run(root: nn.Module, device: torch.device) -> bool:
-    """Is the whole model there, and does it fit?"""
+    """Returns whether the whole model has values and fits into the memory of the device."""
     if _has_no_values(root):
         _log.warning(
             "smp: nothing can be measured on a model on the meta device; tracing shapes only"

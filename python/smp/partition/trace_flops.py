@@ -1,4 +1,4 @@
-"""What one operator costs, from shapes alone: FLOPs where a formula is known, else memory traffic.
+"""Estimates the cost of one operator by shapes: FLOPs by formula, else memory traffic.
 
 Costs are in FLOPs. Operators that only move memory (element-wise, normalisation, copies) count the
 FLOPs that the device could have done meanwhile, so that they are not free.
@@ -24,27 +24,27 @@ aten = torch.ops.aten
 # FLOPs that fit into the time of moving one byte through memory, per device type. CPU: one core of
 # about 60 GFLOP/s in fp32 beside about 10 GB/s. CUDA: about 400 TFLOP/s beside about 4 TB/s.
 _FLOPS_PER_BYTE = {"cpu": 6.0, "cuda": 100.0}
-# The same for one byte that crosses to another rank: shared memory (written and read once each) or
-# NVLink.
+# The same for one byte that is sent to another rank, through shared memory (one write and one read
+# each) or NVLink.
 _FLOPS_PER_LINK_BYTE = {"cpu": 20.0, "cuda": 2000.0}
 
-# Reads rows of a table that may be far larger than what is read.
+# These read rows of a table that may be far larger than what is read.
 _LOOKUPS = {aten.embedding, aten.index_select, aten.index, aten.gather, aten.take}
 
 
 class Rule(Enum):
     """The ranks that compute an operator in the code of a module that is split over ranks."""
 
-    HERE = "here"  # the rank of the code, to which the data go
-    VIEW = "view"  # nobody: it travels with the data
+    HERE = "here"  # the rank of the code, to which the data are sent
+    VIEW = "view"  # no rank: it travels with the data
     ALL = "all"  # the rank that has the data, if no operand is of the rank of the code
     SCALE = "scale"  # the same, and the second operand may be a number
-    NUMBER = "number"  # the same, and it must be
-    FIRST = "first"  # the rank of the first operand; the others go there
+    NUMBER = "number"  # the same, and the second operand must be a number
+    FIRST = "first"  # the rank of the first operand; the others are sent there
 
 
-# What the engine leaves to the rank that has the data: smp/pipeline/functions.py, by the operators
-# that its functions lead to. What is not here and is no view is computed HERE.
+# Operators that the engine leaves to the rank that has the data, by the functions of
+# smp/pipeline/functions.py that lead to them. Others that are no view are computed HERE.
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.add, aten.add_, aten.sub, aten.sub_, aten.neg), Rule.ALL),
     **dict.fromkeys((aten.mul, aten.mul_), Rule.SCALE),
@@ -61,7 +61,7 @@ _RULES: dict[Any, Rule] = {
     ),
 }
 
-# Functions that the engine leaves as a whole to the rank that has their first argument, whatever
+# Functions that the engine leaves as a whole to the rank of their first argument, whichever
 # operators they lead to.
 LOSSES = frozenset(
     {
@@ -76,45 +76,45 @@ _IGNORED = {aten.detach, aten.alias, aten.lift_fresh, aten.is_same_size}
 
 
 def flops_per_byte(device_type: str) -> float:
-    """FLOPs that take as long as moving one byte through memory."""
+    """Returns the FLOPs that take as long as moving one byte through memory."""
     return _FLOPS_PER_BYTE.get(device_type, _FLOPS_PER_BYTE["cuda"])
 
 
 def flops_per_link_byte(device_type: str) -> float:
-    """FLOPs that take as long as moving one byte to another rank."""
+    """Returns the FLOPs that take as long as moving one byte to another rank."""
     return _FLOPS_PER_LINK_BYTE.get(device_type, _FLOPS_PER_LINK_BYTE["cuda"])
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Bytes of the elements of a tensor."""
+    """Returns the bytes of the elements of a tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def is_ignored(func: OpOverload) -> bool:
-    """Whether an operator neither computes nor reads."""
+    """Returns whether an operator neither computes nor reads."""
     # Fake tensors ask for their device with an operator.
     return func.namespace == "prim" or func._overloadpacket in _IGNORED
 
 
 def is_view(func: OpOverload) -> bool:
-    """Whether the result is its argument in another shape."""
-    # The second half of a reshape; its argument is not used again.
+    """Returns whether the result is the argument in another shape."""
+    # _unsafe_view is the second half of a reshape; its argument is not used again.
     return func.is_view or func._overloadpacket is aten._unsafe_view
 
 
 def rule_of(func: OpOverload, args: Sequence[Any], inputs: Sequence[Tensor]) -> Rule:
-    """The ranks that compute this call, in the code of a module that is split.
+    """Returns which ranks compute this call, in the code of a module that is split.
 
     Args:
-        func, args: the call.
-        inputs: the tensors in it.
+        func, args: the operator and its arguments.
+        inputs: the tensors among them.
     """
     if is_view(func):
         return Rule.VIEW
     rule = _RULES.get(func._overloadpacket, Rule.HERE)
     if rule in (Rule.HERE, Rule.FIRST):
         return rule
-    if not inputs:  # numbers alone
+    if not inputs:  # the arguments are numbers only
         return Rule.HERE
     has_number = len(args) > 1 and not isinstance(args[1], Tensor)
     if (rule is Rule.ALL and has_number) or (rule is Rule.NUMBER and not has_number):
@@ -157,7 +157,7 @@ _OWN_FORMULAS: dict[Any, Callable[..., int]] = {
     aten.dot: _matrix_vector,
     **dict.fromkeys(operators("_grouped_mm"), _grouped_mm),
 }
-# Their backward recomputes the scores: five products instead of two.
+# The backward of these recomputes the scores: five products instead of two.
 _ATTENTION = {packet for packet in flop_registry if "attention" in str(packet)} | {
     aten._scaled_dot_product_flash_attention_for_cpu
 }
@@ -183,13 +183,13 @@ def operator_cost(
     needs_grad: Sequence[Tensor],
     flops_per_byte: float,
 ) -> tuple[float, float]:
-    """Forward cost of one operator, and that of its backward, in FLOPs.
+    """Returns the costs of an operator's forward and of its backward, in FLOPs.
 
     Args:
         func, args, kwargs, out: the call and its result.
         inputs, outputs: the tensors in them.
-        needs_grad: the inputs that a backward gives gradients to.
-        flops_per_byte: of the device.
+        needs_grad: inputs that a backward gives gradients to.
+        flops_per_byte: FLOPs that the device does in the time of moving one byte.
     """
     if is_view(func) or is_ignored(func):
         return 0.0, 0.0
@@ -205,6 +205,6 @@ def operator_cost(
     elif packet in _ATTENTION:
         backward = _ATTENTION_BACKWARD * flops
     else:
-        # One product of the same size for each factor; a bias is none.
+        # Each factor has one product of the same size; a bias has none.
         backward = flops * min(2, sum(t.dim() > 1 for t in needs_grad))
     return max(flops, traffic), backward and max(backward, traffic)

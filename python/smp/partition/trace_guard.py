@@ -18,15 +18,15 @@ from smp.partition.trace_state import KeptData
 def untouched(modules: Sequence[nn.Module], keep_values: bool) -> Iterator[None]:
     """Restores the attributes of all modules on exit.
 
-    Whatever a forward assigns to ``self``, parameters and buffers that were exchanged, hooks that
-    were registered, and replaced ``forward`` are as before. So are the contents of containers and
-    the attributes of plain objects: those that modules hold, and those that their hooks write to
-    (closures and globals).
+    Everything that a forward assigns to ``self``, parameters and buffers that were exchanged, hooks
+    that were registered, and replaced ``forward`` are as before. So are the contents of containers
+    and the attributes of plain objects that modules hold or that their hooks write to (closures and
+    globals).
 
     Args:
         modules: all modules of the model.
-        keep_values: also restore the values of buffers and of tensors that are attributes, which a
-            real forward may write in place.
+        keep_values: whether to restore also the values of buffers and of tensors that are
+            attributes, which a real forward may write in place.
     """
     attributes = [dict(module.__dict__) for module in modules]
     containers = Containers(objects=True)
@@ -56,22 +56,22 @@ def untouched(modules: Sequence[nn.Module], keep_values: bool) -> Iterator[None]
                 buffer.copy_(value)
 
 
-#: Where modules keep what is called around their forward and backward.
+#: Tables of modules with hooks around their forward and backward.
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TABLES_OF_ALL = tuple(f"_global{table}" for table in HOOK_TABLES)
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
-    """All hooks around the forward and backward of a module."""
+    """Returns all hooks around the forward and backward of a module."""
     return [hook for table in HOOK_TABLES for hook in getattr(module, table, {}).values()]
 
 
 def exchange_tensors(modules: Sequence[nn.Module], replacement: Callable[[Tensor], Tensor]) -> None:
-    """Puts other tensors in the place of all parameters and buffers, ties preserved.
+    """Replaces all parameters and buffers by other tensors, ties preserved.
 
     Args:
         modules: all modules of the model, inside of `untouched`.
-        replacement: called once per distinct tensor.
+        replacement: function that returns a new tensor; called once per distinct tensor.
     """
     made: dict[Tensor, Tensor] = {}
 
@@ -86,7 +86,7 @@ def exchange_tensors(modules: Sequence[nn.Module], replacement: Callable[[Tensor
                 if tensor is not None:
                     table[name] = exchanged(tensor)  # type: ignore[assignment]
         if isinstance(module, nn.RNNBase):
-            # Its forward reads this list instead of its parameters.
+            # The forward reads this list instead of the parameters.
             module.__dict__["_flat_weights"] = [
                 exchanged(weight) if isinstance(weight, Tensor) else weight
                 for weight in module._flat_weights
@@ -95,10 +95,10 @@ def exchange_tensors(modules: Sequence[nn.Module], replacement: Callable[[Tensor
 
 @contextmanager
 def without_hooks_on_all_modules() -> Iterator[None]:
-    """Hides the hooks that are registered for all modules, from a run that no script asked for.
+    """Hides the hooks that are registered for all modules, during a run that no script asked for.
 
-    They belong to the script, which counts or times its own calls; a trace is none of them, has no
-    values, and may end inside of a call.
+    They belong to the script, which counts or times its own calls. A trace is none of these calls,
+    has no values, and may end inside of a call.
     """
     tables = [getattr(module_hooks, name) for name in _TABLES_OF_ALL]
     hidden = [dict(table) for table in tables]
@@ -108,6 +108,6 @@ def without_hooks_on_all_modules() -> Iterator[None]:
         yield
     finally:
         for table, hooks in zip(tables, hidden, strict=True):
-            hooks.update(table)  # what was registered meanwhile comes last
+            hooks.update(table)  # hooks registered meanwhile come last
             table.clear()
             table.update(hooks)

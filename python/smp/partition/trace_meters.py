@@ -1,4 +1,4 @@
-"""Time and memory of the own code of modules, measured in a real forward."""
+"""Measures time and memory of the own code of modules in a real forward."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Forward = Callable[..., Any]
 
 
 class Stopwatch:
-    """Own time of every module in one forward.
+    """A meter for the own time of every module in one forward.
 
     Args:
-        num_modules: how many there are.
-        device: to wait for before the clock is read.
+        num_modules: number of modules.
+        device: device that is synchronized before the clock is read.
     """
 
     def __init__(self, num_modules: int, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class Stopwatch:
         return 1e3 * time.perf_counter()
 
     def wrap(self, idx: int, forward: Forward) -> Forward:
-        """``forward`` of module ``idx`` with its time taken."""
+        """Returns ``forward`` of module ``idx`` with its time taken."""
 
         @functools.wraps(forward)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -49,10 +49,10 @@ class Stopwatch:
 
 
 class MemoryGauge:
-    """Bytes that own code of every module left allocated on a CUDA device in one forward.
+    """A meter for the bytes that own code of every module leaves allocated on a CUDA device.
 
     Args:
-        num_modules: how many there are.
+        num_modules: number of modules.
         device: a CUDA device.
     """
 
@@ -62,7 +62,7 @@ class MemoryGauge:
         self._below: list[int] = []
 
     def wrap(self, idx: int, forward: Forward) -> Forward:
-        """``forward`` of module ``idx`` with what it leaves behind counted."""
+        """Returns ``forward`` of module ``idx`` with the bytes that it leaves behind counted."""
 
         @functools.wraps(forward)
         def gauged(*args: Any, **kwargs: Any) -> Any:

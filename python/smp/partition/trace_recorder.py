@@ -44,13 +44,13 @@ def _grouped_mm(
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    # Of packed targets the longest is not known; it is no longer than all of them.
+    # The longest packed target is not known; it is no longer than all together.
     num_states = 2 * (targets.shape[-1] if targets.dim() else 0) + 1
     steps, batch = log_probs.shape[0], log_probs.shape[1:-1]
     return log_probs.new_empty(batch), log_probs.new_empty(*batch, steps, num_states)
 
 
-# PyTorch's own shape functions of these refuse dtypes that the operators take, or read values.
+# PyTorch's own shape functions for these refuse dtypes that the operators take, or read values.
 _SHAPES_ONLY: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
     **{packet.default: _grouped_mm for packet in operators("_grouped_mm")},
@@ -59,7 +59,7 @@ _SHAPES_ONLY: dict[OpOverload, Callable[..., Any]] = {
 
 @dataclass
 class RawCost:
-    """What the own code of one module did, over all its calls."""
+    """The work of the own code of one module, over all its calls."""
 
     num_calls: int = 0
     forward_flops: float = 0.0
@@ -97,8 +97,8 @@ def around_forwards(
 ) -> Iterator[None]:
     """Replaces ``forward`` of each module on the instance; for use inside of `untouched`.
 
-    The same place as a remote module's stub, so hooks of a module belong to its caller here as
-    well.
+    A remote module's stub is put in the same place, so hooks of a module belong to its caller here
+    as well.
     """
     for idx, module in enumerate(modules):
         if not isinstance(module, torch.jit.ScriptModule):
@@ -107,8 +107,8 @@ def around_forwards(
 
 
 class _Functions(TorchFunctionMode):
-    """Tells a recorder of functions whose operators do not say all of it: losses, and tensors
-    made of tensors."""
+    """A mode that reports functions which the recorder cannot judge by their operators alone:
+    losses, and tensors made of tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _Functions(TorchFunctionMode):
         if func is Tensor.__format__ and isinstance(args[0], FakeTensor) and args[0].dim() == 0:
             return format(args[0].item(), *args[1:])
         if func in (torch.isfinite, Tensor.isfinite) and isinstance(args[0], FakeTensor):
-            # Its operators compare with themselves, and say nothing of it.
+            # The operators of isfinite compare with themselves, which does not show the purpose.
             return ~(torch.isnan(args[0]) | torch.isinf(args[0]))
         if func not in trace_flops.LOSSES:
             return func(*self._recorder.with_numbers(func, args), **kwargs)
@@ -130,12 +130,12 @@ class _Functions(TorchFunctionMode):
 
 
 class Recorder(TorchDispatchMode):
-    """Watches one forward of a model.
+    """Records one forward of a model.
 
     Args:
         modules: distinct modules, the root first.
-        may_split: per module, whether its own code may run apart from its children.
-        flops_per_byte: of the device.
+        may_split: whether own code of a module may run apart from its children, per module.
+        flops_per_byte: FLOPs that the device does in the time of moving one byte.
     """
 
     def __init__(
@@ -156,11 +156,11 @@ class Recorder(TorchDispatchMode):
         self._flops_per_byte = flops_per_byte
         self._known = known
         self._stack: list[int] = []
-        self._own_backwards = 0  # autograd functions of the user's whose forward runs now
+        self._own_backwards = 0  # number of the user's autograd functions whose forward runs now
         self._arguments: list[Any] = []
         self._value_of: dict[StorageWeakRef, int] = {}
         self._saved: set[StorageWeakRef] = set()
-        self._saved_since: dict[StorageWeakRef, int] = {}  # the last operator
+        self._saved_since: dict[StorageWeakRef, int] = {}  # bytes saved since the last operator
         self._holders: dict[StorageWeakRef, set[int]] = {}
         self._buffers: set[StorageWeakRef] = set()
         self._nodes = NodeBackwards()
@@ -177,11 +177,11 @@ class Recorder(TorchDispatchMode):
 
     @property
     def running(self) -> int:
-        """The module whose code runs now."""
+        """Returns the module whose code runs now."""
         return self._stack[-1] if self._stack else 0
 
     def wrap(self, idx: int, forward: Forward) -> Forward:
-        """``forward`` of module ``idx`` with the stack kept."""
+        """Returns ``forward`` of module ``idx`` with its calls noted."""
 
         @functools.wraps(forward)
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):
         return traced
 
     def add_inputs(self, arguments: Any) -> None:
-        """Tensors that the caller of the model has; they count as made by the root."""
+        """Adds tensors that the caller of the model has; they count as made by the root."""
         for tensor in _tensors(arguments):
             self._new_value(0, tensor)
 
@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):
     def _noting_own_backwards(self) -> Iterator[None]:
         """Notes modules that the forward of a ``torch.autograd.Function`` of the user calls.
 
-        Its backward is code that uses them again, so they are where this code is.
+        The backward of the function uses these modules again, so they must be where its code is.
         """
         Function = torch.autograd.Function  # noqa: N806
         apply = Function.__dict__["apply"]
@@ -251,17 +251,17 @@ class Recorder(TorchDispatchMode):
             Function.apply = apply  # type: ignore[method-assign]
 
     def with_numbers(self, func: Any, args: Sequence[Any]) -> Sequence[Any]:
-        """Arguments of a function that reads numbers out of lists of tensors by itself."""
+        """Returns arguments with known numbers, for functions that read numbers from tensors."""
         if self._known is None or func not in (torch.tensor, torch.as_tensor):
             return args
         return self._known.numbers(args)
 
     @contextmanager
     def at_home_of(self, value: Any) -> Iterator[None]:
-        """What runs inside is left to the rank that has a tensor, if that is not the caller's.
+        """Leaves the operators inside to the rank that has a tensor, if the caller has not.
 
         Args:
-            value: the tensor, or what stands for it.
+            value: the tensor, or a value that contains it.
         """
         found = _tensors(value) if self._stack else []
         value_idx = self._value_of.get(_key(found[0])) if found else None
@@ -287,7 +287,7 @@ class Recorder(TorchDispatchMode):
         return tensor.detach()
 
     def _made_away(self, key: StorageWeakRef) -> RawValue | None:
-        """What the code that runs now has made where the data are."""
+        """Returns the value if the running code made it on the rank with the data, else None."""
         value_idx = self._value_of.get(key)
         if value_idx is None:
             return None
@@ -336,7 +336,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _charge_nodes(self, tensors: Sequence[Tensor]) -> None:
-        """Backwards of nodes that have made these."""
+        """Charges backwards of nodes that have made these tensors."""
         for idx, backward in self._nodes.seen(tensors):
             self.costs[idx].backward_flops += backward
 
@@ -356,10 +356,10 @@ class Recorder(TorchDispatchMode):
         inputs: list[Tensor],
         outputs: list[Tensor],
     ) -> RawValue | None:
-        """Which modules made what is read here, and what is made here.
+        """Notes which modules made what is read here, and what is made here.
 
         Returns:
-            The first value that is left to the rank that has the data.
+            the first value that is left to the rank that has the data.
         """
         idx = self._stack[-1]
         read: dict[int, Tensor] = {}
@@ -390,8 +390,8 @@ class Recorder(TorchDispatchMode):
         return self.values[num_before] if sources and len(self.values) > num_before else None
 
     def _sources(self, rule: trace_flops.Rule, inputs: list[Tensor]) -> tuple[int, ...]:
-        """What the result is made of where the data are; empty if it is made here."""
-        # In a module that is always whole it makes no difference.
+        """Returns the values that the result is made of where the data are; empty if made here."""
+        # In a module that is always whole it makes no difference where it is made.
         if not self._may_split[self._stack[-1]]:
             return ()
         values = [self._value_of.get(_key(tensor)) for tensor in inputs]
@@ -409,9 +409,9 @@ class Recorder(TorchDispatchMode):
         return tuple(sorted(known)) if None not in values and known == set(values) else ()
 
     def _is_of_the_caller(self, value_idx: int) -> bool:
-        """Made by operators of the code that runs now, or of what called it.
+        """Returns whether the running code, or code that called it, made a value by operators.
 
-        If the code is that of a module that is split, so are all that are above it, and such a
+        If the running code is that of a split module, so are all modules above it, and such a
         value is on their rank.
         """
         value = self.values[value_idx]
@@ -434,13 +434,13 @@ class Recorder(TorchDispatchMode):
         value.consumers.add(consumer)
 
     def _read_parameter(self, idx: int, key: StorageWeakRef, tensor: Tensor) -> None:
-        """Own code of a module reads a parameter that another one holds."""
+        """Notes that own code of a module reads a parameter that another module holds."""
         holders = self._holders[key]
         if idx in holders:
             return
         holder = min(holders)
         if any(_key(t) == key for t in _tensors(self._arguments[-1])):
-            # It came as an argument, and would do so from another rank.
+            # The parameter came as an argument, which it would from another rank, too.
             value_idx = self._value_of.setdefault(key, len(self.values))
             if value_idx == len(self.values):
                 self.values.append(RawValue(holder, trace_flops.num_bytes(tensor)))
@@ -451,9 +451,9 @@ class Recorder(TorchDispatchMode):
         self.parameter_reads.setdefault((idx, holder), DIFFERENTIATES if is_backward else READS)
 
     def _taker_of(self, key: StorageWeakRef) -> int:
-        """The module whose code took a parameter from its holder and handed it on.
+        """Returns the module whose code took a parameter from its holder and passed it on.
 
-        On another rank it would take a placeholder.
+        If the holder were on another rank, this code would take a placeholder.
         """
         for idx, arguments in zip(reversed(self._stack), reversed(self._arguments), strict=True):
             if all(_key(t) != key for t in _tensors(arguments)):

@@ -1,8 +1,8 @@
-"""Parameters and buffers that a forward converts or writes: found, and undone, in a trace.
+"""Finds and undoes a forward's conversions of and writes to parameters and buffers.
 
 Some routers cast a layer of theirs in each forward (``self.classifier.to(torch.float32)``), some
-models write to parameters (averages of weights). In a trace that must leave nothing behind. What
-is cast once and stays so is told, because all ranks have to lay it out so.
+models write to parameters (averages of weights). In a trace that must leave no effect. A permanent
+cast is reported, because all ranks must lay out the parameter accordingly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class KeptData:
-    """What is behind the parameters and buffers of some modules: memory, dtype, requires_grad."""
+    """The memory, dtype and requires_grad of the parameters and buffers of some modules."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         tensors = {id(t): t for _, t in _tensors_of(modules)}
@@ -39,7 +39,7 @@ class KeptValues(TorchDispatchMode):
     """Copies parameters before the first operator that writes to them.
 
     Args:
-        modules: of the model.
+        modules: modules of the model.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -64,7 +64,7 @@ class KeptValues(TorchDispatchMode):
                 self._copies.append((data, data.clone()))
 
     def restore(self) -> None:
-        """Gives what was written its values from before."""
+        """Restores the values of parameters that were written."""
         with torch.no_grad():
             for data, value in self._copies:
                 data.copy_(value)
@@ -73,7 +73,7 @@ class KeptValues(TorchDispatchMode):
 def written_tensors(
     func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Arguments that an operator writes to."""
+    """Returns the arguments that an operator writes to."""
     if not func._schema.is_mutable:
         return []
     written: list[Any] = []
@@ -84,7 +84,7 @@ def written_tensors(
 
 
 def dtypes_of(modules: Sequence[nn.Module]) -> dict[tuple[int, str], torch.dtype]:
-    """Dtype of each parameter, by module and name."""
+    """Returns the dtype of each parameter, by module and name."""
     return {
         place: tensor.dtype
         for place, tensor in _tensors_of(modules)
@@ -93,10 +93,10 @@ def dtypes_of(modules: Sequence[nn.Module]) -> dict[tuple[int, str], torch.dtype
 
 
 def convert_by_exchange(modules: Sequence[nn.Module]) -> None:
-    """Has ``module.to(...)`` put other tensors in the place of tensors without memory.
+    """Makes ``module.to(...)`` replace tensors without memory instead of swapping contents.
 
-    PyTorch would swap their contents, which fails while anybody has a weak reference to them. For
-    use inside of `smp.partition.trace_guard.untouched`.
+    PyTorch would swap contents, which fails while there is a weak reference to a tensor. The
+    function is used inside of `smp.partition.trace_guard.untouched`.
     """
 
     for module in modules:
@@ -109,7 +109,7 @@ def _convert(
     function: Callable[[Tensor], Tensor],
     recurse: bool = True,
 ) -> nn.Module:
-    """In place of ``module._apply``."""
+    """Replaces ``module._apply``."""
     if recurse:
         for child in module.children():
             child._apply(function)

@@ -1,10 +1,10 @@
-"""Values of tensors that have shapes only, as far as arguments and buffers decide on them.
+"""Follows values of tensors that have only shapes, as far as arguments and buffers determine them.
 
-Models look at masks, sizes of images and places of special tokens to find their way. Such values
+Models look at masks, sizes of images and places of special tokens to choose their way. Such values
 come from the arguments of the call, from buffers and from constants, by a few small operators,
-which are run for real beside those on shapes. What a parameter has a part in has no value; three
-guesses help on: it is finite, choices by it are even (which experts tokens go to), and random
-numbers are some.
+which are run for real beside the operators on shapes. Values that depend on a parameter are
+unknown. Three guesses help: they are finite, choices by them are even (which experts tokens are
+sent to), and random numbers are drawn.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from smp.partition.trace_state import written_tensors
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
 
-# Of the largest tensor whose values are followed.
+# Size of the largest tensor whose values are followed.
 _LARGEST_BYTES = 1 << 25
 _MASKS = (torch.bool, torch.uint8)
 
 
 class KnownValues:
-    """Runs operators on tensors without memory, and on the values of those that have some."""
+    """Runs operators on tensors without memory, and on their values where these are known."""
 
     def __init__(self) -> None:
         self._values = WeakIdKeyDictionary()
-        # Memory of values that are no longer those of their tensors, by address.
+        # Memory of outdated values, by address.
         self._stale: dict[int, Any] = {}
 
     def add(self, tensor: Tensor, value: Tensor) -> None:
-        """Notes that a tensor without memory has these values.
+        """Notes the values of a tensor without memory.
 
         Args:
-            tensor: on any device.
-            value: a real one; it is copied.
+            tensor: tensor on any device.
+            value: a real tensor; it is copied.
         """
         if type(tensor) is FakeTensor and _can_be_followed(value):
             with unset_fake_temporarily():
                 self._values[tensor] = value.detach().to(_CPU, copy=True)
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """In place of ``func(*args, **kwargs)``; handles what reads values, if they are known."""
+        """Runs ``func(*args, **kwargs)``; operators that read values work if these are known."""
         values = self._all_values(args, kwargs, written_tensors(func, args, kwargs))
         if values is None:
             return self._without_values(func, args, kwargs)
@@ -65,7 +65,7 @@ class KnownValues:
         is_small = all(map(_is_small, _tensors(result)))
         try:
             made = _run_for_real(func, *values) if is_small else None
-        except Exception:  # whatever it is: the model will say so
+        except Exception:  # the model itself will raise any error
             made = None
         if made is None:
             self._forget(written_tensors(func, args, kwargs))
@@ -74,7 +74,7 @@ class KnownValues:
         return result
 
     def numbers(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Arguments with numbers in the place of tensors of one element in lists."""
+        """Returns arguments with numbers instead of one-element tensors in lists."""
         if not args or not isinstance(args[0], list | tuple):
             return args
         return (pytree.tree_map_only(FakeTensor, self._number, args[0]), *args[1:])
@@ -114,7 +114,7 @@ class KnownValues:
             self._note(is_strange, value)
 
     def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Indices with numbers in the place of masks that are known."""
+        """Returns indices with known masks replaced by numbers."""
         found: list[Tensor | None] = []
         for index in indices:
             mask = None if index is None or index.dtype not in _MASKS else self._value(index)
@@ -133,7 +133,7 @@ class KnownValues:
     def _all_values(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], written: Sequence[Tensor]
     ) -> tuple[Any, Any] | None:
-        """The arguments with values for tensors; None if one is missing."""
+        """Returns the arguments with values for tensors; None if one is missing."""
         values: dict[int, Tensor] = {}
         for tensor in _tensors((args, kwargs)):
             value = self._value(tensor)
@@ -180,7 +180,7 @@ def _is_small(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() <= _LARGEST_BYTES
 
 
-# Operators that choose, with the place of their argument ``dim`` and its default.
+# Operators that choose, with the position of their argument ``dim`` and its default.
 _CHOICES: dict[Any, tuple[int, int | None]] = {
     _aten.topk: (2, -1),
     _aten.sort: (1, -1),
@@ -194,11 +194,11 @@ _CHOICES: dict[Any, tuple[int, int | None]] = {
 def _even_choices(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], places: Tensor
 ) -> Tensor | None:
-    """Places that an operator returned, as if each choice were taken equally often.
+    """Returns places that an operator would return if each choice were taken equally often.
 
     Args:
         func, args, kwargs: the call; ``args[0]`` are the scores.
-        places: its result, without values.
+        places: result of the call, without values.
     """
     position, default = _CHOICES[func._overloadpacket]
     dim = args[position] if len(args) > position else kwargs.get("dim", default)

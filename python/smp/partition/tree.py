@@ -1,4 +1,4 @@
-"""The module tree of a model, in the form that the C++ partitioner reads."""
+"""Builds the module tree of a model, in the form that the C++ partitioner reads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from smp.modules.module_writes import ModuleWrites
 from smp.partition.costs import Trace
 from smp.tensor_parallel import regions, sharding
 
-# These read the parameters of their children instead of calling them, so a child elsewhere would
-# never be asked, and one with slices of its parameters would be taken for a small one.
+# These read the parameters of their children instead of calling them. A child on another rank
+# would never be called, and one with slices of its parameters would be taken for a small one.
 READS_CHILDREN = nn.MultiheadAttention | nn.TransformerEncoderLayer
 
 
@@ -50,9 +50,9 @@ class ModuleIndex:
         names: all qualified names per node, the first place first; "" is the root.
         shared: parameters that tie nodes to each other.
         has_parameters: whether there is a parameter in the subtree of a node.
-        is_stateless: whether there is neither parameter nor buffer in it.
-        anchors: the top-most node above which keeps its whole subtree, or the node itself.
-        writes: attributes that forwards write, if a trace told: with the indices of nodes.
+        is_stateless: whether there is neither parameter nor buffer in the subtree of a node.
+        anchors: top-most node above that keeps its whole subtree, or the node itself.
+        writes: attributes that forwards write, with indices of nodes; empty without a trace.
     """
 
     tree: _C.ModuleTree
@@ -72,11 +72,11 @@ def build_tree(
     """Lists the modules of a model with their parameter bytes, ties and costs.
 
     Each parameter counts once, at the first module that holds it. Modules that hold one parameter
-    are tied. What has no parameters has no say in the partition and follows its parent.
+    are tied. Modules without parameters do not affect the partition and follow their parent.
 
     Args:
         root: any module; parameters may be on the meta device.
-        trace: of the same model; without it only parameter sizes are known.
+        trace: trace of the same model; without it only parameter sizes are known.
         whole: modules that are not cut, besides those that cannot be.
     """
     modules, parents, first_names = _walk(root)
@@ -149,11 +149,11 @@ def _tie_users(
     modules: Sequence[nn.Module],
     index_of: Mapping[nn.Module, int],
 ) -> None:
-    """Keeps together what reads parameters of others, or uses what changes in place.
+    """Ties modules that read parameters of others, or use what changes in place.
 
     A small module that does so with modules below it stays whole. Leaves of the tree are put on
-    one rank. The code of other modules is brought to the first one, by way of the smallest module
-    below them: the code of a module that is split runs there.
+    one rank. The code of other modules is brought to the first rank, where the code of split
+    modules runs, by tying the smallest module below them to the root.
     """
     idxs = [index_of[module] for module in trace.modules]
     small = sum(_bytes_of(p) for p in modules[0].parameters()) / 4
@@ -183,7 +183,7 @@ def _keep_whole(tree: _C.ModuleTree, module: nn.Module, index_of: Mapping[nn.Mod
 
 
 def _holders_below(module: nn.Module, index_of: Mapping[nn.Module, int]) -> list[int]:
-    """Of a module and those below it, the ones with parameters of their own."""
+    """Returns those of a module and the modules below with parameters of their own."""
     return [
         index_of[part]
         for part in module.modules()
@@ -197,7 +197,7 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def smallest_below(module: nn.Module) -> nn.Module | None:
-    """Of a module and those below it, the one with the fewest bytes of own parameters."""
+    """Returns the module here or below with the fewest bytes of own parameters, or None."""
     sizes = {
         child: sum(_bytes_of(p) for p in child.parameters(recurse=False))
         for child in module.modules()
@@ -207,7 +207,7 @@ def smallest_below(module: nn.Module) -> nn.Module | None:
 
 
 def _bytes_of(parameter: nn.Parameter) -> int:
-    """What a rank holds of a parameter; the mean where tensor-parallel ranks hold parts of it.
+    """Returns a rank's bytes of a parameter; the mean if tensor-parallel ranks hold parts of it.
 
     Their parts may differ in size, and all ranks have to decide alike.
     """
@@ -220,7 +220,7 @@ def _bytes_of(parameter: nn.Parameter) -> int:
 def _further_places(
     root: nn.Module, index_of: dict[nn.Module, int], parents: list[int]
 ) -> set[tuple[int, int]]:
-    """(parent, module) for each further place where a module is registered."""
+    """Returns (parent, module) for each further place where a module is registered."""
     return {
         (parent_idx, index_of[child])
         for parent, parent_idx in index_of.items()
@@ -232,10 +232,10 @@ def _further_places(
 def _add_trace(
     tree: _C.ModuleTree, trace: Trace, index_of: dict[nn.Module, int], parents: list[int]
 ) -> set[tuple[int, int]]:
-    """Gives the tree what a trace has measured.
+    """Adds the results of a trace to the tree.
 
     Returns:
-        (caller, module) where the caller is not above the module.
+        (caller, module) pairs in which the caller is not above the module.
     """
     idxs = [index_of[module] for module in trace.modules]
     for idx, cost in zip(idxs, trace.costs, strict=True):
@@ -251,7 +251,7 @@ def _add_trace(
 
 
 def _add_values(tree: _C.ModuleTree, trace: Trace, idxs: list[int]) -> None:
-    """Adds the values that may cross a boundary, and those that such are made of.
+    """Adds the values that may cross a boundary, and the values that they are made of.
 
     A value that is left to the rank with the data has costs there, and crosses to its own maker.
     """
@@ -290,7 +290,7 @@ def _is_above(idx: int, other_idx: int, parents: list[int]) -> bool:
 
 
 def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int], list[str]]:
-    """Distinct modules in depth-first order, with parent index and first name."""
+    """Returns distinct modules in depth-first order, with parent index and first name."""
     modules: list[nn.Module] = []
     parents: list[int] = []
     names: list[str] = []
@@ -312,7 +312,7 @@ def _walk(root: nn.Module) -> tuple[list[nn.Module], list[int], list[str]]:
 
 
 def kind_of(module: nn.Module) -> _C.NodeKind:
-    """How the partitioner may cut a module."""
+    """Returns how the partitioner may cut a module."""
     if isinstance(module, torch.jit.ScriptModule | READS_CHILDREN):
         return _C.NodeKind.INDIVISIBLE
     if parametrize.is_parametrized(module) or getattr(module, "is_indivisible", False) is True:

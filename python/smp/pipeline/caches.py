@@ -1,8 +1,8 @@
-"""Attention caches of transformers, of which each rank has its own.
+"""Attention caches of transformers; each rank has its own.
 
-With its default settings a Hugging Face model makes an empty cache in each forward, hands it to all
-of its layers, and returns it. In training nobody reads it. It does not travel: every rank has one
-per microbatch, in which the layers of that rank leave their keys and values.
+With its default settings a Hugging Face model makes an empty cache in each forward, passes it to
+all of its layers, and returns it. In training it is never read. It does not travel: every rank has
+one per microbatch, in which the layers of that rank keep their keys and values.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.utils import _pytree as pytree
 
 import smp._C as _C
 
-# Stands for whatever place a module is told in its call.
+# Place of a module that is given its place in each call.
 ALL_PLACES = -1
 
 _seen: ContextVar[dict[int, Any] | None] = ContextVar("smp_caches", default=None)
 
 
 def number(cache: Any) -> int:
-    """Which of the caches of this step body it is; the first one is 0."""
+    """Returns the number of a cache among those of this step body; the first one is 0."""
     seen = _seen.get()
     if seen is None:
         seen = {}
@@ -41,31 +41,31 @@ def number(cache: Any) -> int:
 
 
 def remember(index: int, cache: Any) -> None:
-    """Notes that ``cache`` stands for the caller's cache with this number."""
+    """Stores ``cache`` under the number of the caller's cache that it replaces."""
     seen = dict(_seen.get() or {})
     seen[index] = cache
     _seen.set(seen)
 
 
 def numbered(index: int) -> Any:
-    """The cache with a number; None if there is none."""
+    """Returns the cache with a number; None if there is none."""
     return (_seen.get() or {}).get(index)
 
 
 def number_of(cache: Any) -> int | None:
-    """The number of a cache that has one."""
+    """Returns the number of a cache, or None."""
     return next((i for i, known in (_seen.get() or {}).items() if known is cache), None)
 
 
 def emptied(cache: Any, config: Any = None) -> Any:
-    """A cache of the same construction without contents.
+    """Returns a cache of the same construction without contents.
 
     Args:
-        cache: of any class of transformers.
-        config: of the model, with which some layers of caches are made.
+        cache: cache of any class of transformers.
+        config: configuration of the model, which some layers of caches are made with.
 
     Raises:
-        ValueError: a layer with contents is of a class that cannot be made anew.
+        ValueError: a layer with contents is of a class whose constructor fails here.
     """
     unused = {id(layer): _unused(layer, config) for layer in _layers(cache)}
     contents = [tensor for layer in _layers(cache) for tensor in _tensors(vars(layer))]
@@ -83,9 +83,9 @@ def emptied(cache: Any, config: Any = None) -> Any:
 
 
 def _unused(layer: Any, config: Any) -> Any:
-    """A layer as it is made; the same one if nothing was left in it yet.
+    """Returns a layer as it is made; the same one if it is empty.
 
-    The constructor tells what belongs to an unused layer, whatever its state is called: lengths,
+    The constructor determines the state of an unused layer, whatever it consists of: lengths,
     flags, empty dictionaries. Layers keep its arguments under their names.
     """
     if not any(map(_is_content, _tensors(vars(layer)))):
@@ -114,17 +114,17 @@ def _unused(layer: Any, config: Any) -> Any:
 
 
 def _parameters_of(cls: type) -> Mapping[str, inspect.Parameter]:
-    """Of the constructor that a class has or inherits."""
+    """Returns the parameters of the constructor that a class has or inherits."""
     return inspect.signature(cast("Any", cls).__init__).parameters
 
 
 def _takes_more(cls: type) -> bool:
-    """Does its constructor hand arguments on that it does not name?"""
+    """Returns whether the constructor of a class takes arguments that it does not name."""
     return any(p.kind == p.VAR_KEYWORD for p in _parameters_of(cls).values())
 
 
 def _is_content(tensor: Tensor) -> bool:
-    """One number is a length or a setting, which layers have from the beginning."""
+    """Returns False for a single number: it is a length or a setting from construction."""
     return tensor.dim() > 1 or tensor.numel() != 1
 
 
@@ -142,15 +142,15 @@ def check_unfilled(
     where: str,
     here: frozenset[int] = frozenset(),
 ) -> None:
-    """Raises when layers of another rank would need contents that are here.
+    """Raises ValueError when layers of another rank would need contents that are here.
 
     Args:
-        cache: that is handed over.
+        cache: cache that is passed on.
         layer_idxs: places in it that the other rank uses.
-        where: the module there, for the error.
-        here: places that modules of this rank use as well, because a cut goes through their layer.
-            Such modules have left contents there in this call, of self-attention and not of
-            cross-attention, or of attention and not of a state space. Only a layer in which
+        where: name of the module there, for the error.
+        here: places that modules of this rank use as well, because a cut passes through their
+            layer. Such modules have left some contents there in this call: of self-attention but
+            not of cross-attention, or of attention but not of a state space. Only a layer in which
             nothing is missing has contents from before.
     """
     parts = [part for part in _parts(cache) if hasattr(part, "layers")]
@@ -170,7 +170,7 @@ def check_unfilled(
 
 
 def _filled(layer: Any) -> list[bool]:
-    """For each place of a layer for contents, whether there are any; not empty.
+    """Returns for each place of a layer whether it has contents; the list is never empty.
 
     Places are None until they are used.
     """
@@ -180,16 +180,16 @@ def _filled(layer: Any) -> list[bool]:
 
 
 def layer_idxs(module: nn.Module) -> frozenset[int]:
-    """Places in a cache that a module and those below it use."""
+    """Returns the places in a cache that a module and those below it use."""
     idxs = map(_place_of, module.modules())
     return frozenset(idx for idx in idxs if idx is not None and idx >= 0)
 
 
 def _place_of(module: nn.Module) -> int | None:
-    """The place that code of a module uses.
+    """Returns the place that code of a module uses, or None.
 
-    A layer may have a number and be made of modules with others, of which alone are places
-    (LongCat). It uses its own if code that runs in a call names it.
+    A numbered layer may consist of modules with numbers of their own, and only these are places
+    (LongCat). The layer uses its own number if code that runs in a call names it.
     """
     idx = getattr(module, "layer_idx", None)
     if not isinstance(idx, int):
@@ -216,17 +216,17 @@ def _is_named(code: CodeType) -> bool:
 
 
 def layer_idxs_beside(module: nn.Module, modules: Iterable[nn.Module]) -> frozenset[int]:
-    """Places that some modules use, apart from what is above or below a module.
+    """Returns places that some modules use, apart from those above or below a module.
 
     Args:
-        module: that stays out.
-        modules: their own place counts, not those of modules below them.
+        module: module that is left out.
+        modules: modules whose own places count; those of modules below them do not.
     """
     idxs: set[int] = set()
     below = set(module.modules())
     for other in modules:
         idx = _place_of(other)
-        # A negative number: the place is told in each call.
+        # A negative number means that the place is given in each call.
         if idx is not None and max(idx, ALL_PLACES) not in idxs and other not in below:
             if all(child is not module for child in other.modules()):
                 idxs.add(max(idx, ALL_PLACES))

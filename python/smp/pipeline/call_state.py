@@ -1,8 +1,8 @@
-"""What a call takes along besides its arguments, and brings back besides its result.
+"""The state that travels with a call besides its arguments, and returns besides its result.
 
-Code of one process shares more than arguments and results: containers in context variables, the
-attributes of modules, whether modules train and parameters require gradients. What of this the
-trace or the caller's context shows travels with the call; the rest is refused.
+Code of one process shares more than arguments and results: containers in context variables,
+attributes of modules, whether modules train and parameters require gradients. State that the
+trace or the caller's context shows travels with the call; everything else is refused.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from smp.pipeline.module_state import ModuleState
 
 @dataclass(frozen=True)
 class Along:
-    """With a request.
+    """The state that travels with a request.
 
     Attributes:
-        containers: in context variables of the caller.
+        containers: containers in context variables of the caller.
         hooked: indices of the models whose outputs the caller captures by hooks.
-        attributes: what was written to the callee and to modules below it.
-        flags: modes of these modules and flags of their parameters, if they are not what they were
-            when the model was partitioned.
-        is_same_rank: the caller is on the rank of the callee.
+        attributes: values written to the callee and to modules below it.
+        flags: modes of these modules and flags of their parameters, if they have changed since
+            the model was partitioned.
+        is_same_rank: whether the caller is on the rank of the callee.
     """
 
     containers: dict[str, Any] | None = None
@@ -46,11 +46,11 @@ class Along:
 
 @dataclass(frozen=True)
 class Back:
-    """With an answer.
+    """The state that travels with an answer.
 
     Attributes:
-        additions: to the containers of the caller.
-        attributes: what the callee and the modules below it have written.
+        additions: additions to the containers of the caller.
+        attributes: values that the callee and the modules below it have written.
     """
 
     additions: list[collectors.Addition] | None = None
@@ -58,7 +58,7 @@ class Back:
 
     @property
     def is_certain(self) -> bool:
-        """Does its structure tell all but the data of tensors?"""
+        """Returns whether the structure determines everything but the data of tensors."""
         values: list[Any] = list((self.attributes or {}).values())
         for addition in self.additions or ():
             items = addition.items
@@ -67,15 +67,15 @@ class Back:
 
 
 class CallState:
-    """Of the calls of one model on one rank.
+    """The state around the calls of one model on one rank.
 
     Args:
-        modules: of the model, the same on all ranks.
-        names: of the modules, for errors.
-        writes: what its forwards write.
-        owners: by index, global rank of modules of other ranks, and this one of modules of later
-            stages.
-        global_rank: of this process.
+        modules: modules of the model, the same on all ranks.
+        names: names of the modules, for errors.
+        writes: writes of its forwards.
+        owners: global ranks, by index, of modules of other ranks and of modules of later stages of
+            this rank.
+        global_rank: global rank of this process.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CallState:
         self._undo: list[Callable[[], None]] = []
 
     def open(self) -> None:
-        """The model is connected."""
+        """Prepares the modules when the model is connected."""
         self._attributes.open()
         for module, name in zip(self._modules, self._names, strict=True):
             self._undo.append(keep_apart(module, name, self.swaps))
@@ -107,20 +107,20 @@ class CallState:
                     self._flags_at_first[parameter] = parameter.requires_grad
 
     def close(self) -> None:
-        """Leaves the modules as they were. May be called twice."""
+        """Restores the modules. May be called twice."""
         self._attributes.close()
         for undo in self._undo:
             undo()
         self._undo.clear()
 
     def microbatch_done(self, mb: int) -> None:
-        """Forgets what belonged to a microbatch."""
+        """Frees the values of a microbatch."""
         self._values_of.pop(mb, None)
 
     # ---- caller
 
     def along(self, module_id: int, is_same_rank: bool) -> Along | None:
-        """What goes with a call of a module; None if nothing does."""
+        """Returns the state that travels with a call of a module, or None."""
         containers = collectors.collectors()
         attributes = self._attributes.values(module_id)
         flags = self._flags_of(module_id).changed(self._flags_at_first)
@@ -136,7 +136,7 @@ class CallState:
         )
 
     def settle(self, back: Back, is_same_rank: bool) -> None:
-        """Takes over what a call has left behind."""
+        """Applies the state that a call has returned."""
         if back.additions:
             collectors.add(collectors.collectors(), back.additions)
         self._attributes.take(back.attributes, is_same_rank)
@@ -145,7 +145,7 @@ class CallState:
 
     @contextlib.contextmanager
     def as_at_the_caller(self, module_id: int, mb: int, along: Along | None) -> Iterator[None]:
-        """Here the module runs as if its caller had run it. In a context of its own."""
+        """Lets the module run inside as if its caller ran it, in a context of its own."""
         module_state.begin_context(self._values_of.setdefault(mb, {}))
         along = along or Along()
         if along.containers:
@@ -156,7 +156,7 @@ class CallState:
             yield
 
     def back(self, module_id: int, along: Along | None) -> Back:
-        """What goes with the answer, inside of `as_at_the_caller`."""
+        """Returns the state that travels with the answer; called inside `as_at_the_caller`."""
         attributes = self._attributes.values(module_id)
         found = None
         if along is not None and along.containers:
@@ -176,7 +176,7 @@ _FirstFlags = Mapping[nn.Module | nn.Parameter, bool]
 
 
 class _Flags:
-    """Modes of a module and of those below it, flags of their parameters, and which these are."""
+    """The modes of a module and of those below it, and the flags of their parameters."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._name = name
@@ -198,9 +198,9 @@ class _Flags:
         return then + [at_first.get(p, p.requires_grad) for _, _, p, _ in self._parameters]
 
     def changed(self, at_first: _FirstFlags) -> tuple[bool, ...] | None:
-        """What they are now, if that is not what it was at first.
+        """Returns the present flags if they differ from those at first, else None.
 
-        Code of a module changes them on the rank that runs it only, so the caller's count.
+        Code of a module changes them only on the rank that runs it, so the caller's count.
 
         Raises:
             RuntimeError: a parameter is not the module's own.
@@ -218,11 +218,10 @@ class _Flags:
 
     @contextlib.contextmanager
     def set_to(self, flags: Sequence[bool] | None, at_first: _FirstFlags) -> Iterator[None]:
-        """Here they are as at the caller: ``flags``, or as they were at first.
+        """Sets flags inside as at the caller: to ``flags``, or to those at first.
 
         Raises:
-            ValueError: the caller has thawed a parameter that is frozen here, when its gradient
-                comes.
+            ValueError: with gradients on, the caller trains a parameter that is frozen here.
         """
         before = self._now()
         wanted = self._then(at_first) if flags is None else list(flags)

@@ -1,4 +1,4 @@
-"""What a caller must know of a module on another rank before it may run ahead of it."""
+"""Checks that a caller may run ahead of a module on another rank."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _aten = torch.ops.aten
 
 
 class Watched:
-    """Tensors of a call that share memory at the callee but not here.
+    """The tensors of a call that share memory at the callee but not here.
 
     Args:
-        name: of the module.
+        name: name of the module.
         tensors: arguments and results.
     """
 
@@ -29,7 +29,7 @@ class Watched:
         self._tensors = [(tensor, _version(tensor)) for tensor in tensors]
 
     def check(self) -> None:
-        """Raises when one of them was changed in place: the others should have changed too."""
+        """Raises when one of them was changed in place, since the others have not changed."""
         for tensor, version in self._tensors:
             if _version(tensor) != version:
                 raise RuntimeError(
@@ -47,9 +47,9 @@ def _version(tensor: Tensor) -> int:
 
 
 class ValueWatch(TorchDispatchMode):
-    """Notices whether code looks at values of tensors, on which its result may then depend.
+    """Notices whether code reads values of tensors, on which its result may then depend.
 
-    Such a module may return other shapes, or ``None``, next time for arguments that look the same,
+    For arguments that look the same, such a module may return other shapes or ``None`` next time,
     so its caller has to wait for it.
     """
 
@@ -76,11 +76,10 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
 
 
 def is_certain(result: Any) -> bool:
-    """Whether a result holds nothing but tensors and what the caller has, so that its structure
-    tells all but the data.
+    """Returns whether the structure of a result determines everything but the data of tensors.
 
-    A number that a module returns may be another one next time, although its arguments look the
-    same.
+    Results that hold only tensors and objects of the caller are certain. A number is not: it may
+    differ next time, although the arguments look the same.
     """
     if result is None or isinstance(result, Tensor | Own | Kept):
         return True

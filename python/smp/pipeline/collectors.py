@@ -1,8 +1,8 @@
 """Containers in context variables, which code anywhere below a call adds to.
 
-transformers gathers hidden states, attentions and router logits so: the model sets a context
-variable to a dictionary of lists, and hooks of inner modules append to them. A module on another
-rank finds the same containers there, and what it adds is added here when it returns.
+transformers gathers hidden states, attentions and router logits in this way: the model sets a
+context variable to a dictionary of lists, and hooks of inner modules append to them. A module on
+another rank finds the same containers there. Its additions are added here when it returns.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from smp.modules import collected
 
 _log = logging.getLogger("smp")
 
-_INSTALLED = "_output_capturing_hooks_installed"  # transformers 5: on a model whose hooks are there
+_INSTALLED = "_output_capturing_hooks_installed"  # set by transformers 5 on a model with hooks
 
 
 @dataclass(frozen=True)
 class Addition:
-    """What was put into one container.
+    """The items that were put into one container.
 
     Attributes:
         path: keys and indices that lead to the container, the location of the variable first.
-        items: appended to a list, or set in a dictionary.
+        items: items appended to a list, or set in a dictionary.
     """
 
     path: tuple[Any, ...]
@@ -40,7 +40,7 @@ class Addition:
 
 
 def collectors() -> dict[str, Any]:
-    """The containers that are in context variables now, by location of the variable."""
+    """Returns the containers in context variables now, by location of the variable."""
     return {
         location: value
         for var, value in collected.in_context()
@@ -52,25 +52,25 @@ def install(outlines: Mapping[str, Any], hooked: Sequence[nn.Module]) -> None:
     """Puts the caller's containers into this context, for the code of the callee.
 
     Args:
-        outlines: by location of the variable.
+        outlines: outlines of the containers, by location of the variable.
         hooked: models whose outputs the caller captures by hooks.
     """
     for name, value in outlines.items():
-        # A copy: what the code does to it is compared.
+        # The variable gets a copy, which is compared later.
         _variable(name).set(collected.outline(value))
     for model in hooked:
         _hook(model)
 
 
 def additions(before: Mapping[str, Any], module: str) -> list[Addition]:
-    """What the callee has added, in this context, to what `install` has put here.
+    """Returns what the callee has added in this context to the containers of `install`.
 
     Args:
         before: the containers as the caller sent them.
         module: name of the callee.
 
     Raises:
-        RuntimeError: something else than an addition was done to them.
+        RuntimeError: the callee did something else than adding.
     """
     found: list[Addition] = []
     for name, value in before.items():
@@ -88,7 +88,7 @@ def additions(before: Mapping[str, Any], module: str) -> list[Addition]:
 
 
 def add(containers: Mapping[str, Any], found: Sequence[Addition]) -> None:
-    """Does to the caller's containers what the callee has done to its own."""
+    """Adds to the caller's containers what the callee has added to its own."""
     for addition in found:
         collected.add(containers[addition.path[0]], addition.path[1:], addition.items)
 
@@ -98,7 +98,7 @@ _locations: dict[ContextVar[Any], str | None] = {}
 
 
 def _variable(location: str) -> ContextVar[Any]:
-    """The context variable of this process that is where the caller has its own."""
+    """Returns this process's context variable at the location of the caller's."""
     if location not in _variables:
         module, _, path = location.partition(":")
         found: Any = importlib.import_module(module)
@@ -115,7 +115,7 @@ def _variable(location: str) -> ContextVar[Any]:
 
 
 def _location_of(variable: ContextVar[Any]) -> str | None:
-    """Module and path by which other processes find a context variable."""
+    """Returns module and path by which other processes find a context variable, or None."""
     if variable not in _locations:
         location = _locations[variable] = _find(variable)
         if location is None:
@@ -132,7 +132,7 @@ def _find(variable: ContextVar[Any]) -> str | None:
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is variable:
                 return f"{module_name}:{name}"
-            # An object or a class of a module that holds it.
+            # The variable may be in an object or a class of a module.
             attributes = getattr(value, "__dict__", None)
             if not isinstance(attributes, Mapping) or isinstance(value, ModuleType):
                 continue
@@ -143,7 +143,7 @@ def _find(variable: ContextVar[Any]) -> str | None:
 
 
 def hooked_models(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Models whose outputs transformers captures by hooks, without those inside of others."""
+    """Returns the outermost models whose outputs transformers captures by hooks."""
     found: list[nn.Module] = []
     below: set[nn.Module] = set()
     for module in modules:  # parents first
@@ -154,10 +154,10 @@ def hooked_models(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _hook(model: nn.Module) -> None:
-    """Installs on a model what captures outputs, once on each of its modules."""
+    """Installs hooks that capture outputs on a model, once on each of its modules."""
     if model.__dict__.get(_INSTALLED) is True:
         return
-    for module in model.modules():  # a part of it may have been called by itself before
+    for module in model.modules():  # a part may have been called by itself before
         for key, hook in list(module._forward_hooks.items()):
             if is_capturing(hook):
                 del module._forward_hooks[key]
@@ -166,5 +166,5 @@ def _hook(model: nn.Module) -> None:
 
 
 def is_capturing(hook: Any) -> bool:
-    """Is it one of the hooks that transformers captures outputs by?"""
+    """Returns whether transformers captures outputs by a hook."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"

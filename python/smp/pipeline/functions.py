@@ -1,4 +1,4 @@
-"""What may be done to a tensor of another rank without bringing its data here."""
+"""Lists functions that apply to a tensor of another rank without bringing its data here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
-#: What a handle answers without its data.
+#: Properties that a handle answers without its data.
 METADATA: frozenset[Any] = frozenset(
     _getters(
         *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf"),
@@ -34,7 +34,7 @@ METADATA: frozenset[Any] = frozenset(
     }
 )
 
-#: What makes a new tensor of the same shape, dtype and device.
+#: Functions that make a new tensor of the same shape, dtype and device.
 LIKE: frozenset[Any] = frozenset(
     {
         *(torch.ones_like, torch.zeros_like, torch.full_like, torch.empty_like),
@@ -43,7 +43,7 @@ LIKE: frozenset[Any] = frozenset(
     }
 )
 
-#: What concerns the gradient of a handle, whichever rank made it.
+#: Functions on the gradient of a handle, whichever rank made it.
 HOOKS: frozenset[Any] = frozenset(
     {Tensor.register_hook, Tensor.retain_grad, *_getters("grad", "retains_grad")}
 )
@@ -68,7 +68,7 @@ ARITHMETIC: dict[Any, str] = {
     **dict.fromkeys((torch.neg, Tensor.neg, Tensor.__neg__), "neg"),
 }
 
-#: In-place arithmetic, and what gives the same out of place.
+#: In-place arithmetic, with the function that computes the same out of place.
 IN_PLACE: dict[Any, Callable[..., Tensor]] = {
     Tensor.__iadd__: torch.add,
     Tensor.add_: torch.add,
@@ -80,7 +80,7 @@ IN_PLACE: dict[Any, Callable[..., Tensor]] = {
     Tensor.div_: torch.div,
 }
 
-#: Views, which travel as a recipe. Their arguments after the first hold no tensors.
+#: Views, which travel as a recipe. Their further arguments hold no tensors.
 VIEWS: dict[Any, str] = {
     Tensor.view: "view",
     Tensor.__getitem__: "__getitem__",
@@ -104,12 +104,12 @@ VIEWS: dict[Any, str] = {
     Tensor.unfold: "unfold",
 }
 
-#: Attributes that are views, as a view with its arguments.
+#: Attributes that are views, with name and arguments of the view.
 VIEW_ATTRIBUTES: dict[Any, tuple[str, tuple[int, ...]]] = {
     Tensor.mT.__get__: ("transpose", (-2, -1)),  # type: ignore[attr-defined]
 }
 
-#: What takes a tensor apart, into views.
+#: Functions that take a tensor apart, into views.
 PIECES: dict[Any, str] = {
     **dict.fromkeys((Tensor.chunk, torch.chunk), "chunk"),
     **dict.fromkeys((Tensor.split, torch.split), "split"),
@@ -119,11 +119,11 @@ PIECES: dict[Any, str] = {
     Tensor.__iter__: "unbind",
 }
 
-#: Views in which an element of the whole may be there several times.
+#: Views in which an element of the whole may occur several times.
 REPEATING = frozenset({"expand", "unfold"})
 
 #: Functions that run at the home of their first argument: losses, whose operand is large and whose
-#: result is not, what stands between the layers of a block, and copies.
+#: result is small, functions between the layers of a block, and copies.
 SHIPPED: dict[Any, str] = {
     functional.gelu: "gelu",
     functional.relu: "relu",
@@ -174,23 +174,23 @@ Recipe = tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
 
 
 def shipped(name: str) -> Callable[..., Any]:
-    """The function of :data:`SHIPPED` with this name."""
+    """Returns the function of :data:`SHIPPED` with this name."""
     return _BY_NAME[name]
 
 
 def apply(recipe: Recipe, tensor: Tensor) -> Tensor:
-    """The view of ``tensor`` that ``recipe`` describes."""
+    """Returns the view of ``tensor`` that ``recipe`` describes."""
     for name, args, kwargs in recipe:
         tensor = getattr(Tensor, name)(tensor, *args, **dict(kwargs))
     return tensor
 
 
-#: Which argument after the first asks an activation function to write to its input.
+#: Position of the argument, after the first, that makes an activation function write to its input.
 _INPLACE_AT = {"relu": 0, "silu": 0, "mish": 0, "leaky_relu": 1, "elu": 1, "dropout": 2}
 
 
 def writes_in_place(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the caller of an activation function asked for ``inplace``."""
+    """Returns whether the caller of an activation function asked for ``inplace``."""
     position = _INPLACE_AT.get(name)
     if position is None:
         return False
@@ -198,7 +198,7 @@ def writes_in_place(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Does a call of a function of :data:`SHIPPED` drop elements?"""
+    """Returns whether a call of a function of :data:`SHIPPED` drops elements."""
     if name != "dropout":
         return False
     given = dict(zip(("p", "training"), args[1:], strict=False)) | dict(kwargs)
@@ -206,7 +206,7 @@ def draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Numbers, slices, ``None`` and ``...``, also in tuples and lists: no tensor inside."""
+    """Returns whether a value holds no tensor: integers, slices, ``None``, ``...``, nested."""
     if isinstance(value, tuple | list):
         return all(map(is_plain, value))
     if isinstance(value, slice):
@@ -215,14 +215,14 @@ def is_plain(value: Any) -> bool:
 
 
 def is_basic_index(value: Any) -> bool:
-    """An index that gives a view: no list, no bool, no tensor."""
+    """Returns whether an index gives a view: it has no list, bool or tensor."""
     if isinstance(value, tuple):
         return all(map(is_basic_index, value))
     return not isinstance(value, list | bool) and is_plain(value)
 
 
 def keeps_type(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool | None:
-    """Of ``tensor.to(...)``: True if it returns ``tensor``; None if it changes more than dtype."""
+    """Returns whether ``tensor.to(...)`` returns ``tensor``; None if more than dtype changes."""
     if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())) or kwargs.get("copy"):
         return None
     device, dtype, _, memory_format = torch._C._nn._parse_to(

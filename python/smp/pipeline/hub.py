@@ -1,4 +1,4 @@
-"""What the models of one process share: the module server, and what answers its requests."""
+"""Shares the module server among the models of one process, and answers its requests."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 class PipelineHub:
-    """One server for all models of this rank, which take turns under one schedule.
+    """A server for all models of this rank, which take turns under one schedule.
 
-    Modules of a model have consecutive ids; ids of models that are gone are not used again.
+    Modules of a model have consecutive ids; ids of deleted models are not used again.
 
     Args:
-        server: of this rank; the hub installs its handlers.
-        global_rank, device: of this process.
+        server: server of this rank; the hub installs its handlers.
+        global_rank, device: rank and device of this process.
     """
 
     def __init__(self, server: Server, global_rank: int, device: torch.device) -> None:
         self.server = server
-        #: microbatches run one after the other
+        #: whether microbatches run one after the other
         self.in_order = False
         self._modules_of: dict[int, RemoteModules] = {}
         self._owner_of: list[int] = []  # first id of the model, by module id
-        # For what runs at the home of a tensor, whichever model has made it.
+        # These serve functions that run at the home of a tensor, for all models.
         self._functions = RemoteModules(nn.Identity(), (), (), (), global_rank, device)
         self._functions.connect(server, 0)
         server.set_forward_handler(self._serve)
@@ -44,13 +44,13 @@ class PipelineHub:
     def add(
         self, modules: RemoteModules, names: Sequence[str], chunk_idxs: Sequence[int], depth: int
     ) -> None:
-        """Takes in a model, between steps and in one order on all ranks of the replica.
+        """Adds a model, between steps and in one order on all ranks of the replica.
 
         Args:
-            modules: of the model; it is connected.
-            names: of its modules, for errors and the timeline.
+            modules: modules of the model, which are connected here.
+            names: names of its modules, for errors and the timeline.
             chunk_idxs: stage of each module on its rank.
-            depth: how many ranks the data pass before this one.
+            depth: number of ranks that the data pass before this one.
         """
         first_id = self.server.add_modules(names, chunk_idxs, depth)
         self._owner_of += [first_id] * len(names)
@@ -58,7 +58,7 @@ class PipelineHub:
         modules.connect(self.server, first_id)
 
     def remove(self, modules: RemoteModules) -> None:
-        """Forgets a model; requests for it are errors from now on."""
+        """Removes a model; later requests for it are errors."""
         self._modules_of.pop(modules.first_id, None)
         modules.disconnect()
 
@@ -66,12 +66,12 @@ class PipelineHub:
         """Opens a step on all ranks of the replica.
 
         Args:
-            name: of the step function.
-            num_microbatches: of this rank.
-            words: of this rank; those of the driver reach the other ranks.
+            name: name of the step function.
+            num_microbatches: number of microbatches of this rank.
+            words: text of this rank; the driver's is sent to the other ranks.
 
         Returns:
-            the driver's number of microbatches, and its words.
+            the driver's number of microbatches and text.
         """
         begun = self.server.begin_step(name, num_microbatches, words)
         for modules in list(self._modules_of.values()):
@@ -79,17 +79,17 @@ class PipelineHub:
         return begun
 
     def keep_first_apart(self, apart: bool) -> None:
-        """Whether what calls of microbatch 0 need is forgotten with them: somebody looks on."""
+        """Sets whether calls of microbatch 0, which is observed then, are predicted apart."""
         for modules in (self._functions, *self._modules_of.values()):
             modules.first_apart = apart
 
     def guard_calls(self, guard: Guard | None) -> None:
-        """Sets what watches over the calls of the next steps; None: a failure ends a step."""
+        """Sets the guard of the calls in the next steps; with None a failure ends a step."""
         for modules in (self._functions, *self._modules_of.values()):
             modules.guard = guard
 
     def use_samples(self, samples_of: Callable[[int], Samples]) -> None:
-        """Says which samples a microbatch has, where masks of dropout depend on them."""
+        """Sets the function that returns a microbatch's samples, for masks of dropout."""
         for modules in (self._functions, *self._modules_of.values()):
             modules.samples_of = samples_of
 

@@ -1,13 +1,13 @@
-"""Attributes that modules write in a forward, of which caller and callee have a copy each.
+"""Attributes that modules write in a forward; caller and callee each have a copy.
 
 A layer keeps its auxiliary loss in an attribute, and its parent reads it; a parent sets the mask
-that its layer reads. In one process both see one module. Across ranks a call takes along what was
-written to the callee and to the modules below it, and brings back what these have written.
+that its layer reads. In one process both see one module. Across ranks a call takes along the values
+written to the callee and to the modules below it, and brings back the values that these wrote.
 
-Microbatches take turns on one module, so such an attribute has a value of its own in each of them;
-outside of microbatches it has the one that was written last. The trace of the model tells which
-attributes these are (`smp.modules.module_writes`). What a forward writes besides to a module of
-another rank would not be seen there, so it is refused.
+Microbatches take turns on one module, so such an attribute has a value of its own in each of them.
+Outside of microbatches it has the last written value. The trace of the model finds these attributes
+(`smp.modules.module_writes`). Other writes of a forward to a module of another rank would not be
+seen there, so they are refused.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import smp._C as _C
 from smp.modules.attributes import PerMicrobatch, is_same, is_state
 from smp.modules.module_writes import Key, ModuleWrites
 
-# By identity of the module and name: what was written in this microbatch on this rank.
+# Values written in this microbatch on this rank, by identity of the module and attribute name.
 _values: ContextVar[dict[tuple[int, str], Any] | None] = ContextVar("smp_values", default=None)
 
-# What code of a model runs in this context; none is that of a step function around it.
+# Kind of model code that runs in this context; None in a step function around the model.
 _running: ContextVar[Running | None] = ContextVar("smp_running", default=None)
 
-# Called with a module and a name before an attribute is assigned or deleted.
+# A function of a module, an attribute name and a value, called before an assignment or deletion.
 _Check = Callable[[nn.Module, str, Any], None]
 
 
 class _Gone(Enum):
-    """In place of the value of an attribute that was deleted; travels as one."""
+    """The value of a deleted attribute; it travels as such."""
 
     DELETED = auto()
 
@@ -48,17 +48,17 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), _Gone)
 
 
 class Running(Enum):
-    """What code of a model runs."""
+    """The kinds of model code."""
 
-    BODY = auto()  # what a step function calls
-    CALL = auto()  # of another rank, or of a later stage
+    BODY = auto()  # code that a step function calls
+    CALL = auto()  # code called by another rank, or by an earlier stage
 
 
 class Unavailable:
-    """In place of a value that cannot travel; its use is an error.
+    """A placeholder for a value that cannot travel; its use is an error.
 
     Args:
-        what: names the attribute.
+        what: description of the attribute.
     """
 
     def __init__(self, what: str) -> None:
@@ -76,16 +76,16 @@ class Unavailable:
 
 
 def begin_context(values: dict[tuple[int, str], Any]) -> None:
-    """A microbatch, or the service of a call for it, begins in this context.
+    """Begins a microbatch, or the service of a call for it, in this context.
 
     Args:
-        values: what this rank has written in the microbatch so far.
+        values: values that this rank has written in the microbatch so far.
     """
     _values.set(values)
 
 
 def context() -> int | None:
-    """What runs now, as a number: a microbatch on this rank, a backward of one, or None."""
+    """Returns a number for the microbatch or backward that runs on this rank, or None."""
     values = _values.get()
     if values is not None:
         return id(values)
@@ -94,7 +94,7 @@ def context() -> int | None:
 
 @contextmanager
 def running(what: Running) -> Iterator[None]:
-    """Inside, code of a model runs for a microbatch."""
+    """Marks the code inside as model code that runs for a microbatch."""
     token = _running.set(what)
     try:
         yield
@@ -104,7 +104,7 @@ def running(what: Running) -> Iterator[None]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Inside, what is written belongs to no microbatch."""
+    """Lets writes inside belong to no microbatch."""
     token = _values.set(None)
     try:
         yield
@@ -128,7 +128,7 @@ def _write(name: str, module: nn.Module, value: Any) -> None:
     values = _values.get()
     if values is not None:
         values[id(module), name] = value
-    dict.__setitem__(_table_of(module, name), name, value)  # it is no swap
+    dict.__setitem__(_table_of(module, name), name, value)  # not noted as a swap
 
 
 def _delete(name: str, module: nn.Module) -> None:
@@ -145,7 +145,7 @@ def _forget(name: str, module: nn.Module) -> None:
     values = _values.get()
     if values is not None:
         values[id(module), name] = _DELETED
-    # PyTorch's own would come here again.
+    # PyTorch's __delattr__ would call this function again.
     _table_of(module, name).pop(name, None)
 
 
@@ -163,18 +163,18 @@ def _reduce(base: type, module: nn.Module, protocol: int) -> Any:
 def _with_own_values(
     base: type[nn.Module], names: Sequence[str], check: _Check | None = None
 ) -> type:
-    """``base``, whose instances have a value per microbatch for some attributes and buffers.
+    """Returns a subclass of ``base`` with a value per microbatch for some attributes and buffers.
 
     Args:
         base: class of a module.
-        names: of these attributes.
-        check: what is called first when any attribute is assigned or deleted.
+        names: names of these attributes.
+        check: function that is called first when any attribute is assigned or deleted.
     """
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
         if check is not None:
             check(module, name, value)
-        if name in names:  # PyTorch's own would write to a buffer behind the property
+        if name in names:  # PyTorch would write to a buffer without calling the property
             _write(name, module, value)
         else:
             base.__setattr__(module, name, value)
@@ -196,21 +196,21 @@ def _with_own_values(
 
         body["__delattr__"] = delete_attribute
     body["__reduce_ex__"] = lambda module, protocol: _reduce(base, module, protocol)
-    # Registries of other libraries know a class by its name.
+    # Registries of other libraries find a class by its name.
     body |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (base,), body)
 
 
 class ModuleState:
-    """What forwards write to the modules of one model.
+    """The writes of forwards to the modules of one model.
 
     Args:
-        modules: of the model.
-        names: of the modules, for errors.
-        writes: what forwards write.
-        owners: by index, global rank of modules of other ranks, and this one of modules of later
-            stages.
-        global_rank: of this process.
+        modules: modules of the model.
+        names: names of the modules, for errors.
+        writes: writes of the forwards, by the trace.
+        owners: global ranks, by index, of modules of other ranks and of modules of later stages of
+            this rank.
+        global_rank: global rank of this process.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class ModuleState:
         self._undo: list[Callable[[], None]] = []
 
     def open(self) -> None:
-        """From now on each microbatch has values of its own."""
+        """Gives attributes a value per microbatch from now on."""
         checked: dict[type[nn.Module], type] = {}
         for idx in sorted({*self._own, *self._owners}):
             module, check = self._modules[idx], self._check if idx in self._owners else None
@@ -263,7 +263,7 @@ class ModuleState:
         self._undo.clear()
 
     def _check(self, module: nn.Module, name: str, value: Any) -> None:
-        """Before code of this rank writes to a module of another one, or of a later stage.
+        """Checks a write of this rank's code to a module of another rank or of a later stage.
 
         Raises:
             RuntimeError: nothing brings the value there.
@@ -274,7 +274,7 @@ class ModuleState:
         idx = self._ids[module]
         owner = self._owners[idx]
         if owner == self._global_rank and where is Running.CALL:
-            return  # of the later stage itself
+            return  # the later stage itself writes
         tables = (module._parameters, module._modules, module._buffers, module.__dict__)
         now = next((table[name] for table in tables if name in table), _DELETED)
         if now is _DELETED:
@@ -291,7 +291,7 @@ class ModuleState:
         )
 
     def _shared_with(self, module_id: int) -> list[Key]:
-        """What the code of a module and of those below it shares with others."""
+        """Returns the attributes that code of a module and of those below shares with others."""
         keys = self._shared.get(module_id)
         if keys is None:
             modules = self._modules[module_id].modules() if self._users else ()
@@ -301,8 +301,10 @@ class ModuleState:
         return keys
 
     def values(self, module_id: int) -> dict[Key, Any] | None:
-        """What was written in this microbatch, or the one before has left, of what the code of a
-        module shares with others."""
+        """Returns values of attributes that the code of a module shares with others, or None.
+
+        These were written in this microbatch, or carried over from the one before.
+        """
         written = _values.get() or {}
         found = {}
         for idx, name in self._shared_with(module_id):
@@ -315,16 +317,16 @@ class ModuleState:
         return found or None
 
     def take(self, values: Mapping[Key, Any] | None, is_same_rank: bool = False) -> None:
-        """Writes what came from another rank.
+        """Writes values that came from another rank.
 
         Args:
-            values: by module and name.
-            is_same_rank: code of this rank wrote them to the same modules. Only the microbatch
-                takes them over: caller and callee do not wait for each other.
+            values: values by module and name.
+            is_same_rank: whether code of this rank wrote them to the same modules. Then only the
+                microbatch gets them: caller and callee do not wait for each other.
         """
         for (idx, name), value in (values or {}).items():
             module = self._modules[idx]
-            is_apart = is_same_rank or name in module._buffers  # a buffer itself is its owner's
+            is_apart = is_same_rank or name in module._buffers  # the owner keeps the buffer itself
             if is_apart and (written := _values.get()) is not None:
                 written[id(module), name] = value
             elif value is _DELETED:

@@ -1,4 +1,4 @@
-"""Opens the module server of this rank, by configuration and what the models need."""
+"""Opens the module server of this rank, by configuration and needs of the models."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from smp.world.rank import Rank
 
 
 def open_pipeline(rank: Rank, decision: Decision, timeline: _C.Timeline) -> PipelineHub:
-    """Opens the server and its hub, without models. Not collective.
+    """Returns the hub of a new server, without models. Not collective.
 
     Args:
-        rank: one of several of a pipeline.
-        decision: about the first model.
-        timeline: records what the server does.
+        rank: own rank, one of several of a pipeline.
+        decision: decision about the first model.
+        timeline: timeline that records the actions of the server.
     """
     config, connections = rank.config, rank.connections
     assert connections is not None and connections.mailbox is not None
@@ -27,7 +27,7 @@ def open_pipeline(rank: Rank, decision: Decision, timeline: _C.Timeline) -> Pipe
         connections.board,
         global_rank=rank.global_rank,
         pp_ranks=list(rank.groups["pp"]),
-        # These run their tasks in one order; the first one decides.
+        # The ranks of this group run their tasks in one order; the first one decides it.
         order_ranks=list(rank.groups["dp" if config.orders_replicas else "tp"]),
         policy=config.pipeline,
         actions=None,
@@ -47,10 +47,10 @@ def open_pipeline(rank: Rank, decision: Decision, timeline: _C.Timeline) -> Pipe
 
 
 def check_order(config: Config, hub: Pipeline, decision: Decision) -> None:
-    """For a further model, when the pipeline runs already.
+    """Checks that a further model can join the running pipeline.
 
     Raises:
-        ValueError: microbatches overlap, and must not for this model. On every rank.
+        ValueError: microbatches overlap, and must not for this model; every rank raises it.
     """
     if not hub.in_order and needs_order(config, decision):
         raise ValueError(
@@ -60,7 +60,7 @@ def check_order(config: Config, hub: Pipeline, decision: Decision) -> None:
 
 
 def needs_order(config: Config, decision: Decision) -> bool:
-    """Must microbatches run one after the other? Rank 0 says why."""
+    """Returns whether microbatches must run one after the other; rank 0 logs the reason."""
     writes = decision.index.writes
     if not writes.in_order or config.microbatches == 1:
         return False

@@ -1,4 +1,4 @@
-"""Nested arguments and results as bytes plus tensors, ready to travel between ranks."""
+"""Packs nested arguments and results as bytes plus tensors, to travel between ranks."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def _cache_at(index: int, empty: bytes) -> Any:
 
 
 class _Packer(pickle.Pickler):
-    """Takes tensors, modules of the model and the own device out of the pickle.
+    """A pickler that takes tensors, modules of the model and the own device out of the pickle.
 
-    ``reducer_override`` is asked only for objects that pickle has no built-in way for, so plain
+    ``reducer_override`` is called only for objects that pickle has no built-in way for, so plain
     containers and numbers stay at C speed. A tensor that occurs twice is taken out once, because
     pickle remembers objects by identity.
     """
@@ -63,7 +63,7 @@ class _Packer(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
             if type(obj) is RemoteTensor and obj._whole is not None:
-                if obj.is_untouched():  # a view is made again where it is needed
+                if obj.is_untouched():  # the receiver makes the view again
                     return functions.apply, (obj.steps(), obj._whole)
                 obj = localize(obj)
             elif type(obj) is FakeTensor:
@@ -91,14 +91,14 @@ class _Packer(pickle.Pickler):
         return NotImplemented
 
     def reduce_cache(self, cache: Any) -> Any:
-        """An argument: the receiver has a cache of its own under the same number."""
+        """Reduces an argument: the receiver has a cache of its own under the same number."""
         index = caches.number(cache)
         return _cache_at, (index, self._codec.empty_cache(cache))
 
 
 class _ResultPacker(_Packer):
     def reduce_cache(self, cache: Any) -> Any:
-        """A result: the caller's own cache if it came from there, else an empty one."""
+        """Reduces a result: the caller's own cache if it came from there, else an empty one."""
         index = caches.number_of(cache)
         if index is not None:
             return caches.numbered, (index,)
@@ -115,7 +115,7 @@ class Codec:
 
     Args:
         modules: all modules of the model; a module inside arguments travels as its index here.
-        device: this rank's device; a device of the same type becomes the receiver's own.
+        device: device of this rank; a device of the same type becomes the receiver's own.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -131,7 +131,7 @@ class Codec:
             bytes, tensors, and the attention caches among the arguments.
 
         Raises:
-            ValueError: if something in ``value`` cannot be pickled.
+            ValueError: something in ``value`` cannot be pickled.
         """
         packer, data = self._dump(_Packer, value, ())
         return data, packer.tensors, packer.caches
@@ -139,17 +139,17 @@ class Codec:
     def pack_result(
         self, value: Any, arguments: Sequence[Tensor] = ()
     ) -> tuple[bytes, list[Tensor]]:
-        """The same for a result.
+        """Splits a result into a byte string and the tensors in it.
 
         Args:
-            value: anything that pickle takes, with tensors anywhere.
+            value: any value that pickle takes, with tensors anywhere.
             arguments: tensors that the receiver has already; they are sent as their index.
         """
         packer, data = self._dump(_ResultPacker, value, arguments)
         return data, packer.tensors
 
     def empty_cache(self, cache: Any) -> bytes:
-        """An attention cache without its contents; made once per cache and step body."""
+        """Returns an attention cache without contents, pickled; made once per cache."""
         made = self._empty_caches.get(id(cache))
         if made is None or made[0]() is not cache:
             config = getattr(self.modules[0], "config", None) if self.modules else None
@@ -181,7 +181,7 @@ class Codec:
         arguments: Sequence[Tensor] = (),
         own_caches: dict[int, Any] | None = None,
     ) -> Any:
-        """Inverse of :meth:`pack` and :meth:`pack_result`.
+        """Restores a value of :meth:`pack` or :meth:`pack_result`.
 
         Args:
             own_caches: attention caches of this rank by number; new ones are added.

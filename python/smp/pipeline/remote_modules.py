@@ -34,7 +34,7 @@ _watched: contextvars.ContextVar[tuple[Watched, ...]] = contextvars.ContextVar(
     "smp_watched", default=()
 )
 
-# Stands for a module where a function of smp.pipeline.functions is meant (csrc/pipeline/wire.h).
+# Module id that means a function of smp.pipeline.functions (csrc/pipeline/wire.h).
 _FUNCTION = -3
 
 # True in the service of a request: modules of this rank then run where they are called.
@@ -42,14 +42,14 @@ _serving: contextvars.ContextVar[bool] = contextvars.ContextVar("smp_serving", d
 
 
 class CallFailed(Exception):
-    """A guarded call failed on another rank; the step goes on."""
+    """A guarded call failed on another rank, and the step goes on."""
 
 
 class Guard(Protocol):
-    """Watches over calls that may fail without ending the step."""
+    """A guard for calls that may fail without ending the step."""
 
     def running(self, mb: int) -> contextlib.AbstractContextManager[None]:
-        """Returns what is around a call that is served for a microbatch."""
+        """Returns a context for a call that is served for a microbatch."""
 
     def fail(self, error: Exception) -> str:
         """Notes an error, and returns it in words."""
@@ -60,18 +60,19 @@ class RemoteModules:
 
     ``forward`` of every module that lives elsewhere is replaced *on the instance*, so
     ``module(...)`` keeps running ``__call__`` overrides and hooks here, at the caller, while
-    ``super().forward`` and the class stay untouched. The owner runs ``forward`` alone.
+    ``super().forward`` and the class stay untouched. The owner runs only ``forward``.
 
     Args:
         root: the user's model; its index among ``modules`` is 0.
         modules: the distinct modules of the model in one order on all ranks.
-        owners: global rank of the owner of each module; ``None``: runs wherever it is called.
-        names: of the modules, for errors.
-        global_rank: of this process.
-        device: of this process.
-        later_stages: modules of this rank that a step body does not run itself: they belong to a
-            later stage of this rank, and are requests to itself, so that the body runs ahead.
-        writes: what forwards write to attributes of modules.
+        owners: global rank of the owner of each module; ``None`` if it runs where it is called.
+        names: names of the modules, for errors.
+        global_rank: global rank of this process.
+        device: device of this process.
+        later_stages: indices of modules of this rank that a step body does not run itself. They
+            belong to a later stage of this rank; the body sends requests for them to its own
+            rank, so that it can run ahead.
+        writes: writes of forwards to attributes of modules.
     """
 
     def __init__(
@@ -93,15 +94,15 @@ class RemoteModules:
         self._codec = Codec(modules, device)
         self.device = device
         self._server: Server | None = None
-        self.first_id = 0  # of the modules, among those of all models
+        self.first_id = 0  # id of the root among the modules of all models
         self._mode = ""
-        #: what is learnt of calls in microbatch 0 is for these alone
+        #: whether results of calls in microbatch 0 predict only those of microbatch 0
         self.first_apart = False
-        #: around calls that are served; what is learnt of them is for guarded calls alone
+        #: guard around served calls; results of guarded calls predict only those of guarded calls
         self.guard: Guard | None = None
-        #: of a microbatch, where masks of dropout depend on them
+        #: returns the samples of a microbatch, where masks of dropout depend on them
         self.samples_of: Callable[[int], Samples] | None = None
-        #: gets the tensors of a call before it is served
+        #: receives the tensors of a call before it is served
         self.look_at: Callable[[Any], None] | None = None
         self._filled: dict[int, tuple[Any, int]] = {}
         self._undo: list[Callable[[], None]] = []
@@ -127,8 +128,8 @@ class RemoteModules:
         """Installs the calling side on the modules.
 
         Args:
-            server: of this rank.
-            first_id: that the server knows the root by; the other modules follow.
+            server: server of this rank.
+            first_id: id of the root at the server; the other modules follow.
         """
         self._server = server
         self.first_id = first_id
@@ -139,14 +140,14 @@ class RemoteModules:
 
     def begin_step(self) -> None:
         """Notes what results depend on besides arguments: frozen parameters and modes."""
-        self._filled.clear()  # of a step that failed
+        self._filled.clear()  # entries of a step that failed
         self._state.swaps.forget()
         flags = [p.requires_grad for p in self._root.parameters()]
         flags += [module.training for module in self._modules]
         self._mode = f"{hash(tuple(flags)):x}"
 
     def _kind_of_calls(self) -> str:
-        """Names the calls for which what is learnt of this one holds."""
+        """Returns a name for the calls that the server may expect to be like this one."""
         guarded = ":guarded" if self.guard is not None else ""
         return self._mode + guarded + (":first" if self._is_apart() else "")
 
@@ -155,7 +156,7 @@ class RemoteModules:
         self._state.swaps.refuse_left()
 
     def disconnect(self) -> None:
-        """Gives every module its own ``forward`` back."""
+        """Restores every module's own ``forward``."""
         self._server = None
         for undo in self._undo:
             undo()
@@ -176,7 +177,7 @@ class RemoteModules:
     def call_function(
         self, name: str, home: RemoteTensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Has a function of `smp.pipeline.functions` run where ``home`` is."""
+        """Runs a function of `smp.pipeline.functions` on the rank of ``home``."""
         state = _C.ref_state(home if home._whole is None else home._whole)
         assert state is not None
         return self._call(self.server, state.home_rank, _FUNCTION, (name, *args), dict(kwargs))
@@ -236,7 +237,7 @@ class RemoteModules:
         return result
 
     def _note_filled(self, module_id: int, containers: Sequence[Any]) -> None:
-        """Raises when another microbatch, which is still under way, fills one of them too."""
+        """Raises if another microbatch that is still under way also fills one of them."""
         mb = _C.current_microbatch()
         for container in containers:
             _, other = self._filled.setdefault(id(container), (container, mb))
@@ -252,9 +253,9 @@ class RemoteModules:
         return self.first_apart and _C.current_microbatch() == 0
 
     def _seeds_of(self, server: Server, request: Request) -> Tensor | None:
-        """Where modules that run together would begin their random numbers if they did not.
+        """Returns seeds of modules that run together, as if they ran one by one; None for one.
 
-        A tensor, because it is another one in each microbatch.
+        The seeds are a tensor, because they differ in each microbatch.
         """
         if len(request.modules) == 1:
             return None
@@ -268,7 +269,7 @@ class RemoteModules:
         kwargs: Mapping[str, Any],
         request: Request | None,
     ) -> places.Travelling | None:
-        """Where the call is made, if what runs may drop."""
+        """Returns the place of the call in the model if it may drop elements, else None."""
         if places.current() is None:
             return None
         if module_id == _FUNCTION:
@@ -282,7 +283,7 @@ class RemoteModules:
         return "a function" if module_id == _FUNCTION else self._names[module_id]
 
     def _places_of(self, module_id: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Places in a cache that a module of another rank uses, and those that others use here."""
+        """Returns cache places that a module of another rank uses, and those in use here."""
         if module_id == _FUNCTION:
             return frozenset(), frozenset()
         places = self._cache_places.get(module_id)
@@ -312,14 +313,14 @@ class RemoteModules:
             )
         if self.look_at is not None:
             self.look_at(tensors)
-        # Numbers of attention caches belong to this call, not to the thread that happens to run it.
+        # Numbers of attention caches belong to this call, not to the thread that runs it.
         run = self._run if self.guard is None else functools.partial(self._run_guarded, self.guard)
         return contextvars.copy_context().run(run, module_id, mb, is_first, structure, tensors)
 
     def _run_guarded(
         self, guard: Guard, module_id: int, mb: int, *call: Any
     ) -> tuple[bytes, list[Tensor], bool]:
-        """The caller always waits for the answer, which may be a failure."""
+        """Runs a call that may fail; its caller always waits for the answer."""
         try:
             with guard.running(mb):
                 answer, results, _ = self._run(module_id, mb, *call)
@@ -333,7 +334,7 @@ class RemoteModules:
     def _run(
         self, module_id: int, mb: int, is_first: bool, structure: bytes, tensors: list[Tensor]
     ) -> tuple[bytes, list[Tensor], bool]:
-        _serving.set(True)  # in the copy of the context that belongs to this call
+        _serving.set(True)  # set in the copy of the context that belongs to this call
         own_caches = self._own_caches.setdefault(mb, {})
         args, kwargs, state, request, seeds, along, told = self._codec.unpack(
             structure, tensors, own_caches=own_caches
@@ -395,14 +396,14 @@ class RemoteModules:
         return fulfil(request, forward, args, kwargs, seeds, self.device)
 
     def microbatch_done(self, mb: int) -> None:
-        """Forgets what a finished microbatch left."""
+        """Frees the data of a finished microbatch."""
         self._own_caches.pop(mb, None)
         for key in [key for key, (_, filler) in list(self._filled.items()) if filler == mb]:
             del self._filled[key]
         self._state.microbatch_done(mb)
 
     def publish_output(self, output: Any) -> None:
-        """Driver: sends the model's output to the other ranks of the replica."""
+        """Sends the model's output to the other ranks of the replica; for the driver."""
         for watched in _watched.get():
             watched.check()
         _watched.set(())
@@ -410,7 +411,7 @@ class RemoteModules:
         self.server.publish_output(structure, [resolve(tensor) for tensor in tensors])
 
     def await_output(self) -> Any:
-        """Other ranks: the model's output of this microbatch, as leaves."""
+        """Returns the model's output of this microbatch, as leaves; for ranks but the driver."""
         return self._codec.unpack(*self.server.await_output())
 
 

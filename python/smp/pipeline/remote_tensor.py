@@ -1,4 +1,4 @@
-"""Tensors whose data are on another rank until somebody needs them."""
+"""Tensors whose data stay on another rank until they are needed here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from smp._C import Server
 
     class Modules(Protocol):
-        """What handles need of the pipeline."""
+        """The part of the pipeline that handles use."""
 
         device: torch.device
 
@@ -38,27 +38,27 @@ _aten = torch.ops.aten
 class RemoteTensor(Tensor):
     """A handle of a tensor on another rank.
 
-    Shape, dtype, device and ``requires_grad`` are true. As an argument of a module on another rank
-    it travels as a name and its data go there directly. Anything else that needs numbers fetches
-    them: from then on every function of this handle works on an ordinary tensor behind it, so that
-    views and in-place operations are PyTorch's own. Operations that bypass Python functions
-    (autograd adding two gradients) reach ``__torch_dispatch__`` and work on data only.
+    Shape, dtype, device and ``requires_grad`` are those of the tensor. As an argument of a module
+    on another rank it travels as a name, and its data are sent there directly. All other functions
+    that need numbers fetch them: from then on every function of this handle works on an ordinary
+    tensor, so that views and in-place operations are PyTorch's own. Operations that bypass Python
+    functions (autograd adding two gradients) reach ``__torch_dispatch__`` and work on data only.
     """
 
-    # Defaults of the class: a handle is made in every remote call, and seldom needs its own.
+    # These are defaults of the class: each remote call makes a handle, which seldom sets its own.
     _modules: Modules
-    #: What this handle is here: the data, or another handle after an in-place operation.
+    #: Tensor that replaces this handle here: its data, or another handle after an in-place call.
     _local: Tensor | None = None
-    #: State of ``_local`` when it was what the other rank has made.
+    #: State of ``_local`` when it equalled the tensor that the other rank has made.
     _mark: tuple[int, Any] | None = None
-    #: A view is its base and how it is made from it.
+    #: Base of a view; ``_recipe`` makes the view from it.
     _whole: RemoteTensor | None = None
     _recipe: functions.Recipe = ()
     _shadow: Tensor | None = None
 
     @staticmethod
     def make(modules: Modules, sizes: Sequence[int], dtype: torch.dtype) -> RemoteTensor:
-        """A handle that stands for nothing yet."""
+        """Makes a handle that is bound to no tensor yet."""
         handle: RemoteTensor = Tensor._make_wrapper_subclass(
             RemoteTensor, sizes, dtype=dtype, device=modules.device
         )
@@ -66,10 +66,10 @@ class RemoteTensor(Tensor):
         return handle
 
     def local(self) -> Tensor:
-        """What stands behind this handle. Waits for the data the first time."""
+        """Returns the local tensor of this handle. The first call waits for the data."""
         if self._local is None:
             if self._whole is not None:
-                # The first reader may be without gradients (a matcher in a loss); others are not.
+                # The first reader may run without gradients (a matcher in a loss), later ones with.
                 with torch.enable_grad():
                     local = functions.apply(self.steps(), localize(self._whole))
             else:
@@ -79,20 +79,20 @@ class RemoteTensor(Tensor):
         return self._local
 
     def steps(self) -> functions.Recipe:
-        """Of a view: how it is made from its base, and that gradients end here if they do."""
+        """Returns how a view is made from its base, ending gradients if the view has none."""
         assert self._whole is not None
         with torch._C.DisableTorchFunctionSubclass():
             is_cut = self._whole.requires_grad and not self.requires_grad
         return (*self._recipe, ("detach", (), ())) if is_cut else self._recipe
 
     def is_untouched(self) -> bool:
-        """Is the tensor still what the other rank has made?"""
+        """Returns whether the tensor is still as the other rank has made it."""
         if self._whole is not None and not self._whole.is_untouched():
             return False
         return self._local is None or (self._mark is not None and _state(self._local) == self._mark)
 
     def is_away(self) -> bool:
-        """Has nothing brought the data here, and may they stay where they are?"""
+        """Returns whether the data are not here and may stay where they are."""
         base = self if self._whole is None else self._whole
         if self._local is not None or base._local is not None:
             return False
@@ -100,16 +100,16 @@ class RemoteTensor(Tensor):
         return state is not None and state.is_of_this_step
 
     def rebind(self, other: Tensor) -> None:
-        """From now on this handle is ``other``."""
+        """Makes this handle refer to ``other`` from now on."""
         self._local = other
         self._mark = None
 
     def wait(self) -> None:
-        """Until the data have been made."""
+        """Waits until the data have been made."""
         self._data()
 
     def _data(self) -> Tensor:
-        # Not to be written to.
+        # Callers must not write to the result.
         if self._local is not None and (self._mark is None or self.is_untouched()):
             return localize(self._local).detach()
         if self._whole is not None:
@@ -119,8 +119,10 @@ class RemoteTensor(Tensor):
     def __coerce_same_metadata_as_tangent__(
         self, expected_metadata: Any, expected_type: type | None = None
     ) -> Tensor:
-        """The data of a gradient, for the backward of what `torch.compile` has made: it asks so of
-        tensors of other classes than it was compiled for."""
+        """Returns the data of a gradient, for the backward of what `torch.compile` has made.
+
+        PyTorch calls this method for tensors of other classes than it has compiled for.
+        """
         return self._data()
 
     def _alias(self) -> RemoteTensor:
@@ -133,7 +135,7 @@ class RemoteTensor(Tensor):
         return alias
 
     def _meta(self) -> Tensor:
-        # Shape and strides without data.
+        # The shadow has shape and strides without data.
         if self._shadow is None:
             with torch._C.DisableTorchFunctionSubclass():
                 self._shadow = torch.empty(self.shape, dtype=self.dtype, device="meta")
@@ -142,7 +144,7 @@ class RemoteTensor(Tensor):
     def _view(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> RemoteTensor | None:
-        # None where PyTorch would make a copy.
+        # Returns None where PyTorch would make a copy.
         step = (name, args, tuple(sorted(kwargs.items())))
         whole = self._meta()
         shadow = functions.apply((step,), whole)
@@ -152,7 +154,7 @@ class RemoteTensor(Tensor):
         view._shadow = shadow
         view._whole = self if self._whole is None else self._whole
         view._recipe = (*self._recipe, step)
-        # Not a method of the view: autograd would keep the view alive for ever.
+        # A method of the view would be kept by autograd, and keep the view alive for ever.
         spread = partial(_spread_gradient, view._recipe, tuple(view._whole._meta().shape))
         with torch._C.DisableTorchFunctionSubclass():
             if self.requires_grad:  # else it was made without gradients from a base that has them
@@ -196,7 +198,7 @@ class RemoteTensor(Tensor):
                 template = torch.empty(first.shape, dtype=first.dtype, device=first.device)
                 return func(template, *_localized(args[1:]), **_localized(kwargs))
             elif func in functions.HOOKS and first._whole is None and first.is_untouched():
-                # On the handle itself, through which all gradients flow.
+                # The call applies to the handle itself, through which all gradients flow.
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             elif first.is_away():
@@ -213,7 +215,7 @@ class RemoteTensor(Tensor):
                 return handle._modules.call_function(name, handle, tuple(args), kwargs)
         localized = _localized(args)
         result = func(*localized, **_localized(kwargs))
-        # What works in place, or has nothing to do, returns the very tensor it got.
+        # Functions that work in place, or have nothing to do, return the very tensor they got.
         if type(first) is RemoteTensor and result is localized[0]:
             return first
         return result
@@ -249,7 +251,7 @@ def _from_afar(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """What ``func`` gives without the data; NotImplemented when it needs them here."""
+    """Returns ``func``'s result without the data; NotImplemented when it needs them here."""
     if func in functions.ARITHMETIC:
         if _may_stay_away((handle, *args), kwargs):
             with torch._C.DisableTorchFunctionSubclass():
@@ -294,14 +296,14 @@ def _from_afar(
 
 
 def resolve(tensor: Tensor) -> Tensor:
-    """What ``tensor`` is now: a handle that was changed here is the local tensor behind it."""
+    """Returns the local tensor of a handle that was changed here; other tensors as they are."""
     while isinstance(tensor, RemoteTensor) and not tensor.is_untouched():
         tensor = tensor.local()
     return tensor
 
 
 def localize(tensor: Tensor) -> Tensor:
-    """An ordinary tensor, whatever ``tensor`` is."""
+    """Returns an ordinary tensor for any ``tensor``."""
     while isinstance(tensor, RemoteTensor):
         tensor = tensor.local()
     return tensor
@@ -309,7 +311,7 @@ def localize(tensor: Tensor) -> Tensor:
 
 def rewrite(tensor: Tensor, changed: Tensor) -> None:
     """Gives ``tensor``, which a module on another rank has written to, its new contents."""
-    # Data that are here may have views here, which have to follow.
+    # Data on this rank may have views here, which have to follow.
     if isinstance(tensor, RemoteTensor) and tensor._whole is None and tensor._local is None:
         tensor.rebind(changed)
     else:
@@ -317,7 +319,7 @@ def rewrite(tensor: Tensor, changed: Tensor) -> None:
 
 
 def _spread_gradient(recipe: functions.Recipe, sizes: tuple[int, ...], grad: Tensor) -> Tensor:
-    """Gradient of the base from that of a view, where autograd meets the view itself."""
+    """Returns the gradient of the base from that of a view, where autograd meets the view."""
     grad = localize(grad)
     whole = torch.zeros(sizes, dtype=grad.dtype, device=grad.device)
     if any(name in functions.REPEATING for name, _, _ in recipe):
@@ -333,7 +335,7 @@ def _state(tensor: Tensor) -> tuple[int, Any]:
 
 
 def view_of(tensor: Tensor, view: _C.ViewOfArgument) -> Tensor:
-    """A result that is a view of an argument, made from the caller's own tensor."""
+    """Returns a result that is a view of an argument, made from the caller's own tensor."""
     tensor = resolve(tensor)
     if isinstance(tensor, RemoteTensor) and tensor.is_away() and tensor._whole is None:
         geometry = (tuple(view.sizes), tuple(view.strides), view.offset)
@@ -345,7 +347,7 @@ def view_of(tensor: Tensor, view: _C.ViewOfArgument) -> Tensor:
 
 
 def _replaced(value: Any, read: Callable[[RemoteTensor], Tensor]) -> Any:
-    """``value`` with what ``read`` makes of the handles in it."""
+    """Returns ``value`` with each handle in it replaced by the result of ``read``."""
     kind = type(value)
     if kind is RemoteTensor:
         return read(value)
@@ -365,7 +367,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _may_stay_away(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Handles of one shape and floating dtype without data here, or one and a number."""
+    """Returns whether operands can stay away: alike floating handles, or one and a number."""
     if any(key != "alpha" or not _is_number(value) for key, value in kwargs.items()):
         return False
     first = args[0]
@@ -390,10 +392,10 @@ def _may_stay_away(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _away_operand(args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteTensor | None:
-    """The handle in a sum of a handle and a tensor of this rank, which goes to the handle.
+    """Returns the handle in a sum of a handle and a tensor of this rank, or None.
 
-    Such a sum is the residual connection of a block that begins here and ends on a later rank, and
-    what follows it is there as well.
+    The tensor is sent to the rank of the handle. Such a sum is the residual connection of a block
+    that begins here and ends on a later rank, and the code that follows is there as well.
     """
     if len(args) != 2 or any(key != "alpha" for key in kwargs):
         return None

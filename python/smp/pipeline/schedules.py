@@ -2,8 +2,8 @@
 
 A schedule has one line per pipeline rank, ``"<rank>: <actions>"``. An action is ``F3`` (forward of
 microbatch 3), ``B3`` (its backward) or ``W3`` (its weight gradients, where the backward is done in
-two parts); ``F3.1`` is that of the second chunk of the rank. Empty lines and what follows a ``#``
-do not matter. The same text comes out of :func:`plan`, :func:`simulate` and the server.
+two parts); ``F3.1`` is that of the second chunk of the rank. Empty lines and text after a ``#``
+are ignored. :func:`plan`, :func:`simulate` and the server write the same form.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ POLICIES = tuple(_C.policy_names())
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the chain that a microbatch passes forward and back.
+    """A stage of the chain that a microbatch passes forward and back.
 
     Attributes:
-        rank: pipeline rank that runs it; several stages may be on one rank, and are its chunks
-            0, 1, ... in the order of the chain. A loss on the driver is a last stage on the rank
-            of the first.
-        forward_ms: time of a forward.
-        backward_ms: time of a backward, without what ``weight_ms`` says.
-        weight_ms: the part of a backward that may be put off: gradients of parameters.
-        activation_bytes: kept per microbatch from the begin of its forward to the end of its
+        rank: pipeline rank that runs it. Several stages on one rank are its chunks 0, 1, ... in
+            the order of the chain. A loss on the driver is a last stage on the rank of the first.
+        forward_ms: time of a forward in ms.
+        backward_ms: time of a backward in ms, without ``weight_ms``.
+        weight_ms: time in ms of the part of a backward that may be deferred: gradients of
+            parameters.
+        activation_bytes: bytes kept per microbatch from the start of its forward to the end of its
             backward.
     """
 
@@ -41,13 +41,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What lies between a stage and the next; nothing is sent between stages of one rank.
+    """A boundary between a stage and the next; nothing is sent between stages of one rank.
 
     Attributes:
-        latency_ms: time that does not depend on the size.
-        ms_per_byte: transfers over one ordered pair of ranks pass one after the other.
-        forward_bytes: activations of one microbatch.
-        backward_bytes: their gradients.
+        latency_ms: time in ms that does not depend on the size.
+        ms_per_byte: time in ms per byte; transfers over one ordered pair of ranks are sequential.
+        forward_bytes: bytes of the activations of one microbatch.
+        backward_bytes: bytes of the gradients of these activations.
     """
 
     latency_ms: float = 0.0
@@ -58,13 +58,13 @@ class Boundary:
 
 @dataclass(frozen=True)
 class RankUsage:
-    """What the step asks of one rank.
+    """The load of one rank in a step.
 
     Attributes:
-        busy_ms: sum of its actions.
+        busy_ms: total time of its actions.
         bubble_ms: time of the step less ``busy_ms``.
-        peak_activations: most microbatches kept at once, counted per stage.
-        peak_activation_bytes: most bytes of them kept at once.
+        peak_activations: largest number of microbatches kept at once, counted per stage.
+        peak_activation_bytes: largest number of their bytes kept at once.
     """
 
     busy_ms: float
@@ -75,7 +75,7 @@ class RankUsage:
 
 @dataclass(frozen=True)
 class TimelineEntry:
-    """One action: ``rank`` runs ``action`` of ``stage`` from ``start_ms`` to ``end_ms``."""
+    """An action: ``rank`` runs ``action`` of ``stage`` from ``start_ms`` to ``end_ms``."""
 
     rank: int
     stage: int
@@ -89,10 +89,10 @@ class Simulation:
     """A simulated step.
 
     Attributes:
-        makespan_ms: from the first begin to the last end.
-        ranks: by pipeline rank.
-        executed: what each rank ran, in the text form.
-        timeline: actions by begin, then by rank.
+        makespan_ms: time in ms from the first start to the last end.
+        ranks: usage by pipeline rank.
+        executed: actions that each rank ran, in the text form.
+        timeline: actions by start time, then by rank.
     """
 
     makespan_ms: float
@@ -102,18 +102,18 @@ class Simulation:
 
 
 def plan(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> str:
-    """What each rank does in a step in which every stage takes the same time.
+    """Returns the actions of each rank in a step in which every stage takes the same time.
 
     Args:
         name: ``"simple"``: all forwards, then all backwards; ``"interleaved"``: 1F1B;
             ``"virtual_interleaved"``: 1F1B over ``num_chunks`` stages per rank, for a number of
             microbatches that is a multiple of the ranks; ``"zero_bubble"``: ZB-H1.
-        num_ranks: pipeline ranks.
-        num_microbatches: microbatches of the step.
+        num_ranks: number of pipeline ranks.
+        num_microbatches: number of microbatches of the step.
         num_chunks: stages per rank.
 
     Raises:
-        ValueError: for another name or impossible numbers.
+        ValueError: the name is unknown, or the numbers are impossible.
     """
     return _C.plan_schedule(name, num_ranks, num_microbatches, num_chunks)
 
@@ -128,22 +128,24 @@ def simulate(
 ) -> Simulation:
     """Runs a step without processes, under the rules of the server.
 
-    A task is ready when its data are there, a rank runs one at a time, and the policy picks among
-    the ready ones. The rank of the first stage lets microbatches in, at most
-    ``active_microbatches`` at once; one is over when its backward has left the first stage. The
-    result depends on the arguments only.
+    A task is ready when its data are there. A rank runs one task at a time, and the policy picks
+    among the ready ones. The rank of the first stage admits microbatches, at most
+    ``active_microbatches`` at once; a microbatch ends when its backward has left the first stage.
+    The result depends only on the arguments.
 
     Args:
-        stages: the chain, in order.
-        num_microbatches: microbatches of the step.
+        stages: stages of the chain, in order.
+        num_microbatches: number of microbatches of the step.
         schedule: name of a policy, or a schedule in the text form.
-        boundaries: one fewer than ``stages``; none if transfers cost nothing.
-        active_microbatches: None for the default of the policy; all of them with a text.
+        boundaries: boundaries between stages, one fewer than ``stages``; empty if transfers cost
+            nothing.
+        active_microbatches: largest number in flight; None for the default of the policy, or for
+            all with a text.
 
     Raises:
-        ValueError: for costs or lists that make no sense, with position.
-        RuntimeError: if the schedule cannot finish; names the next action of each rank and what it
-            waits for.
+        ValueError: costs or lists make no sense; the text has the position.
+        RuntimeError: the schedule cannot finish; the text names the next action of each rank and
+            what it waits for.
     """
     run = _C.simulate_lists if ":" in schedule else _C.simulate_policy
     result = run(
@@ -173,27 +175,27 @@ def simulate(
 
 
 def normalize(text: str) -> str:
-    """The schedule as the library itself writes it, so that two texts can be compared.
+    """Returns the schedule as the library itself writes it, so that two texts can be compared.
 
     Raises:
-        ValueError: if it is no schedule; names line and column.
+        ValueError: the text is no schedule; the error names line and column.
     """
     return _C.normalize_schedule(text)
 
 
 def executed_actions(order: Sequence[str], chunk_of_module: Mapping[int, int]) -> str:
-    """Tasks that a server has executed, as actions of a schedule.
+    """Returns the tasks that a server has executed, as actions of a schedule.
 
-    Tasks of one action in a row make one entry; a task that goes on after a wait belongs to the
-    entry where it began.
+    Successive tasks of one action make one entry; a task that continues after a wait belongs to
+    the entry where it began.
 
     Args:
-        order: what ``smp.metrics.executed_order()`` gives.
-        chunk_of_module: chunk of each module that ran here, by the number behind ``m`` in
+        order: result of ``smp.metrics.executed_order()``.
+        chunk_of_module: chunk of each module that ran here, by the number after ``m`` in
             ``order``. Bodies of the step function are chunk 0.
 
     Raises:
-        ValueError: if a module is missing or a task cannot be read.
+        ValueError: a module is missing or a task cannot be read.
     """
     return _C.executed_actions(list(order), dict(chunk_of_module))
 

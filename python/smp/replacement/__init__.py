@@ -1,4 +1,4 @@
-"""Marked modules and what takes their place."""
+"""Marking modules for tensor parallelism, and replacing them by distributed ones."""
 
 from smp.replacement.marks import model_creation, set_tensor_parallelism, tensor_parallelism
 from smp.replacement.names import refuse_pieces, to_ours, to_theirs

@@ -1,4 +1,4 @@
-"""Adapters that PEFT has put into a model; a distributed form of what is around has none."""
+"""Finds adapters of PEFT in a module; a distributed form of the module would lack them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 
 
 def adapter_in(module: nn.Module) -> str | None:
-    """Name and kind of an adapter in a module; None if there is none.
+    """Returns name and kind of an adapter in a module, or None if there is none.
 
-    PEFT is looked for among the imported packages only: without it there are none.
+    Only a PEFT that is imported already is asked; without one there are no adapters.
     """
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None:

@@ -1,4 +1,4 @@
-"""What a module carries beside its arguments and values, which its distributed form would lack."""
+"""Finds what a module carries beside its arguments and values; its distributed form lacks it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from smp.initial.delay import on_meta
 from smp.tensor_parallel import registry
 from smp.tensor_parallel.registry import Arguments, Registration
 
-# Attributes that PyTorch, transformers and smp keep for themselves; the distributed form has its
-# own, or needs none.
+# Tables and attributes that PyTorch, transformers and smp keep for themselves; the distributed
+# form has its own or needs none.
 _TABLES = ("_parameters", "_buffers", "_modules")
 _BOOKKEEPING = frozenset(
     {
@@ -34,7 +34,7 @@ _BOOKKEEPING = frozenset(
     }
 )
 _PARAMETER_BOOKKEEPING = frozenset({"_is_hf_initialized"})
-# Of hooks of transformers on modules of a family: adapters refuse what these would record, and
+# Hooks of transformers on modules of a family: adapters refuse what these would record, and
 # inputs that require gradients change no values.
 _FAMILY_HOOKS = ("install_output_capuring_hook.", "PreTrainedModel.enable_input_require_grads.")
 _HOOK_TABLES = {
@@ -53,11 +53,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 @dataclass
 class Carried:
-    """What a module has beside its arguments and values.
+    """The state of a module beside its arguments and values.
 
     Attributes:
-        lost: why a distributed form would not do what the module does; None if it would.
-        attributes: values that somebody has put on the module itself, which go along.
+        lost: reason why a distributed form would behave differently; None if it would not.
+        attributes: values set on the module itself, which are copied.
     """
 
     lost: str | None = None
@@ -67,13 +67,13 @@ class Carried:
 def carried_by(
     module: nn.Module, registration: Registration, arguments: Arguments, options: Mapping[str, Any]
 ) -> Carried:
-    """Looks at a whole module that is to be replaced.
+    """Inspects a whole module that is to be replaced.
 
     Args:
-        module: of a registered class.
-        registration: of its class.
-        arguments: that it was made with.
-        options: that the distributed form takes from the module itself.
+        module: instance of a registered class.
+        registration: registration of its class.
+        arguments: arguments of its ``__init__``.
+        options: options of the distributed form that are read from the module itself.
     """
     result = Carried()
     result.lost = (
@@ -82,19 +82,19 @@ def carried_by(
         or _lost_code(module)
         or _lost_modes(module)
     )
-    # Classes of users are not made once more: what else their __init__ does is not known.
+    # Classes of users are not constructed a second time: their __init__ may have side effects.
     if result.lost is None and registration.is_complete:
         fresh = _made_alike(module, arguments, torch.get_default_dtype())
         result.lost = _lost_of_structure(module, fresh, options)
-        # Made in 16 bits, as `from_pretrained(dtype=...)` does, buffers have other values.
+        # A module made in 16 bits, as by `from_pretrained(dtype=...)`, has other buffer values.
         for dtype in {p.dtype for p in module.parameters()} & {torch.float16, torch.bfloat16}:
             if result.lost is not None:
                 fresh = _made_alike(module, arguments, dtype)
                 result.lost = _lost_of_structure(module, fresh, options)
         if result.lost is not None:
             former = _made_alike(module, _with_former(arguments), torch.get_default_dtype())
-            # Scripts set another activation function in the configuration of a made model: it is
-            # for the distributed form.
+            # Scripts may set another activation function in the configuration after the model is
+            # made: only the distributed form is to use it.
             if _lost_of_structure(module, former, options) is None:
                 result.lost = None
         result.attributes = {
@@ -138,14 +138,14 @@ def _lost_hooks(module: nn.Module, registration: Registration) -> str | None:
 
 
 def _name_of(hook: Any) -> str:
-    """What a hook is in its source: its function, or the class of an object that is called."""
+    """Returns the name of a hook in its source: its function, or the class of a callable object."""
     function = inspect.unwrap(getattr(hook, "hook", hook))
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def _may_go(hook: Any, registration: Registration) -> bool:
-    function = inspect.unwrap(getattr(hook, "hook", hook))  # of state dicts: wrapped in an object
+    function = inspect.unwrap(getattr(hook, "hook", hook))  # hooks of state dicts are wrapped
     source = getattr(function, "__module__", None) or ""
     if source.startswith("smp."):
         return True
@@ -158,7 +158,7 @@ def _may_go(hook: Any, registration: Registration) -> bool:
 
 
 def _lost_code(module: nn.Module) -> str | None:
-    """A forward that is not the one its class came with."""
+    """Returns which forward differs from the forward its class was defined with, or None."""
     for name, part in module.named_modules():
         if "forward" in part.__dict__:
             return f"{_place(name)} has a forward of its own, set on the instance"
@@ -170,7 +170,7 @@ def _lost_code(module: nn.Module) -> str | None:
 
 
 def _stranger_in(cls: type[nn.Module]) -> str | None:
-    """Module with code that somebody has put into the forward of a class."""
+    """Returns the foreign module whose code was patched into the forward of a class, or None."""
     holder = next(c for c in cls.__mro__ if "forward" in c.__dict__)
     home = {_package(holder.__module__), "torch", "smp"}
     function: Any = holder.__dict__["forward"]
@@ -204,7 +204,7 @@ def _mode(module: nn.Module) -> str:
 
 
 def _made_alike(module: nn.Module, arguments: Arguments, dtype: torch.dtype) -> nn.Module:
-    """What a class makes of the same arguments: parameters without values, buffers with theirs."""
+    """Makes a module of the same arguments: parameters on meta, buffers with their values."""
     args, kwargs = arguments
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -216,7 +216,7 @@ def _made_alike(module: nn.Module, arguments: Arguments, dtype: torch.dtype) -> 
 
 
 def _with_former(arguments: Arguments) -> Arguments:
-    """Arguments with the activation functions that configurations of their classes begin with."""
+    """Returns arguments with the default activation functions of their configuration classes."""
     args, kwargs = arguments
     return (
         tuple(_former(value) for value in args),
@@ -239,7 +239,7 @@ def _former(value: Any) -> Any:
 def _lost_of_structure(
     module: nn.Module, fresh: nn.Module, options: Mapping[str, Any]
 ) -> str | None:
-    """How a module differs from one that is as its class makes it."""
+    """Returns how a module differs from a fresh one of its class, or None."""
     others = dict(fresh.named_modules(remove_duplicate=False))
     parts = dict(module.named_modules(remove_duplicate=False))
     for name in parts.keys() ^ others.keys():
@@ -274,7 +274,7 @@ def _lost_tensors(part: nn.Module, other: nn.Module) -> str | None:
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Apart from what casts of a model lose, or what it computes more precisely."""
+    """Compares values up to what casts of a model lose and what it computes more precisely."""
     if a.is_meta or b.is_meta:
         return True
     b = b.to(a.device)
@@ -297,7 +297,7 @@ def _lost_attributes(
             return f"the attribute '{key}' is missing"
         if key not in expected:
             if is_outermost and not callable(has[key]):
-                continue  # it goes along
+                continue  # it is copied
             return f"there is an attribute '{key}'"
         if key in options and options[key] == has[key]:
             continue
@@ -307,7 +307,7 @@ def _lost_attributes(
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """As far as values can be told; objects of one class are taken for equal."""
+    """Compares values where possible; objects of one class are taken for equal."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -330,7 +330,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _is_kept(key: str) -> bool:
-    """Is an attribute compared in another way, or no matter of the user's?"""
+    """Returns whether an attribute is compared in another way, or is not the user's."""
     return (
         key in _TABLES
         or key in _HOOK_TABLES

@@ -27,9 +27,9 @@ class _Found:
     """A module of experts that a plan names.
 
     Attributes:
-        name: in the model.
-        parent: the module that it is in; None: it is the model.
-        is_own: transformers gave the plan; else the user.
+        name: name in the model.
+        parent: module that holds it; None if it is the model.
+        is_own: True if transformers gave the plan, False if the user did.
     """
 
     name: str
@@ -40,7 +40,7 @@ class _Found:
 
 
 def spread_experts(root: nn.Module) -> bool:
-    """Spreads the experts of marked modules that a plan names, theirs or the user's.
+    """Spreads the experts of marked modules that the model's or the user's plan names.
 
     Nothing happens where ``expert_parallel_degree`` is 1.
 
@@ -48,7 +48,7 @@ def spread_experts(root: nn.Module) -> bool:
         root: a model.
 
     Returns:
-        whether there are any.
+        whether any experts were spread.
 
     Raises:
         ValueError: a plan of the user's names experts that cannot be spread.
@@ -96,7 +96,7 @@ def spread_experts(root: nn.Module) -> bool:
 
 
 def _to_be_replaced(root: nn.Module) -> set[nn.Module]:
-    """Modules whose place others may take, with what is in them."""
+    """Returns the modules that may be replaced, with all their parts."""
     return {
         part
         for module in root.modules()
@@ -106,7 +106,7 @@ def _to_be_replaced(root: nn.Module) -> set[nn.Module]:
 
 
 def _experts_in(root: nn.Module) -> Iterator[_Found]:
-    """What the plans name; each module once."""
+    """Yields the modules of experts that plans name, each once."""
     seen: set[nn.Module] = set()
     above: dict[nn.Module, nn.Module] = {
         child: module for module in root.modules() for child in module.children()
@@ -136,11 +136,11 @@ def _experts_in(root: nn.Module) -> Iterator[_Found]:
 
 
 def _plan_of(module: nn.Module, parent: nn.Module | None) -> tuple[Mapping[str, str] | None, bool]:
-    """The plan for the experts in a module, and whether it is not the user's.
+    """Returns the plan for the experts in a module, and whether the plan is the model's own.
 
     Args:
-        module: of a model.
-        parent: that it is in, if it is in one.
+        module: module of a model.
+        parent: module that holds it, if any.
     """
     mark = mark_of(module)
     if mark is not None and mark.plan is not None:
@@ -157,7 +157,7 @@ def _plan_of(module: nn.Module, parent: nn.Module | None) -> tuple[Mapping[str, 
 
 
 def _problem_of(module: nn.Module, named: Named) -> str | None:
-    """Why the experts of a module cannot be spread; None if they can."""
+    """Returns why the experts of a module cannot be spread, or None if they can."""
     if "forward" in module.__dict__:
         return "it has a forward of its own, set on the instance"
     each = {name: p for name, p in module.named_parameters() if name in named.each}
@@ -197,7 +197,7 @@ def _spread(module: nn.Module, name: str, named: Named, own_batches: bool) -> No
         module._parameters[key] = _own_part(parameter, how)
         sharding.mark_replaced(parameter, f"{name}.{key}")
     for key, parameter in module.named_parameters():
-        if key not in each:  # applied to the tokens of the experts of this rank only
+        if key not in each:  # it is applied only to the tokens of this rank's experts
             sharding.mark_whole(parameter, partial=True)
     spread(module, how)
     if is_meta:
@@ -205,7 +205,7 @@ def _spread(module: nn.Module, name: str, named: Named, own_batches: bool) -> No
 
 
 def _own_part(whole: nn.Parameter, how: Spread) -> nn.Parameter:
-    """The experts of this rank, marked."""
+    """Returns the experts of this rank as a marked parameter."""
     with torch.no_grad():
         values = whole.detach().narrow(0, how.begin, how.num_own).clone()
     part = nn.Parameter(values, whole.requires_grad)

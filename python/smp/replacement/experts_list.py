@@ -16,12 +16,12 @@ from smp.tensor_parallel import regions, sharding
 
 
 def is_list(module: nn.Module) -> bool:
-    """Are the children of a module its experts?"""
+    """Returns whether the children of a module are its experts."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def mixture_of(experts: nn.Module, parent: nn.Module | None) -> nn.Module | None:
-    """The module whose forward calls the experts of a list: the list itself, or what it is in."""
+    """Returns the module whose forward calls listed experts: the list itself or its parent."""
     return experts if _has_forward(experts) else parent
 
 
@@ -32,12 +32,12 @@ def _has_forward(module: nn.Module) -> bool:
 def problem_of_list(
     experts: nn.Module, parent: nn.Module | None, references: References
 ) -> str | None:
-    """Why the experts of a list cannot be spread; None if they can.
+    """Returns why the experts of a list cannot be spread, or None if they can.
 
     Args:
         experts: the list.
-        parent: that it is in.
-        references: of the model.
+        parent: module that holds the list.
+        references: references between modules of the model.
     """
     mixture = mixture_of(experts, parent)
     if mixture is None or not _has_forward(mixture):
@@ -59,7 +59,7 @@ def problem_of_list(
 
 
 def _experts_in(experts: nn.Module) -> dict[str, nn.Module]:
-    """What has parameters in a list; a dropout beside the experts is a part of its code."""
+    """Returns the children with parameters; a dropout beside the experts belongs to the code."""
     return {
         key: child
         for key, child in experts._modules.items()
@@ -95,13 +95,13 @@ def _problem_of_expert(expert: nn.Module) -> str | None:
 def spread_listed(
     experts: nn.Module, parent: nn.Module | None, name: str, own_batches: bool
 ) -> None:
-    """Spreads a list in which `problem_of_list` found none, in place.
+    """Spreads a list for which `problem_of_list` returned None, in place.
 
     Args:
         experts: the list.
-        parent: that it is in.
-        name: of the list in the model.
-        own_batches: the ranks have tokens of their own.
+        parent: module that holds the list.
+        name: name of the list in the model.
+        own_batches: whether each rank has tokens of its own.
     """
     mixture = mixture_of(experts, parent)
     assert mixture is not None
@@ -119,7 +119,7 @@ def _owner_of(number: int, sizes: Sequence[int]) -> int:
 
 
 def _keep_own(expert: nn.Module, name: str, owner: int) -> None:
-    """Leaves an expert its parameters on its rank, and no elements of them on others."""
+    """Keeps the parameters of an expert on its rank, and empties them on the others."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in list(expert.named_modules()):
         wholes = {key: p for key, p in module._parameters.items() if p is not None}
@@ -137,7 +137,7 @@ def _keep_own(expert: nn.Module, name: str, owner: int) -> None:
 
 
 def _part(whole: nn.Parameter, owner: int) -> nn.Parameter:
-    """All of a parameter or nothing of it, marked as a slice of dim 0."""
+    """Returns a whole or empty copy of a parameter, marked as a slice of dim 0."""
     extent = whole.shape[0]
     begin = 0 if regions.rank() <= owner else extent
     num = extent if regions.rank() == owner else 0

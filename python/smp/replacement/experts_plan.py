@@ -1,6 +1,6 @@
-"""What the plans of models say of their experts; names alone.
+"""Reads from the plans of models which modules are experts, by names alone.
 
-The words and what they mean are those of ``transformers/distributed/expert_parallel.py``
+The words and their meanings are those of ``transformers/distributed/expert_parallel.py``
 (Apache-2.0).
 """
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from smp.replacement import plans
 
-#: Of a module that takes tokens, numbers of experts and weights.
+#: Word for a module that takes tokens, numbers of experts and weights.
 DISPATCH = plans.SPREAD
-#: Of a parameter with one slice of dim 0 for each expert.
+#: Word for a parameter with one slice of dim 0 for each expert.
 EACH = plans.EACH
-#: Of a parameter of such a module that is the same for all experts.
+#: Word for a parameter of such a module that is the same for all experts.
 COMMON = plans.PARTIAL
 
 
@@ -24,8 +24,8 @@ class Named:
     """A module of experts that a plan names.
 
     Attributes:
-        each: names of its parameters with a slice for each expert; empty: the plan names none.
-        common: names of parameters, and of modules in it, that all its experts use.
+        each: names of parameters with a slice for each expert; empty if the plan names none.
+        common: names of parameters, and of modules inside, that all experts use.
     """
 
     each: set[str] = field(default_factory=set)
@@ -33,11 +33,11 @@ class Named:
 
 
 def named_experts(plan: Mapping[str, str], paths: Iterable[str]) -> dict[str, Named]:
-    """Modules of experts, by path.
+    """Returns the modules of experts, by path.
 
     Args:
-        plan: words by paths, ``*`` for one component.
-        paths: of modules and parameters, relative to the module that the plan is for.
+        plan: words by path, ``*`` for one component.
+        paths: paths of modules and parameters, relative to the module that the plan is for.
     """
     words = plans.match(plan, paths).words
     found = {path: Named() for path, word in words.items() if word == DISPATCH}

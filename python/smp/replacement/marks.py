@@ -1,4 +1,4 @@
-"""Which modules the user wants to be distributed, and with which options."""
+"""Marks the modules that the user wants to be distributed, with their options."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True)
 class Mark:
-    """Of one module.
+    """A wish of the user's for one module.
 
     Attributes:
         enabled: whether it is to be distributed.
-        options: keyword arguments for its distributed form, as far as that has such.
-        plan: of the user's, for the outermost modules with this mark; None: there is none.
+        options: keyword arguments for its distributed form; those it does not take are ignored.
+        plan: the user's plan for the outermost modules with this mark, or None.
     """
 
     enabled: bool
@@ -47,7 +47,7 @@ _marks: CreationMarks[Mark] = CreationMarks()
 
 
 def mark_of(module: nn.Module) -> Mark | None:
-    """What the user wants of a module, if anything."""
+    """Returns the mark of a module, or None."""
     return _marks.get(module)
 
 
@@ -57,26 +57,26 @@ def tensor_parallelism(
 ) -> Iterator[None]:
     """Marks modules that are created inside to be split over the tensor-parallel ranks.
 
-    They are replaced when the model is wrapped in `DistributedModel`: of modules inside of each
-    other the outermost one that has a distributed form (see :func:`smp.tp_register`). The innermost
-    context wins. Works as a decorator, too.
+    They are replaced when the model is wrapped in `DistributedModel`. Where marked modules are
+    nested, the outermost one with a distributed form is replaced (see
+    :func:`smp.tp_register`). The innermost context wins. The function works as a decorator, too.
 
     Args:
         enabled: False keeps modules that are created inside as they are.
-        plan: how the modules that are created inside are split: words by paths, ``*`` for one
-            component, as ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; relative to
-            the outermost module that is created inside. It wins over registered forms and over
-            the model's own plan, and what it does not name stays whole. See
+        plan: split of the modules that are created inside: words by path, ``*`` for one component,
+            as ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. Paths are relative to
+            the outermost module that is created inside. The plan wins over registered forms and
+            over the model's own plan; parts that it does not name stay whole. See
             docs/tensor_parallelism.md for the words.
-        options: override what the distributed modules would take from the original ones, where a
-            name is an argument of their ``__init__``. ``fused_softmax``, ``fused_dropout``,
-            ``fused_bias_gelu`` and ``distribute_embedding`` are accepted and have no effect: fused
-            operators are used wherever they compute the same, and word embeddings of split
-            language models are always split.
+        options: arguments for ``__init__`` of the distributed modules, instead of those taken
+            from the original ones. ``fused_softmax``, ``fused_dropout``, ``fused_bias_gelu`` and
+            ``distribute_embedding`` are accepted and have no effect: fused operators are used
+            wherever they compute the same, and word embeddings of split language models are
+            always split.
 
     Raises:
-        ValueError: an option is an argument of no distributed module; the nearest one is named. A
-            word of the plan is not known; those that are are listed.
+        ValueError: an option is an argument of no distributed module (the text names the nearest
+            one), or a word of the plan is unknown (the text lists the known ones).
     """
     huggingface.register_available()
     _check_options(options)
@@ -97,12 +97,12 @@ def set_tensor_parallelism(
     Args:
         module: part of a model, or all of it.
         enabled: False switches the whole subtree off.
-        plan: as in :func:`tensor_parallelism`, relative to the module.
-        options: as in :func:`tensor_parallelism`.
+        plan: see :func:`tensor_parallelism`; paths are relative to the module.
+        options: see :func:`tensor_parallelism`.
 
     Raises:
         ValueError: ``module`` is not a module, or as in :func:`tensor_parallelism`.
-        RuntimeError: it is part of a wrapped model.
+        RuntimeError: the module is part of a wrapped model.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -128,19 +128,20 @@ def model_creation(
     dtype: torch.dtype | None = None,
     **tensor_parallel_config: Any,
 ) -> Iterator[None]:
-    """Everything that matters while a model is made, in one context.
+    """Sets everything that matters while a model is made, in one context.
 
     Args:
-        tensor_parallelism: as in :func:`smp.tensor_parallelism`.
+        tensor_parallelism: see ``enabled`` of :func:`smp.tensor_parallelism`.
         dtype: default dtype inside; the current one if not given.
         tensor_parallel_config: options for distributed modules; ignored without
-            ``tensor_parallelism``. Except ``zero_init``, a bool: parameters never exist whole, each
-            rank makes its shards alone. It has an effect with ``sharded_data_parallel_degree`` > 1.
+            ``tensor_parallelism``. The option ``zero_init``, a bool, is always used: parameters
+            never exist whole, each rank makes only its shards. It has an effect with
+            ``sharded_data_parallel_degree`` > 1.
 
     Raises:
-        ValueError: as in :func:`smp.tensor_parallelism`, also without ``tensor_parallelism``.
+        ValueError: as in :func:`smp.tensor_parallelism`, even without ``tensor_parallelism``.
 
-    Initial values depend on seed and names alone, as :func:`smp.delay_param_initialization` says.
+    Initial values depend only on the seed and on names, see :func:`smp.delay_param_initialization`.
     With the configuration key ``delayed_parameter_initialization``, and with ``zero_init``,
     parameters are allocated and initialised where they are needed.
     """
@@ -187,7 +188,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _delays(zero_init: bool) -> bool:
-    """Are parameters to be made when the model is partitioned?"""
+    """Returns whether parameters are made only when the model is partitioned."""
     current = _run()
     if current is None:
         return False
@@ -196,10 +197,10 @@ def _delays(zero_init: bool) -> bool:
     return config.delayed_parameter_initialization or shards
 
 
-_tensor_parallelism = tensor_parallelism  # which an argument above hides
+_tensor_parallelism = tensor_parallelism  # an argument of `model_creation` hides the name
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Is a module marked, and of a class that has a distributed form?"""
+    """Returns whether a module is marked and its class has a distributed form."""
     mark = mark_of(module)
     return mark is not None and mark.enabled and registry.registration_of(module) is not None

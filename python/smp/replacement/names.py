@@ -1,4 +1,4 @@
-"""Names in state dicts of models of which modules were replaced, and those from before."""
+"""Translates names in state dicts between a model and its form with replaced modules."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from smp.tensor_parallel.registry import Registration
 
 
 def to_ours(registrations: Sequence[Registration], state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state dict with the names of the distributed modules; what has them already keeps them.
+    """Returns a state dict with the names of the distributed modules; such names are kept.
 
     Args:
-        registrations: of the modules that were replaced.
-        state: of the whole model.
+        registrations: registrations of the modules that were replaced.
+        state: state dict of the whole model.
     """
     for registration in registrations:
         if registration.translators is not None:
@@ -29,11 +29,11 @@ def to_ours(registrations: Sequence[Registration], state: Mapping[str, Any]) -> 
 
 
 def to_theirs(registrations: Sequence[Registration], state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with the names that the model had before modules of it were replaced.
+    """Returns a state dict with the names that the model had before modules were replaced.
 
     Args:
-        registrations: of these modules.
-        state: of the whole model.
+        registrations: registrations of the modules that were replaced.
+        state: state dict of the whole model.
     """
     result: dict[str, Any] = dict(state)
     for registration in registrations:
@@ -48,23 +48,23 @@ def refuse_pieces(
     given: Mapping[str, Any],
     translated: Mapping[str, Any],
 ) -> None:
-    """Refuses former names of a module that was replaced, unless all of the module is there.
+    """Refuses former names of a replaced module, unless the whole module is given.
 
-    Translators tell models by the names in whole layers, so they leave some of the names of a piece
-    as they are, and loading that is not strict would drop these.
+    Translators recognise models by the names in whole layers. Of an incomplete layer they leave
+    some names as they are, and a load that is not strict would drop these.
 
     Args:
         root: the model.
-        registrations: of the modules that were replaced.
-        given: a state dict that is to be loaded.
-        translated: the same by :func:`to_ours`.
+        registrations: registrations of the modules that were replaced.
+        given: state dict that is to be loaded.
+        translated: the same state dict after :func:`to_ours`.
 
     Raises:
-        RuntimeError: names a key that was given and one that lacks.
+        RuntimeError: keys of a module are incomplete; the text names a given and a missing one.
     """
     own = root.state_dict(keep_vars=True)
     if PARTIAL_MARK in given or all(key in translated for key in own):
-        return  # says itself that the names are ours, or lacks nothing
+        return  # the state dict is marked as having our names, or is complete
     former = to_theirs(registrations, _shapes_of(own)).keys()
     for prefix in _distributed(root):
         lacking = [
@@ -91,7 +91,7 @@ def refuse_pieces(
 
 
 def _shapes_of(own: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of whole tensors without memory; one that has two names is one tensor."""
+    """Returns a state dict of whole meta tensors; a tensor with two names is made once."""
     made: dict[Tensor, Tensor] = {}
     for value in own.values():
         if isinstance(value, Tensor):
@@ -101,7 +101,7 @@ def _shapes_of(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _distributed(root: nn.Module) -> Iterator[str]:
-    """Prefixes of the outermost distributed modules."""
+    """Yields the prefixes of the outermost distributed modules."""
     outer: list[str] = []
     for name, module in root.named_modules():
         prefix = f"{name}." if name else ""
@@ -111,7 +111,7 @@ def _distributed(root: nn.Module) -> Iterator[str]:
 
 
 def _endings(key: str) -> Iterator[str]:
-    """A name, and what files have that leave out prefixes of it."""
+    """Yields a name and its endings, as in files that leave out prefixes."""
     while "." in key:
         yield key
         key = key.partition(".")[2]

@@ -1,4 +1,4 @@
-"""Adapters of PEFT around layers that a plan names: split with their base layer."""
+"""Splits adapters of PEFT with the base layers that a plan names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ROWS = (plans.ROW, plans.SPLIT_ROW)
 
 @dataclass(frozen=True)
 class Adapters:
-    """Low-rank matrices beside a linear layer.
+    """The low-rank matrices beside a linear layer.
 
     Attributes:
-        down, up: paths of the layers before and behind the rank, of each adapter.
+        down, up: paths of the layers into and out of the low rank, one for each adapter.
     """
 
     down: tuple[str, ...]
@@ -26,9 +26,9 @@ class Adapters:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Is it a linear layer with plain adapters of low rank (LoRA) around?
+    """Returns whether a module is a linear layer wrapped in plain adapters of low rank (LoRA).
 
-    PEFT is looked for among the imported packages only: without it there are none.
+    Only a PEFT that is imported already is asked; without one there are no adapters.
     """
     lora = sys.modules.get("peft.tuners.lora.layer")
     if lora is None or type(module) is not lora.Linear:
@@ -49,10 +49,10 @@ def _parts(module: nn.Module, kind: str) -> list[nn.Module]:
 
 
 def find_adapters(draft: Draft) -> dict[str, Adapters]:
-    """Moves the words of adapted layers to what is inside of them.
+    """Moves the words of adapted layers to their base layers.
 
     Returns:
-        the adapters, by path of the base layer.
+        adapters by path of the base layer.
     """
     found = {}
     for path, word in list(draft.words.items()):
@@ -69,7 +69,7 @@ def find_adapters(draft: Draft) -> dict[str, Adapters]:
 
 
 def decide_adapters(draft: Draft, adapters: dict[str, Adapters]) -> None:
-    """Splits adapters of layers that are split: columns behind the rank, rows before it."""
+    """Splits adapters of split layers: `lora_B` beside columns, `lora_A` beside rows."""
     for base, own in adapters.items():
         cut, word = draft.cuts.get(base), draft.words.get(base)
         if cut is None or word is None:

@@ -49,7 +49,7 @@ def decide_standalone(draft: Draft) -> None:
 
 
 def _is_head(draft: Draft, path: str) -> bool:
-    """Is it what the model of transformers around it makes its logits with?"""
+    """Returns whether the model of transformers around a layer makes its logits with it."""
     place = plans.holder(path, [p for p, module in draft.modules.items() if is_model(module)])
     if draft.words[path] != plans.GATHERED_COLUMN or place is None:
         return False
@@ -57,7 +57,7 @@ def _is_head(draft: Draft, path: str) -> bool:
 
 
 def keep_shared_whole(draft: Draft) -> None:
-    """Parts that share a parameter are split alike, or not at all."""
+    """Leaves parts whole that share a parameter and are not split alike."""
     holders: dict[Tensor, list[tuple[str, str]]] = {}
     for path, module in draft.modules.items():
         for name, parameter in module._parameters.items():
@@ -82,7 +82,7 @@ def _tied_table(
     places: Sequence[tuple[str, str]],
     cuts: Sequence[Dim | None],
 ) -> Dim | None:
-    """Splits tables that heads share, as these are; None where that cannot be."""
+    """Splits tables that heads share like the heads; returns the cut, or None if impossible."""
     known = {cut for cut in cuts if cut is not None}
     found = next(iter(known))
     if len(known) != 1 or found.dim != 0 or found.num != 1:
@@ -97,9 +97,9 @@ def _tied_table(
 
 
 def without_shared(draft: Draft, groups: dict[str, plans.Group]) -> dict[str, plans.Group]:
-    """Leaves out groups in blocks with parameters that are used outside of blocks as well.
+    """Removes groups in blocks whose parameters are used outside of blocks as well.
 
-    Inside, the gradient of a parameter covers the samples of all ranks.
+    Inside of a block, the gradient of a parameter covers the samples of all ranks.
     """
     while True:
         blocks = {draft.modules[block] for block in plans.outermost(groups).values()}
@@ -136,6 +136,6 @@ def _is_cut(draft: Draft, parameter: nn.Parameter) -> bool:
 
 
 def _upwards(path: str) -> list[str]:
-    """A path and those of the modules around it."""
+    """Returns a path and the paths of the modules around it, nearest first."""
     pieces = path.split(".") if path else []
     return [".".join(pieces[:num]) for num in range(len(pieces), -1, -1)]

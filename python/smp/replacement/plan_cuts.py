@@ -1,4 +1,4 @@
-"""What parts of a module that is split by a plan become."""
+"""The decisions on how parts of a module are split by a plan."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from smp.tensor_parallel import regions, sharding
 
 @dataclass
 class Report:
-    """What became of a plan.
+    """The outcome of a plan.
 
     Attributes:
-        split: words, by path of what was split.
-        left: why parts that the plan names stay whole, by path.
-        unused: keys of the plan that name nothing.
+        split: words by path, for the parts that were split.
+        left: reasons by path, for parts that the plan names and that stay whole.
+        unused: keys of the plan that match nothing.
     """
 
     split: dict[str, str] = field(default_factory=dict)
@@ -38,12 +38,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Dim:
-    """How a parameter is cut.
+    """The cut of a parameter.
 
     Attributes:
-        dim: along which.
-        sizes: by rank, of each matrix.
-        num: matrices that are packed in the dim.
+        dim: dimension that is cut.
+        sizes: extents by rank, for each packed matrix.
+        num: number of matrices that are packed in the dimension.
     """
 
     dim: int
@@ -53,14 +53,14 @@ class Dim:
 
 @dataclass
 class Cut:
-    """What a module becomes.
+    """The new form of a module.
 
     Attributes:
-        make_class: gives the class that it takes, of the one that it has.
-        dims: by name of a parameter that is split.
+        make_class: function that returns the new class for the present one.
+        dims: cuts by name of the parameter.
         partial: names of parameters held whole whose gradients are summed over the ranks.
-        attributes: further ones of the module.
-        is_joined: code of the module joins what it has of parameters with what is split.
+        attributes: further attributes of the module.
+        is_joined: whether code of the module combines its parameters with split tensors.
     """
 
     make_class: Callable[[type[nn.Module]], type[nn.Module]]
@@ -72,20 +72,20 @@ class Cut:
 
 @dataclass
 class Draft:
-    """What is known and decided of a module that is split by a plan.
+    """The findings and decisions on a module that is split by a plan.
 
     Attributes:
-        root: the module that the plan is for.
-        prefix: of its name in the model, with a dot at the end; for messages.
-        layout: of the model.
-        modules: by path; each once.
-        taken: modules that the plan is not for, and why.
-        words: by path, of modules and parameters that the plan names.
-        cuts: by path of a module: what it becomes.
-        owners: by path of a group: attributes that say how many heads there are here.
-        hints: by path of a group: words that may be meant instead, as sentences.
-        experts: paths of those that are cut.
-        report: what is to be told.
+        root: module that the plan is for.
+        prefix: prefix of its name in the model, with a dot at the end; for messages.
+        layout: layout of the model.
+        modules: modules by path, each once.
+        taken: modules that the plan is not for, with the reason.
+        words: words by path of modules and parameters that the plan names.
+        cuts: new forms by path of the module.
+        owners: attributes with this rank's numbers of heads, by path of a group.
+        hints: sentences on words that may be meant instead, by path of a group.
+        experts: paths of modules of experts that are cut.
+        report: outcome that is logged.
     """
 
     root: nn.Module
@@ -104,7 +104,7 @@ class Draft:
 def draft_of(
     root: nn.Module, plan: plans.Plan, prefix: str, taken: Mapping[nn.Module, str]
 ) -> Draft:
-    """What a plan names in a module; nothing is decided yet."""
+    """Returns a draft with what a plan names in a module, and without decisions."""
     modules = dict(root.named_modules())
     out = {part: why for module, why in taken.items() for part in module.modules()}
     matches = plans.match(plan, [*modules, *(name for name, _ in root.named_parameters())])
@@ -114,7 +114,7 @@ def draft_of(
     for path, word in matches.words.items():
         module = modules.get(path)
         if plans.holder(path, spread) is not None:
-            continue  # each rank has some of the experts, whole
+            continue  # each rank holds some of the experts whole
         if module is not None and module in out:
             draft.report.left[path] = out[module]
         elif word not in plans.SILENT:
@@ -123,7 +123,7 @@ def draft_of(
 
 
 def problem_in(module: nn.Module, base: type[nn.Module]) -> str | None:
-    """Why a module cannot be split, as the end of a sentence that begins with it."""
+    """Returns why a module cannot be split, as a predicate of the module, or None."""
     cls = type(module)
     is_other = base is nn.Linear and is_conv1d(module)
     if not (is_other or isinstance(module, base)):
@@ -149,14 +149,14 @@ def problem_in(module: nn.Module, base: type[nn.Module]) -> str | None:
 
 
 def is_model(module: nn.Module) -> bool:
-    """Is it a model of transformers? That is never imported for it."""
+    """Returns whether a module is a model of transformers, without importing transformers."""
     models = sys.modules.get("transformers.modeling_utils")
     model_cls = getattr(models, "PreTrainedModel", None)
     return model_cls is not None and isinstance(module, model_cls)
 
 
 def output_head(model: Any) -> nn.Module | None:
-    """What a model of transformers makes its logits with, as far as it says."""
+    """Returns the module that makes the logits of a model of transformers, if it names one."""
     try:
         head: nn.Module | None = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
@@ -165,7 +165,7 @@ def output_head(model: Any) -> nn.Module | None:
 
 
 def _calls_super(cls: type[nn.Module]) -> bool:
-    """Does the forward of a subclass hand on to that of its base, as ``super().forward(...)``?"""
+    """Returns whether the forward of a subclass seems to call ``super().forward(...)``."""
     holders = [c for c in cls.__mro__ if "forward" in c.__dict__]
     if holders[0] in (nn.Linear, nn.Embedding):
         return True
@@ -180,7 +180,7 @@ def _calls_super(cls: type[nn.Module]) -> bool:
 
 
 def joined_class(cls: type[nn.Module], planned: type[PlannedPart]) -> type[nn.Module]:
-    """The class that a module takes: what a subclass adds stands around ours."""
+    """Returns the new class of a module; forward of a subclass runs around ours."""
     if cls in (nn.Linear, nn.Embedding):
         return planned
     if (cls, planned) not in _joined:
@@ -198,7 +198,7 @@ def behind(planned: type[PlannedPart]) -> Callable[[type[nn.Module]], type[nn.Mo
 
 
 def weight_dim(module: nn.Module, dim: int) -> int:
-    """Where the weight has its output features (0) or input features (1)."""
+    """Returns the weight's dim of the output features (``dim`` 0) or input features (1)."""
     return 1 - dim if is_conv1d(module) else dim
 
 
@@ -223,7 +223,7 @@ def standalone_cut(
 
 
 def part_of(whole: nn.Parameter, how: Dim) -> nn.Parameter:
-    """This rank's part of a parameter, marked."""
+    """Returns this rank's part of a parameter, marked."""
     begin, own = sharding.begin_of(how.sizes), how.sizes[regions.rank()]
     with torch.no_grad():
         apart = whole.detach().unflatten(how.dim, (how.num, -1))

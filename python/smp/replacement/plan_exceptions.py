@@ -1,4 +1,4 @@
-"""Where plans of transformers do not fit the code of their models (found by ``tests/zoo``)."""
+"""Lists where plans of transformers do not fit the code of their models (see ``tests/zoo``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from smp.replacement import plans
 
-#: By ``model_type``: parts, relative to the model, that stay whole, and why.
+#: Parts that stay whole, with the reason, by ``model_type``; paths are relative to the model.
 UNFIT: Mapping[str, Mapping[str, str]] = {
     "doge": {
         "layers.*.self_attn": "what dt_proj gives has to be split by heads, and the plan sums it",
@@ -23,13 +23,13 @@ UNFIT: Mapping[str, Mapping[str, str]] = {
         "layers.*.mlp": "it looks at the mean and deviation of all features together",
     },
 }
-#: Modules between a column and its row, by the last part of their name: parameters of theirs are
-#: applied to what is split, whether a plan says so or not.
+#: Last parts of the names of modules between a column and its row. Their parameters are applied
+#: to split features, even if the plan does not name them.
 ACTIVATIONS = frozenset({"act", "act_fn", "activation", "activation_fn"})
 
 
 def unfit_parts(root: nn.Module) -> dict[nn.Module, str]:
-    """Parts of a model, and of models inside of it, that its plan cannot be for, and why."""
+    """Returns the parts of a model, and of models inside, that its plan does not fit, and why."""
     found: dict[nn.Module, str] = {}
     for module in root.modules():
         known = UNFIT.get(str(getattr(getattr(module, "config", None), "model_type", "")))

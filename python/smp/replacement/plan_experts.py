@@ -1,4 +1,4 @@
-"""Decides how experts are split, and other modules whose results are terms of a sum."""
+"""Decides how experts, and other modules whose results are summed, are split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smp.replacement.plan_cuts import Cut, Dim, Draft
 from smp.replacement.plan_sizes import CannotCut
 from smp.tensor_parallel import sharding
 
-# Of parameters of experts: the dim from the end, and how many matrices are packed in it.
+# By word of a parameter of experts: the dim from the end, and the number of packed matrices.
 _EXPERT_DIMS: Mapping[str, tuple[int, int]] = {
     plans.COLUMN: (2, 1),
     plans.PACKED_COLUMN: (2, 2),
@@ -23,7 +23,7 @@ _EXPERT_DIMS: Mapping[str, tuple[int, int]] = {
 
 
 def decide_experts(draft: Draft) -> None:
-    """Experts whose parameters are three-dimensional, and what is summed like them."""
+    """Cuts experts with three-dimensional parameters, and modules that are summed like them."""
     for path, word in draft.words.items():
         if word in (plans.EXPERTS, plans.SUMMED) and path in draft.modules:
             try:
@@ -38,7 +38,7 @@ def _cut_experts(draft: Draft, path: str) -> None:
     """Cuts each expert by features.
 
     Raises:
-        CannotCut: not all of their parameters are known.
+        CannotCut: its parameters cannot be cut by features.
     """
     module = draft.modules[path]
     if draft.layout.has_own_batches and draft.words[path] == plans.EXPERTS:
@@ -78,7 +78,7 @@ def _cut_experts(draft: Draft, path: str) -> None:
 
 
 def _takes_rows_only(experts: nn.Module) -> bool:
-    """Does nothing but the place of a row tell the expert that it is for?"""
+    """Returns whether forward takes only rows, so that their order determines the experts."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
     found = inspect.signature(type(experts).forward).parameters.values()
     return all(p.kind in kinds for p in found) and len(found) <= 2

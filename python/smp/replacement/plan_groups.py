@@ -1,4 +1,4 @@
-"""Decides how columns and the rows that they feed are split, and what latent attention is."""
+"""Decides how columns and the rows that they feed are split, and finds latent attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smp.replacement.plan_cuts import Cut, Dim, Draft, behind, column_cut, probl
 from smp.replacement.plan_sizes import CannotCut, Shares
 from smp.tensor_parallel import regions
 
-# Of queries, keys and values, in attention.
+# Names of norms of queries, keys and values in attention.
 _NORMS_OF_HEADS = frozenset(
     f"{kind}_{norm}"
     for kind in ("q", "k", "v", "query", "key", "value")
@@ -43,7 +43,7 @@ def decide_groups(draft: Draft) -> dict[str, plans.Group]:
 
 
 def _problem_of(draft: Draft, group: plans.Group) -> str | None:
-    """Why a group cannot be split."""
+    """Returns why a group cannot be split, or None."""
     for part in draft.modules[group.path].modules():
         if part in draft.taken:
             return f"a part beside it stays out of the plan: {draft.taken[part]}"
@@ -102,7 +102,7 @@ def _check_fused(
     columns: Mapping[str, int],
     rows: Mapping[str, int],
 ) -> None:
-    """Raises unless a layer makes as many queries as keys and values, for heads that are known."""
+    """Raises unless the heads are known and a layer makes as many queries as keys and values."""
     num, width = _features(draft, part, 0), next(iter(rows.values()))
     if heads is None:
         raise CannotCut(
@@ -117,7 +117,7 @@ def _check_fused(
 
 
 def _is_thrice(draft: Draft, column: str, rows: Mapping[str, int]) -> bool:
-    """Does a column make as many features as queries, keys and values of what a row takes?"""
+    """Returns whether a column makes three times the features that a row takes."""
     is_plain = draft.words[column] == plans.COLUMN
     return is_plain and _features(draft, column, 0) == 3 * next(iter(rows.values()))
 
@@ -132,7 +132,7 @@ def _hint(draft: Draft, column: str, rows: Mapping[str, int]) -> str:
 
 
 def _cut_by_heads(draft: Draft, path: str, heads: plan_sizes.Heads, shares: Shares) -> None:
-    """Parameters of attention itself with a number, or some, for each head."""
+    """Cuts parameters of attention itself that have the same number of elements for each head."""
     owner = draft.modules[path]
     dims = {}
     for name, parameter in owner._parameters.items():
@@ -151,7 +151,7 @@ def _cut_by_heads(draft: Draft, path: str, heads: plan_sizes.Heads, shares: Shar
 
 
 def _sum_norms(draft: Draft, path: str, units: set[int]) -> None:
-    """Norms of each head are applied to the own heads, also where a plan forgets to say so."""
+    """Adds the norms of heads to the plan; they see own heads only, and plans may omit them."""
     for name, module in draft.modules[path].named_children():
         own = plans.join(path, name)
         shapes = {tuple(parameter.shape) for parameter in module.parameters()}
@@ -164,7 +164,7 @@ def _same_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _features(draft: Draft, path: str, dim: int) -> int:
-    """Output features (0) or input features (1) of a linear layer."""
+    """Returns the number of output features (0) or input features (1) of a linear layer."""
     module = draft.modules[path]
     return module.get_parameter("weight").shape[weight_dim(module, dim)]
 
@@ -173,14 +173,14 @@ def is_complete(draft: Draft, group: plans.Group) -> bool:
     parts = (*group.columns, *group.rows)
     if all(path in draft.cuts for path in parts):
         return True
-    for path in (*parts, group.path):  # a shared parameter has taken one away
+    for path in (*parts, group.path):  # a part that shares a parameter was left whole
         if draft.cuts.pop(path, None) is not None:
             draft.report.left[path] = "a part beside it stays whole"
     return False
 
 
 def decide_latent(draft: Draft, groups: Mapping[str, plans.Group]) -> None:
-    """Projections of latent attention, of which the group around them is split."""
+    """Cuts projections of latent attention whose surrounding group is split."""
     for path, word in draft.words.items():
         if word != plans.LATENT:
             continue
@@ -200,13 +200,13 @@ def decide_latent(draft: Draft, groups: Mapping[str, plans.Group]) -> None:
 
 
 def _direct_features(owner: nn.Module) -> int:
-    """Features of latent attention that go to the heads directly."""
+    """Returns how many features of latent attention go to the heads directly; 0 if unknown."""
     own = _number(owner.__dict__.get("qk_rope_head_dim"))
     return own or _number(getattr(getattr(owner, "config", None), "qk_rope_head_dim", None))
 
 
 def _numbers_of(owner: nn.Module) -> dict[str, int]:
-    """Numbers of heads that a module says, or else its configuration."""
+    """Returns the numbers of heads from the attributes of a module, or from its configuration."""
     names = (
         "head_dim",
         *plan_sizes.QUERY_NAMES,
@@ -227,10 +227,10 @@ def _number(value: Any) -> int:
 
 
 def _head_attributes(owner: nn.Module, heads: plan_sizes.Heads, shares: Shares) -> dict[str, Any]:
-    """Attributes that say how many heads there are, with those of this rank.
+    """Returns the attributes that count heads, with this rank's numbers.
 
     Raises:
-        CannotCut: code takes keys that are shared for granted, in a number that differs here.
+        CannotCut: the code relies on a number of queries for each key that differs here.
     """
     rank = regions.rank()
     made: dict[str, Any] = {"_smp_heads": (shares.queries[rank], heads.queries)}

@@ -1,4 +1,4 @@
-"""Which modules are split by a plan, the user's or their own, and what rank 0 says of it."""
+"""Chooses the modules that are split by the user's or their own plan, and logs the outcome."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from smp.tensor_parallel import regions
 from smp.tensor_parallel.registry import registration_of
 from smp.world.log import first_rank_log
 
-# What a model splits at least, to count as one with a plan: many name no more than their head.
+# A plan counts if it has one of these words: many models name no more than their head.
 _OF_LAYERS = frozenset({plans.COLUMN, plans.ROW, plans.SPLIT_ROW})
 
 
 @dataclass(frozen=True)
 class PlanOf:
-    """The plan for a module.
+    """A plan for a module.
 
     Attributes:
-        plan: checked.
-        is_own: transformers gave it; else the user.
+        plan: words by path, checked.
+        is_own: True if transformers gave the plan, False if the user did.
     """
 
     plan: Mapping[str, str]
@@ -42,12 +42,12 @@ class PlanOf:
 def plan_of(
     module: nn.Module, around: Sequence[nn.Module], declined: bool = False
 ) -> PlanOf | None:
-    """The plan that a module of a model is to be split by, if there is one.
+    """Returns the plan that a module of a model is to be split by, or None.
 
     Args:
-        module: of a model.
-        around: the modules that it is in, nearest first.
-        declined: its class has a distributed form, which this module cannot have.
+        module: module of a model.
+        around: modules that hold it, nearest first.
+        declined: whether its class has a distributed form that this module cannot have.
     """
     mark = mark_of(module)
     if mark is None or not mark.enabled or regions.size() == 1:
@@ -67,12 +67,12 @@ def plan_of(
 
 
 def _own_plan(module: nn.Module) -> Mapping[str, str] | None:
-    """What transformers says of a model."""
+    """Returns the plan that transformers gives for a model, or None."""
     return (getattr(module, "_tp_plan", None) or None) if is_model(module) else None
 
 
 def stays_out(root_mark: Mark | None, module: nn.Module) -> str | None:
-    """Why a plan is not for a part of the module that it is for."""
+    """Returns why a plan does not cover a part of its module, or None if it does."""
     mark = mark_of(module)
     if mark is root_mark or (mark is not None and mark.enabled and mark.plan is None):
         return None
@@ -84,17 +84,17 @@ def stays_out(root_mark: Mark | None, module: nn.Module) -> str | None:
 def split_by_plan(
     module: nn.Module, name: str, found: PlanOf, taken: Mapping[nn.Module, str], tries: bool
 ) -> Report:
-    """Splits a module by its plan, and says so.
+    """Splits a module by its plan, and logs the outcome.
 
     Args:
-        module: that the plan is for.
-        name: where it is in the model.
-        found: its plan.
-        taken: parts that the plan is not for, and why.
-        tries: blocks look once whether a plan of the user's fits.
+        module: module that the plan is for.
+        name: name of the module in the model.
+        found: plan of the module.
+        taken: parts that the plan is not for, with the reason.
+        tries: whether blocks check once that a plan of the user's fits.
 
     Raises:
-        ValueError: a plan of the user's names what is not there, or cannot be split.
+        ValueError: a plan of the user's names parts that do not exist or cannot be split.
     """
     prefix = f"{name}." if name else ""
     left_out = {**taken, **(unfit_parts(module) if found.is_own else {})}
@@ -104,7 +104,7 @@ def split_by_plan(
         why = None if part in adapted and mark_of(part) is None else stays_out(root_mark, part)
         if why is not None:
             left_out.setdefault(part, why)
-    # What transformers says of its own models is tried in tests/zoo.
+    # The plans of transformers for its own models are tried in tests/zoo.
     report = apply_plan(module, found.plan, prefix, left_out, tries and not found.is_own)
     if not found.is_own:
         _refuse_rest(module, report)
@@ -118,7 +118,7 @@ def split_by_plan(
 
 
 def _refuse_rest(module: nn.Module, report: Report) -> None:
-    """A plan of the user's means what it says."""
+    """Raises ValueError if anything that a user's plan names was not split."""
     if report.unused:
         raise ValueError(
             f"{_C.rank_prefix()}the plan of tensor parallelism names {_some(report.unused)}, which "
@@ -150,7 +150,7 @@ def _say(module: nn.Module, name: str, found: PlanOf, report: Report) -> None:
 
 
 def _list(said: Mapping[str, str]) -> str:
-    """``path: what``, layers together."""
+    """Returns ``path: what`` entries with numbered layers joined."""
     numbers: dict[tuple[str, str], int] = {}
     for path, what in said.items():
         key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path), what)

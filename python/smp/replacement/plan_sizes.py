@@ -1,4 +1,4 @@
-"""How columns and the rows that they feed are cut: evenly, or by heads. Pure arithmetic."""
+"""Computes how columns and the rows that they feed are cut: evenly, or by heads."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ KEY_NAMES = frozenset(
 )
 QUERY_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KEY_VALUE_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-WIDTH_NAMES = ("split_size", "attn_dim")  # of all heads together
+WIDTH_NAMES = ("split_size", "attn_dim")  # features of all heads together
 GROUP_NAMES = ("num_key_value_groups", "num_kv_groups", "n_rep")
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Of attention.
+    """The numbers of heads of attention.
 
     Attributes:
-        queries, keys: how many heads.
+        queries, keys: number of heads.
     """
 
     queries: int
@@ -30,12 +30,12 @@ class Heads:
 
 @dataclass(frozen=True)
 class Share:
-    """What the ranks have of a dim.
+    """The shares of the ranks in a dim.
 
     Attributes:
-        sizes: by rank; empty where all ranks hold it whole.
-        heads: of one held whole: by rank, which heads it computes.
-        unit: features of one head.
+        sizes: extents by rank; empty where all ranks hold it whole.
+        heads: heads that each rank computes of a dim held whole, by rank.
+        unit: number of features of one head.
     """
 
     sizes: tuple[int, ...]
@@ -45,12 +45,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of a group.
+    """The shares of the ranks in a group.
 
     Attributes:
-        columns, rows: by path.
-        queries, keys: heads by rank; empty without attention.
-        groups: heads of queries for each head of keys, by rank.
+        columns, rows: shares by path.
+        queries, keys: number of heads by rank; empty without attention.
+        groups: number of heads of queries for each head of keys, by rank.
     """
 
     columns: Mapping[str, Share]
@@ -67,15 +67,15 @@ class CannotCut(ValueError):
 def heads_of(
     attributes: Mapping[str, int], columns: Mapping[str, int], in_features: int
 ) -> Heads | None:
-    """The heads of attention, as far as a module and its sizes tell.
+    """Returns the heads of attention, as far as a module and its sizes show them.
 
     Args:
-        attributes: numbers that the module has as attributes, or else its configuration.
-        columns: output features, by path.
-        in_features: of the row.
+        attributes: numbers from the attributes of the module or from its configuration.
+        columns: number of output features, by path.
+        in_features: number of input features of the row.
 
     Returns:
-        None: it is no attention.
+        None if the module is no attention.
     """
     known = [attributes[name] for name in QUERY_NAMES if attributes.get(name, 0) > 0]
     size = attributes.get("head_dim", 0)
@@ -104,23 +104,23 @@ def _key_heads(
 
 
 def is_key(path: str) -> bool:
-    """Does a column make keys or values, by its name?"""
+    """Returns whether a column makes keys or values, by its name."""
     return any(part in KEY_NAMES for part in path.split(".")[-2:])
 
 
 def shares_of(
     columns: Mapping[str, int], rows: Mapping[str, int], heads: Heads | None, num_ranks: int
 ) -> Shares:
-    """How a group is cut.
+    """Returns the shares of the ranks in a group.
 
     Args:
-        columns: output features, by path.
-        rows: input features, by path.
-        heads: of attention; None: features are cut as evenly as possible.
-        num_ranks: the tensor-parallel degree.
+        columns: number of output features, by path.
+        rows: number of input features, by path.
+        heads: heads of attention; None cuts features as evenly as possible.
+        num_ranks: tensor-parallel degree.
 
     Raises:
-        CannotCut: a rank would get nothing, or sizes do not belong together.
+        CannotCut: a rank would get nothing, or sizes do not match.
     """
     if heads is None:
         return _even(columns, rows, num_ranks)
@@ -162,7 +162,7 @@ def shares_of(
 
 
 def _heads_for(begin: int, num: int, per_key: int) -> tuple[int, ...]:
-    """The heads of keys for some heads of queries: one for as many each, or one for each."""
+    """Returns the key head of each of some query heads, deduplicated if all serve equally many."""
     every = [head // per_key for head in range(begin, begin + num)]
     distinct = sorted(set(every))
     each = {every.count(head) for head in distinct}

@@ -32,14 +32,14 @@ def apply_plan(
     taken: Mapping[nn.Module, str],
     is_tried: bool = False,
 ) -> Report:
-    """Splits what a plan names, as far as it can be split.
+    """Splits the parts that a plan names, as far as they can be split.
 
     Args:
-        root: the module that the plan is for.
-        plan: checked.
-        prefix: of its name in the model, with a dot at the end; for messages.
-        taken: modules inside that the plan is not for, and why, as the end of a sentence.
-        is_tried: blocks look before their first run whether the plan fits their code.
+        root: module that the plan is for.
+        plan: words by path, checked.
+        prefix: prefix of its name in the model, with a dot at the end; for messages.
+        taken: modules inside that the plan is not for, with the reason as the end of a sentence.
+        is_tried: whether blocks check before their first run that the plan fits their code.
     """
     draft = draft_of(root, plan, prefix, taken)
     adapters = find_adapters(draft)
@@ -68,7 +68,7 @@ def apply_plan(
 
 
 def _trial_of(draft: Draft, block: str, groups: Mapping[str, plans.Group]) -> Trial:
-    """What a block is tried with; attributes of its groups are those of the whole yet."""
+    """Returns the trial of a block, while its groups still have the numbers of the whole."""
     inside = [path for path in groups if plans.holder(path, (block,)) is not None]
     wholes = {
         path.removeprefix(block).removeprefix("."): {
@@ -82,7 +82,7 @@ def _trial_of(draft: Draft, block: str, groups: Mapping[str, plans.Group]) -> Tr
 
 
 def _tell_rest(draft: Draft) -> None:
-    """Parameters that the plan names, and that no module with a plan of its own has cut."""
+    """Reports the parameters that the plan names and no decision has covered."""
     cut = {plans.join(path, name) for path, c in draft.cuts.items() for name in c.dims}
     for path, word in draft.words.items():
         is_known = path in draft.modules or path in cut or path in draft.report.left
@@ -94,7 +94,7 @@ def _tell_rest(draft: Draft) -> None:
 
 
 def _mark_wholes(draft: Draft, blocks: set[str]) -> None:
-    """Says that the other parameters in blocks are whole, and what their gradients are."""
+    """Marks the other parameters in blocks as whole, and whether their gradients are partial."""
     partial = {path for path, word in draft.words.items() if word == plans.PARTIAL}
     for path in sorted(partial):
         if plans.holder(path, blocks) is None:
@@ -160,7 +160,7 @@ def _make_block(draft: Draft, path: str, trial: Trial | None) -> None:
     block = draft.modules[path]
     for part in block.modules():
         if isinstance(part, HoldsExperts):
-            part.get_common_tokens()  # all ranks have those of all samples in there
+            part.get_common_tokens()  # in a block, all ranks have the tokens of all samples
     block.__class__ = block_class(type(block))
     block.__dict__.update(
         _smp_layout=draft.layout,

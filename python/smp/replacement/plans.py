@@ -1,8 +1,8 @@
-"""Plans of tensor parallelism: which part of a model is split in which way, by name.
+"""Plans of tensor parallelism: they name the parts of a model and how each is split.
 
-A plan is a dict of paths and words, as transformers' configurations have it. The words but one, and
-what they mean, are those of ``transformers/distributed/tensor_parallel.py`` (Apache-2.0); see
-docs/design/plans.md. All here works on names alone.
+A plan is a dict of words by path, as in transformers' configurations. All words but one, and their
+meanings, are those of ``transformers/distributed/tensor_parallel.py`` (Apache-2.0); see
+docs/design/plans.md. Everything here works on names alone.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ EXPERTS, IDENTITY = "moe_tp_experts", "moe_identity_expert"
 LATENT = "mla_kv_a_proj"
 SUMMED = "all_reduce"
 WHOLE, LOCAL = "replicate", "local_params"
-#: Of modules of experts and of parameters with a slice for each, see `experts_plan`.
+#: Words for modules of experts and for parameters with a slice for each, see `experts_plan`.
 SPREAD, EACH = "ep_dispatch_experts", "grouped_gemm"
-#: Words that are other names of one of those below.
+#: Words that are synonyms of words above.
 _SAME = {"colwise_rep": GATHERED_COLUMN, "rowwise_rep": SPLIT_ROW}
 WORDS = frozenset(
     {COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PARTIAL, TABLE_ROWS, TABLE_COLUMNS, PACKED_COLUMN}
@@ -35,20 +35,20 @@ WORDS = frozenset(
 #: Words without an effect of their own here.
 SILENT = frozenset({WHOLE, LOCAL, SPREAD, EACH})
 _COLUMNS = frozenset({COLUMN, PACKED_COLUMN, QKV_COLUMN})
-#: Matrices that lie behind each other in one layer, by word.
+#: Number of matrices that are packed in one layer, by word.
 NUM_PACKED = {PACKED_COLUMN: 2, QKV_COLUMN: 3}
 
 
 class UnknownWord(ValueError):
-    """A plan has a word that is not known; the text lists those that are."""
+    """A plan has an unknown word; the text lists the known ones."""
 
 
 def check_plan(plan: object) -> dict[str, str]:
-    """A plan with one name for each word.
+    """Returns a plan with synonyms replaced.
 
     Raises:
-        UnknownWord: for a word that is not known.
-        ValueError: it is no dict of strings.
+        UnknownWord: a word is unknown.
+        ValueError: the plan is no dict of strings.
     """
     if not isinstance(plan, Mapping) or not all(
         isinstance(key, str) and isinstance(word, str) for key, word in plan.items()
@@ -73,11 +73,11 @@ def check_plan(plan: object) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Matches:
-    """What a plan says of the parts of a model.
+    """The words of a plan for the parts of a model.
 
     Attributes:
-        words: by path of a module or parameter.
-        unused: keys of the plan that name nothing.
+        words: words by path of a module or parameter.
+        unused: keys of the plan that match nothing.
     """
 
     words: Mapping[str, str]
@@ -87,12 +87,12 @@ class Matches:
 def match(plan: Plan, paths: Iterable[str]) -> Matches:
     """Finds the parts that a plan names.
 
-    ``*`` in a key stands for one component of a path, a number as a rule. Of several keys that
-    name a part the one with the most components that are no ``*`` counts, then the later one.
+    ``*`` in a key matches one component of a path, usually a number. If several keys match a part,
+    the key with the most components other than ``*`` counts, and of equal ones the last.
 
     Args:
-        plan: checked.
-        paths: of modules and parameters, relative to the module that the plan is for.
+        plan: words by key, checked.
+        paths: paths of modules and parameters, relative to the module that the plan is for.
     """
     by_length: dict[int, list[tuple[int, int, tuple[str, ...], str]]] = {}
     for place, key in enumerate(plan):
@@ -118,11 +118,11 @@ def match(plan: Plan, paths: Iterable[str]) -> Matches:
 
 @dataclass
 class Group:
-    """Columns and the rows that they feed.
+    """A set of columns and the rows that they feed.
 
     Attributes:
-        path: of the smallest module with all of them.
-        columns, rows: paths.
+        path: path of the smallest module that holds them all.
+        columns, rows: paths of layers.
     """
 
     path: str
@@ -132,10 +132,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups:
-    """How columns and rows belong together.
+    """The groups of columns and rows in a model.
 
     Attributes:
-        groups: by path.
+        groups: groups by path.
         alone: columns without a row and rows without columns, which cannot be split.
     """
 
@@ -146,18 +146,18 @@ class Groups:
 def group(words: Mapping[str, str]) -> Groups:
     """Finds which columns feed which rows.
 
-    A row belongs to the smallest module that holds columns as well, a column to the rows of the
-    smallest module that holds rows. Where these differ, as for a row in a module of its own with a
-    gate beside it, columns outside belong to the only group in that module.
+    A row belongs to the smallest module around it that holds columns. A column belongs to the rows
+    of the smallest module around it that holds rows. These may differ, as for a row in a module of
+    its own with a gate beside it; then columns outside belong to the only group in that module.
 
     Args:
-        words: by path of a module; other words than columns and rows do not matter.
+        words: words by path of a module; words other than columns and rows are ignored.
     """
     columns = [path for path, word in words.items() if word in _COLUMNS]
     rows = [path for path, word in words.items() if word == ROW]
     with_columns = {place for path in columns for place in _around(path)}
     homes = {row: next((p for p in _around(row) if p in with_columns), None) for row in rows}
-    held: dict[str, list[str]] = {}  # homes of rows, by each module around these
+    held: dict[str, list[str]] = {}  # homes of rows, by each module around the rows
     for row, home in homes.items():
         for place in _around(row):
             if home is not None and home not in held.setdefault(place, []):
@@ -184,24 +184,24 @@ def group(words: Mapping[str, str]) -> Groups:
 
 
 def _around(path: str) -> Iterator[str]:
-    """The modules that a path is in, nearest first; "" is the root."""
+    """Yields the paths of the modules around a path, nearest first; "" is the root."""
     while path:
         path = path.rpartition(".")[0]
         yield path
 
 
 def join(path: str, name: str) -> str:
-    """Path of what is in a module; "" is the root."""
+    """Returns the path of a part of a module; "" is the root."""
     return f"{path}.{name}" if path else name
 
 
 def holder(path: str, places: Container[str]) -> str | None:
-    """The nearest of some modules that a path is or is in; None if it is in none."""
+    """Returns the path itself or the nearest path around it among ``places``, or None."""
     return next((place for place in (path, *_around(path)) if place in places), None)
 
 
 def outermost(paths: Iterable[str]) -> dict[str, str]:
-    """By path: the outermost one of these paths that it is or is in."""
+    """Maps each path to the outermost of the paths that is or holds it."""
     every = set(paths)
     return {
         path: [place for place in (path, *_around(path)) if place in every][-1]

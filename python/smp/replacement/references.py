@@ -1,4 +1,4 @@
-"""What else in a model refers to a module or its parameters and would go on using the original."""
+"""Finds what else in a model refers to a module and would go on using the original."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smp.modules.materialize import memory_span
 
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-_DEPTH = 5  # of what is looked for in attributes
+_DEPTH = 5  # levels that are searched below an attribute
 
 
 class References:
@@ -26,11 +26,11 @@ class References:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        #: by tensor: the modules that hold it, or one that overlaps it in memory
+        #: by tensor: the modules that hold it or a tensor that overlaps it in memory
         self._holders: dict[Tensor, set[nn.Module]] = {}
-        #: by module: those that it is registered in
+        #: by module: the modules that it is registered in
         self._parents: dict[nn.Module, set[nn.Module]] = {}
-        #: by module or parameter: attributes that lead to it, with the modules that have them
+        #: by module or parameter: attributes that refer to it, with the modules that have them
         self._attributes: dict[Any, list[tuple[nn.Module, str]]] = {}
         modules = list(root.modules())
         for module in modules:
@@ -44,7 +44,7 @@ class References:
         self._look_through_attributes(modules)
 
     def problem_of(self, module: nn.Module) -> str | None:
-        """Why a module cannot be replaced alone; None if it can."""
+        """Returns why a module cannot be replaced alone, or None if it can."""
         inside = set(module.modules())
         tensors = (*module.parameters(), *module.buffers())
         if any(not self._holders[tensor] <= inside for tensor in tensors):
@@ -64,7 +64,7 @@ class References:
         return None
 
     def _join_overlapping(self) -> None:
-        """Makes tensors that share memory have one set of holders."""
+        """Gives tensors that share memory one set of holders."""
         spans = sorted(
             (*span, idx)
             for idx, tensor in enumerate(self._holders)
@@ -93,12 +93,12 @@ class References:
 
 
 def has_tensors(module: nn.Module) -> bool:
-    """Is there a parameter or buffer in a module or its parts?"""
+    """Returns whether a module or one of its parts has a parameter or buffer."""
     return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def _found_in(value: Any, known: set[nn.Module], depth: int, seen: set[int]) -> Iterator[Any]:
-    """Modules and parameters that a value leads to."""
+    """Yields the modules and parameters that can be reached from a value."""
     if isinstance(value, nn.Module | nn.Parameter):
         if isinstance(value, nn.Parameter) or value in known:
             yield value
@@ -111,7 +111,7 @@ def _found_in(value: Any, known: set[nn.Module], depth: int, seen: set[int]) -> 
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
-    if isinstance(value, nn.Module):  # that nobody has registered
+    if isinstance(value, nn.Module):  # it is not registered anywhere in the model
         yield from (*value._parameters.values(), *value._modules.values())
     elif isinstance(value, Mapping):
         yield from value.values()
@@ -133,6 +133,6 @@ def _parts_of(value: Any) -> Iterator[Any]:
 
 
 def _is_foreign(value: Any) -> bool:
-    """Is the class of an object neither Python's own nor PyTorch's?"""
+    """Returns whether the class of an object is neither Python's own nor PyTorch's."""
     package = type(value).__module__.partition(".")[0]
     return package != "torch" and package not in sys.stdlib_module_names

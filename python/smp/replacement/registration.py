@@ -21,7 +21,7 @@ def tp_register(
     forward_hook: Callable[..., Arguments] | None = None,
     return_hook: Callable[[Any], Any] | None = None,
 ) -> Callable[[_Class], _Class]:
-    """Class decorator: modules of the class have ``dist_module`` as their distributed form.
+    """Decorates a class so that its modules have ``dist_module`` as their distributed form.
 
     See :func:`tp_register_with_module` for the arguments.
     """
@@ -40,23 +40,24 @@ def tp_register_with_module(
     forward_hook: Callable[..., Arguments] | None = None,
     return_hook: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Says that marked modules of a class are replaced, and how.
+    """Registers how marked modules of a class are replaced.
 
-    A missing hook leaves its arguments as they are. Weights are taken over where the distributed
+    Without a hook, its arguments are passed on unchanged. Weights are copied where the distributed
     module has parameters of the same names and (whole) shapes. Modules that were made before the
     class was registered stay as they are.
 
     Args:
-        module_cls: class of the original modules; its subclasses are not meant.
-        dist_module: what replaces them.
-        init_hook: takes what the original's ``__init__`` was given and returns ``(args, kwargs)``
-            for the distributed one, or None to leave that module alone.
-        forward_hook: takes what the original's ``forward`` is given, returns ``(args, kwargs)``.
-        return_hook: takes what the distributed ``forward`` returns, returns what callers of the
-            original expect.
+        module_cls: class of the original modules; subclasses are not included.
+        dist_module: class of the modules that replace them.
+        init_hook: function that takes the arguments of the original's ``__init__`` and returns
+            ``(args, kwargs)`` for the distributed one, or None to leave that module alone.
+        forward_hook: function that takes the arguments of the original's ``forward`` and returns
+            ``(args, kwargs)`` for the distributed one.
+        return_hook: function that takes the result of the distributed ``forward`` and returns the
+            result that callers of the original expect.
 
     Raises:
-        ValueError: the classes are not of the right kinds.
+        ValueError: ``module_cls`` is no `nn.Module`, or ``dist_module`` no `DistributedModule`.
     """
     for cls, base in ((module_cls, nn.Module), (dist_module, DistributedModule)):
         if not (isinstance(cls, type) and issubclass(cls, base)):

@@ -1,4 +1,4 @@
-"""Puts distributed modules in the place of marked ones, weights included."""
+"""Replaces marked modules by distributed ones, including their weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _UNKNOWN = Declined(
     "__init__ are not known"
 )
 
-_NUM_NAMED = 5  # in one message
+_NUM_NAMED = 5  # names in one message
 
 
 def replace_marked(
@@ -63,8 +63,8 @@ def replace_marked(
 
     Args:
         root: a model; it may be replaced itself.
-        device: on which new values are made.
-        tries_plans: blocks of plans that users give look once whether these fit
+        device: device on which new values are made.
+        tries_plans: whether blocks split by a user's plan check once that the plan fits
             (`smp.nn.planned.trial`).
 
     Returns:
@@ -80,11 +80,11 @@ def replace_marked(
 
 
 class _Replacement:
-    """One walk over a model, outermost modules first.
+    """A walk over a model, outermost modules first.
 
     Args:
         root: the model.
-        device: on which new values are made.
+        device: device on which new values are made.
         tries_plans: see `replace_marked`.
     """
 
@@ -93,8 +93,8 @@ class _Replacement:
         self._tries_plans = tries_plans
         self.used: dict[type[nn.Module], Registration] = {}
         self._done: dict[nn.Module, nn.Module] = {}
-        self._made: set[nn.Module] = set()  # what has taken a place
-        self._planned: PlanOf | None = None  # whose module is being walked through
+        self._made: set[nn.Module] = set()  # modules that have replaced others
+        self._planned: PlanOf | None = None  # plan of the module that is being walked through
         self.num_planned = 0
         self._declined: dict[type[nn.Module], str] = {}
         self._said: set[tuple[type[nn.Module], str]] = set()
@@ -106,12 +106,12 @@ class _Replacement:
                 self._readers.update(dict.fromkeys(inside, module))
 
     def visit(self, module: nn.Module, name: str, around: tuple[nn.Module, ...] = ()) -> nn.Module:
-        """The module that takes the place of ``module``; itself in most cases.
+        """Returns the module that replaces ``module``; in most cases ``module`` itself.
 
         Args:
-            module: of the model.
-            name: where it is in there.
-            around: the modules that it is in, nearest first.
+            module: module of the model.
+            name: name of the module in the model.
+            around: modules that hold it, nearest first.
         """
         if module in self._done:
             return self._done[module]
@@ -150,7 +150,7 @@ class _Replacement:
     def _split_by_plan(
         self, module: nn.Module, name: str, around: tuple[nn.Module, ...], plan: PlanOf
     ) -> bool:
-        """Splits a module by a plan; forms that are made for more than a single layer come first.
+        """Splits a module by a plan; forms made for more than a single layer take precedence.
 
         Returns:
             whether anything is split.
@@ -169,23 +169,23 @@ class _Replacement:
         self.num_planned += len(report.split)
         is_done = bool(report.split) or not plan.is_own
         if not is_done:
-            # Single layers are tried then, as without a plan.
+            # Single layers are then tried as without a plan.
             for part in module.modules():
                 self._done.pop(part, None)
             self._done[module] = module
         return is_done
 
     def _is_changed(self, module: nn.Module) -> bool:
-        """Has a part of it been replaced? A plan that splits nothing has a second try behind it."""
+        """Returns whether a part was replaced, by the walk before a plan that split nothing."""
         return not self._made.isdisjoint(module.modules())
 
     def _may_replace(self, module: nn.Module) -> bool:
-        """Single layers of a model with a plan stay whole, if the plan does not name them."""
+        """Returns False for single layers that the plan around them does not name."""
         is_single = type(module) in (nn.Linear, nn.Embedding) or is_conv1d(module)
         return self._planned is None or not is_single
 
     def _is_near_miss(self, module: nn.Module) -> bool:
-        """Might the user have thought that a marked module would be split?"""
+        """Returns whether the user may have expected a marked module to be split."""
         mark = mark_of(module)
         return (
             mark is not None
@@ -196,7 +196,7 @@ class _Replacement:
         )
 
     def _say(self, module: nn.Module, name: str, what: str) -> None:
-        """Tells the user of rank 0, once per class."""
+        """Logs a warning on rank 0, once per class."""
         if (type(module), what) not in self._said:
             self._said.add((type(module), what))
             first_rank_log.warning("smp: %s ('%s') %s", type(module).__name__, name, what)
@@ -252,7 +252,7 @@ class _Replacement:
         carried: Carried,
         values: Values,
     ) -> None:
-        """Gives a distributed form all that it takes over."""
+        """Gives a distributed form everything that it takes from the original."""
         is_worth_it = registration.was_initialised is None or registration.was_initialised(module)
         if not is_worth_it and not any(p.is_meta for p in module.parameters()):
             self._say(module, name, _NEW_WEIGHTS)
@@ -270,7 +270,7 @@ class _Replacement:
         for key, parameter in module.named_parameters():
             sharding.mark_replaced(parameter, f"{name}.{key}" if name else key)
         for part in module.modules():
-            if has_tensors(part):  # others may be in use elsewhere
+            if has_tensors(part):  # parts without may be in use elsewhere
                 part.__dict__["forward"] = functools.partial(_refuse_call, type(module), name)
         self.used[type(module)] = registration
 
@@ -300,7 +300,7 @@ class _Replacement:
 
 
 def _mismatch(values: Values) -> str:
-    """What does not find its place; empty if all does."""
+    """Returns which values do not match; empty if all do."""
     parts = []
     if values.missing:
         parts.append(f"it has no values for {_some(values.missing)} of its distributed form")
@@ -351,7 +351,7 @@ def _construct(
         if key in signature.parameters:
             bound.arguments[key] = value
     try:
-        with on_meta():  # see _take_over for their values
+        with on_meta():  # _put gives them values
             made = registration.dist_module(*bound.args, **bound.kwargs)
     except Unsupported as error:
         return Declined(str(error))
@@ -359,7 +359,7 @@ def _construct(
 
 
 def _take_over(module: nn.Module, made: nn.Module) -> Declined | None:
-    """Gives a new module what the original is besides its arguments and values: dtype, mode."""
+    """Copies dtype, mode, trainability, partition mark and configuration to a new module."""
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if len(dtypes) == 1:
         made.to(dtype=dtypes.pop())
@@ -380,7 +380,7 @@ def _take_over(module: nn.Module, made: nn.Module) -> Declined | None:
 
 
 def _adapted_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    adapter = self._smp_adapter(self)  # one per call: microbatches take turns
+    adapter = self._smp_adapter(self)  # each call has its own: microbatches take turns
     args, kwargs = adapter.forward_args(*args, **kwargs)
     return adapter.wrap(type(self).forward(self, *args, **kwargs))
 
@@ -389,5 +389,5 @@ def _install_adapter(made: nn.Module, registration: Registration) -> None:
     if registration.adapter is None:
         return
     made._smp_adapter = registration.adapter  # type: ignore[assignment]
-    # A bound method, so that a deep copy has its own.
+    # The method is bound, so that a deep copy has its own.
     made.__dict__["forward"] = types.MethodType(_adapted_forward, made)

@@ -1,4 +1,4 @@
-"""The values of a replaced module in its distributed form."""
+"""Copies the values of a replaced module to its distributed form."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Values:
     """The state of an original under the names of its distributed form.
 
     Attributes:
-        state: whole tensors.
-        missing: parameters of the distributed form that it has nothing for.
-        unused: what the distributed form has no place for.
+        state: whole tensors by name.
+        missing: names of parameters of the distributed form without a value.
+        unused: names of values that the distributed form has no place for.
     """
 
     state: Mapping[str, Tensor]
@@ -31,12 +31,12 @@ class Values:
 
 
 def values_for(made: nn.Module, module: nn.Module, registration: Registration) -> Values:
-    """What a distributed form takes over of the state of the original.
+    """Returns what a distributed form takes from the state of the original.
 
     Args:
         made: the distributed form.
         module: the original.
-        registration: of its class.
+        registration: registration of the original's class.
     """
     state: Mapping[str, Tensor] = module.state_dict()
     if registration.translators is not None:
@@ -59,20 +59,20 @@ def take_over_values(
     values: Values | None,
     device: torch.device,
 ) -> None:
-    """Weights of the original, as far as it has them; new ones else.
+    """Copies the weights of the original where it has them, and initialises the others.
 
     Args:
         module: the original.
-        made: its distributed form.
-        registration: of the original's class.
-        name: of the module in the model.
-        values: None if those of the original are not worth it.
-        device: on which new ones are made.
+        made: the distributed form.
+        registration: registration of the original's class.
+        name: name of the module in the model.
+        values: values of the original, or None if they were never initialised.
+        device: device on which new weights are made.
     """
     if values is not None:
         _inherit(made, values)
     if any(parameter.is_meta for parameter in module.parameters()):
-        # Whole tensors of the original are made and cut one by one, when they are needed.
+        # Whole tensors of the original are made one by one when needed, and cut.
         translate = None if registration.translators is None else registration.translators[1]
         keep_original(made, None if values is None else module, translate)
         return
@@ -84,7 +84,7 @@ def _move_to_cpu(parameter: nn.Parameter) -> None:
 
 
 def _inherit(made: nn.Module, values: Values) -> None:
-    """Fills parameters with their slices of whole tensors; those without values stay."""
+    """Fills parameters with their slices of whole tensors; parameters without values stay."""
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if name in values.missing or values.state[name].is_meta:
