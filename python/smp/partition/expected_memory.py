@@ -1,4 +1,4 @@
-"""What the partition of a model expects each pipeline rank to need, the same on all ranks."""
+"""Expected memory of each pipeline rank by the partition of a model, known to all ranks."""
 
 from __future__ import annotations
 
