@@ -161,7 +161,9 @@ def reference(does: str) -> dict[str, Tensor]:
     return dict(net.state_dict())
 
 
-def train(rank: int, config: Config, does: str, norm: str, wraps: bool = True) -> Any:
+def train(
+    rank: int, config: Config, does: str, norm: str, wraps: bool = True, steps: int = STEPS
+) -> Any:
     import smp
 
     heard = Heard("computes a number")
@@ -183,7 +185,7 @@ def train(rank: int, config: Config, does: str, norm: str, wraps: bool = True) -
     def train_step(x: Tensor) -> None:
         model.backward(model(x))
 
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         if "hand" in does:
             model.zero_grad()
@@ -205,6 +207,12 @@ def test_a_clipping_loop_by_the_norm_of_a_part_is_an_error(
     with pytest.raises(RankFailure, match=words + r".* test_part_gradients|" + words) as failure:
         pool.run(size, train, config, does, "own", does == "items")
     assert "after " in str(failure.value) and "smp.clip_grad_norm_(model" in str(failure.value)
+
+
+def test_the_last_clipping_is_compared_where_the_state_is_taken(pool: Pool) -> None:
+    words = r"has multiplied gradients in the step before model\.state_dict, after .*:\d+ has"
+    with pytest.raises(RankFailure, match=words):
+        pool.run(2, train, {"pipeline_parallel_degree": 2}, "foreach", "own", True, 1)
 
 
 def test_in_16_bits_an_assigned_gradient_is_compared(pool: Pool) -> None:

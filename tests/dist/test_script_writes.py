@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from smp.tensor_parallel.sharding import interval_of, slice_of
 from tests.dist.pool import Pool
+from tests.dist.test_part_gradients import Heard
 
 WIDTH, STEPS, LIMIT = 6, 4, 0.3
 Config = dict[str, Any]
@@ -314,6 +317,45 @@ def test_reads_that_meet_a_slice_say_so(pool: Pool) -> None:
         for words in ("is split over tensor-parallel ranks", "smp.whole_parameters(model)"):
             assert words in outcome.message
         assert "[3, 6] of [6, 6] here" in outcome.message or "[6, 3] of" in outcome.message
+
+
+def compute_numbers(rank: int, config: Config) -> list[str]:
+    """Two lines compute a number from slices; the others write, copy, or see the whole."""
+    import smp
+
+    heard = Heard("computes a number")
+    model = wrapped(config, Net())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    for step in range(2):
+        train_step(samples_of(step))
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.norm()
+                copied = parameter.data.mul_(0.9).clone()
+                assert copied.view(-1).numel() == parameter.numel()
+            torch._foreach_norm(list(model.parameters()))
+        with torch.no_grad(), smp.whole_parameters(model):
+            for parameter in model.parameters():
+                parameter.norm()
+    model.state_dict()
+    logging.getLogger("smp").removeHandler(heard)
+    return heard.texts
+
+
+def test_a_number_of_a_slice_is_told_once_for_each_line(pool: Pool) -> None:
+    num_ranks, config = LAYOUTS["split"]
+    texts, others = pool.run(num_ranks, compute_numbers, config)
+    assert others == [] and len(texts) == 2
+    for text in texts:
+        assert re.search(r"test_script_writes\.py:\d+ computes a number .* from 'layers\.", text)
+        assert "`with smp.whole_parameters(model):`" in text
+    assert pool.run(2, compute_numbers, {}) == [[], []]
 
 
 def penalise_in_step(rank: int, config: Config) -> None:

@@ -12,9 +12,11 @@ While a model's forward or backward runs, none of this is in the way.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from smp.modules.watching import watch
 from smp.precision.holdings import write_values
 from smp.tensor_parallel import reading
 from smp.tensor_parallel.sharding import interval_of, whole_shape
+from smp.world.log import first_rank_log
 
 _OWN = "_smp_own"
 _WHOLE = "smp.whole_parameters"
@@ -116,6 +119,7 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
             _explain_slices(known.values(), error)
             raise
         _refuse_part_of_loss(result, known)
+        _tell_of_slices(result, known, sys._getframe(1))
         return pytree.tree_map_only(Tensor, lambda t: _shown(t, known), result)
 
 
@@ -135,6 +139,43 @@ def _refuse_part_of_loss(result: Any, known: Mapping[int, nn.Parameter]) -> None
                 f"weight decay of the optimizer, or read it in `with {_WHOLE}(model):` between "
                 "steps"
             )
+
+
+def _tell_of_slices(result: Any, known: Mapping[int, nn.Parameter], frame: FrameType) -> None:
+    """Logs, once for each line of the script, that a number is that of this rank's slice."""
+    split = [p for p in known.values() if p.numel() < math.prod(whole_shape(p))]
+    caller = script_frame(frame) if split and not reading.is_own_code() else None
+    if caller is None:
+        return
+    least = min(parameter.numel() for parameter in split)
+    for leaf in pytree.tree_leaves(result):
+        is_tensor = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        if not (isinstance(leaf, float) or (is_tensor and leaf.numel() < least)):
+            continue
+        place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        if (is_tensor and _key(leaf) in known) or not first_rank_log.is_new((_WHOLE, place)):
+            continue
+        part: Own = getattr(split[0], _OWN)
+        first_rank_log.warning(
+            "smp: %s computes a number (a norm, a sum) from '%s', of which each tensor-parallel "
+            "rank has a slice, so the number is that of the slice; it is that of the whole inside "
+            "of `with %s(model):`, on all ranks",
+            place,
+            part.name,
+            _WHOLE,
+        )
+
+
+def script_frame(frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost frame that is not one of torch; None if it is one of the library."""
+    while frame is not None:
+        room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if room not in ("torch", "smp"):
+            return frame
+        if room == "smp":
+            return None
+        frame = frame.f_back
+    return None
 
 
 def _explain_slices(parameters: Iterable[nn.Parameter], error: RuntimeError) -> None:

@@ -28,6 +28,7 @@ import smp._C as _C
 from smp.model.torch_training.known import known_parameters
 from smp.modules.materialize import is_placeholder
 from smp.precision.holdings import master_of
+from smp.precision.script_writes import script_frame
 from smp.precision.shown_gradients import HalfParameter
 from smp.world import runtime
 from smp.world.log import first_rank_log
@@ -60,7 +61,7 @@ class PartGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the function, and notes what it makes of the gradients of this rank."""
         kwargs = kwargs or {}
-        caller = _script_frame(sys._getframe(1))
+        caller = script_frame(sys._getframe(1))
         with torch._C.DisableTorchFunctionSubclass():
             if caller is None or PartGradient.keeper is None:
                 return func(*args, **kwargs)
@@ -236,19 +237,17 @@ class PartGradients:
         """Notes that the script has the norm over all ranks: what follows is alike on all."""
         self._reduced_at = None
 
-    def step_begins(self) -> Scaling | None:
-        """Forgets the gradients, and returns how the script has scaled them as a whole.
+    def scaling(self) -> Scaling | None:
+        """Returns the factor of all gradients of this rank that the script has looked at, after it
+        had computed a number from them; None where it has not, and where there are several."""
+        return self._applied or self._scaling()
 
-        Returns:
-            the factor of all gradients of this rank that the script has looked at, after it had
-            computed a number from them; None where it has not, and where there are several.
-        """
-        scaling = self._applied or self._scaling()
+    def step_begins(self) -> None:
+        """Forgets the gradients, and how the script has scaled them."""
         self._make_plain()
         self._factors.clear()
         self._reduced_at = self._applied = self._known = None
         self._tolerance = 0.0
-        return scaling
 
     def _scaling(self) -> Scaling | None:
         if self._reduced_at is None or len(self._shown) < 2:
@@ -261,7 +260,7 @@ class PartGradients:
 
     def _before_update(self, *_: Any) -> None:
         self._is_updating = True
-        self._applied = self._applied or self._scaling()
+        self._applied = self.scaling()
         self._make_plain()
 
     def _after_update(self, *_: Any) -> None:
@@ -283,18 +282,6 @@ class PartGradients:
             here = [tensor for tensor in both if tensor.numel() and not is_placeholder(tensor)]
             self._known = {id(t) for t in both}, {t.data_ptr() for t in here}
         return self._known
-
-
-def _script_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that is not one of torch; None if it is one of the library."""
-    while frame is not None:
-        room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if room not in _OURS:
-            return frame
-        if room == "smp":
-            return None
-        frame = frame.f_back
-    return None
 
 
 def _is_script(frame: FrameType) -> bool:
