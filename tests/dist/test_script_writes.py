@@ -355,7 +355,7 @@ def test_a_number_of_a_slice_is_told_once_for_each_line(pool: Pool) -> None:
     for text in texts:
         assert re.search(r"test_script_writes\.py:\d+ computes a number .* from 'layers\.", text)
         assert "`with smp.whole_parameters(model):`" in text
-    assert pool.run(2, compute_numbers, LAYOUTS["replicas"]) == [[], []]
+    assert pool.run(2, compute_numbers, {}) == [[], []]
 
 
 def penalise_in_step(rank: int, config: Config) -> None:
