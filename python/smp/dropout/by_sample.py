@@ -1,8 +1,8 @@
-"""Random numbers that belong to samples: a batch and its pieces draw the same ones.
+"""Draws random numbers that belong to samples: a batch and its pieces draw the same ones.
 
 A batch cut into pieces draws other numbers than the whole batch, so their losses differ without any
-fault. In this mode of PyTorch's dispatcher dropout drops nothing, and any other operator that draws
-does so sample by sample, from a seed that depends on the sample and on how many draws came before.
+fault. In this mode of PyTorch's dispatcher dropout drops nothing. Any other operator draws sample
+by sample, from a seed that depends on the sample and on the number of draws before.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import smp._C as _C
 
 _aten = torch.ops.aten
-_ALL_SAMPLES = -1  # in the place of a sample, for what has no samples
+_ALL_SAMPLES = -1  # in the place of a sample, for draws without samples
 
 
 @dataclass
 class Drawn:
-    """Draws of one pass on one rank.
+    """The draws of one pass on one rank.
 
     Attributes:
-        shapes: operators with the shapes of one sample, or of the whole where there are no samples.
-        permutes: the samples of the batch were permuted.
+        shapes: operators with the shapes of one sample, or whole shapes where there are no samples.
+        permutes: whether the samples of the batch were permuted.
     """
 
     shapes: Counter[tuple[Any, ...]] = field(default_factory=Counter)
@@ -38,13 +38,13 @@ class Drawn:
 
 
 class DrawsBySample(TorchDispatchMode):
-    """Replaces what operators draw; of one thread, while it is entered.
+    """Replaces the draws of operators in one thread, while it is entered.
 
     Args:
         samples: numbers of the samples that the running code has.
-        drawn: notes the draws.
+        drawn: record of the draws.
         device: device of this process.
-        rounds: seed of random rounding errors in results of operators that add up; None: none.
+        rounds: seed of random rounding errors in results of operators that add up; None: no errors.
     """
 
     supports_higher_order_operators = True
@@ -131,7 +131,7 @@ class DrawsBySample(TorchDispatchMode):
     # ---- rounding
 
     def _rounded(self, func: OpOverload, result: Any) -> Any:
-        """Adds an error of one rounding, where another size of the batch may add up otherwise."""
+        """Adds a rounding error where another batch size may change the order of additions."""
         schema = func._schema
         is_view = any(value.alias_info is not None for value in schema.returns)
         if is_view or schema.is_mutable or torch.Tag.pointwise in func.tags:
@@ -146,7 +146,7 @@ class DrawsBySample(TorchDispatchMode):
         eps = info.eps
         if x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
             eps = 2.0**-11
-        # From a generator of its own: another one belongs to the script.
+        # A generator of its own: the others belong to the script.
         generator = torch.Generator(x.device)
         generator.manual_seed(_C.mix_seed(self._rounds or 0, self._num_rounded) >> 1)
         noise = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
