@@ -29,8 +29,8 @@ class Block:
     """The state, on one rank, of a single call of a block.
 
     Attributes:
-        heads: share of query heads that this rank has; None unless columns of attention have run last.
-        columns: shares of the features that this rank has of the columns that ran, by their number.
+        heads: share of query heads that this rank has; None unless columns of attention ran last.
+        columns: shares of the features of columns that ran, by number of features.
         width: number of features that enter the columns.
         is_split: whether columns have run, and no row has since.
     """
