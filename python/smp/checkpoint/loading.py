@@ -206,7 +206,7 @@ class _Resumption:
         """Reads the manifest and returns the user content. Not collective.
 
         Args:
-            source: a complete folder, or one that fetches files on demand.
+            source: a complete folder, or a folder that fetches files on demand.
             unsafe: whether to load objects of any class.
         """
         self._source = source  # keeps fetched files while this object lives
