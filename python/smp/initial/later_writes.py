@@ -149,7 +149,7 @@ class _Watch(TorchDispatchMode):
         self._unset: dict[int, StorageWeakRef] = {}
 
     def note_value(self, real: Tensor, delayed: Tensor) -> None:
-        """See the function of this name."""
+        """Implements the function of this name."""
         if is_in_own_code() or real.numel() == 0 or real.layout != torch.strided:
             return
         if real.untyped_storage()._cdata in self._unset:

@@ -56,7 +56,7 @@ class Task(Protocol):
         """Takes a parameter that has its values."""
 
     def fail(self, unit: Unit, error: Exception) -> None:
-        """Raises, or restores all parameters of a unit whose initialisation failed."""
+        """Restores all parameters of a unit whose initialisation failed, or raises."""
 
 
 @dataclass(frozen=True)

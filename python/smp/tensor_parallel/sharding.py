@@ -132,7 +132,7 @@ def interval_of(parameter: Tensor) -> Interval | None:
 
 
 def is_complete(parameter: Tensor) -> bool:
-    """Returns whether a distributed module holds all of it, with a complete gradient per rank."""
+    """Returns whether a distributed module holds a parameter whole, with complete gradients."""
     placement = placement_of(parameter)
     return placement is not None and placement.interval is None and not placement.partial
 
