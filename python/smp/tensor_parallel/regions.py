@@ -31,7 +31,7 @@ _R = TypeVar("_R")
 
 
 def _of_data(region: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Makes a region send handles of other pipeline ranks' tensors on, and refuse odd tensors."""
+    """Makes a region accept handles of remote tensors, and refuse nested ones and torch.func."""
 
     @wraps(region)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -71,7 +71,9 @@ class JobStore:
     # ---- generations left by earlier jobs
 
     def look(self) -> list[str]:
-        """Lists unsent generations of ended jobs, the first time. Other ranks return [].
+        """Reads the store and finds unsent generations of ended jobs, the first time.
+
+        Only the first rank looks, and only before :meth:`go_on`; the result is empty otherwise.
 
         Returns:
             the folders of these generations; all ranks give them to :meth:`go_on`.
