@@ -1,4 +1,4 @@
-"""Which modules are checkpointed: marks of the user, strategies for sequences, transformers."""
+"""Chooses the modules to checkpoint: user marks, strategies for sequences, transformers."""
 
 from smp.activations.huggingface import HonouredModules
 from smp.activations.marks import (

@@ -1,9 +1,9 @@
-"""Checkpointing of as few layers as a memory budget allows.
+"""Checkpoints as few layers as a memory budget allows.
 
 In the first step all layers of a sequence are checkpointed, and their second runs are measured:
 bytes that autograd saves besides parameters and arguments, and floating-point operations. Both
-follow from shapes alone, so that ranks which must recompute alike, because there are collectives in
-their layers, decide alike. How many microbatches are under way at once is counted.
+follow from shapes alone, so ranks that have to recompute alike, because their layers contain
+collectives, decide alike. Microbatches under way at once are counted.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from smp.partition.trace_flops import flops_per_byte, operator_cost
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs a rank.
+    """The cost of one layer on a rank.
 
     Attributes:
-        kept_bytes: of one microbatch until its backward, without checkpointing.
-        argument_bytes: the part of it that is kept with checkpointing too.
-        flops: of a forward.
-        num_kept: microbatches whose activations are there at once.
+        kept_bytes: bytes kept until backward, per microbatch, without checkpointing.
+        argument_bytes: the part of these bytes that is kept with checkpointing, too.
+        flops: floating-point operations of a forward.
+        num_kept: microbatches whose activations are kept at once.
     """
 
     kept_bytes: int
@@ -43,22 +43,22 @@ class LayerCost:
     num_kept: int = 1
 
 
-# Bytes are counted in this many parts of what checkpointing of all layers would save.
+# Bytes are counted in this many parts of the savings from checkpointing all layers.
 _RESOLUTION = 4096
 
 
 def plan_budget(layers: Sequence[LayerCost], budget_bytes: int) -> list[bool]:
-    """Which layers to compute again, so that the rest fits and as little as possible is done twice.
+    """Chooses layers to compute again, so that the rest fits and the least work is done twice.
 
-    Exact up to rounding of bytes to a 4096th, towards the safe side: a knapsack by dynamic
-    programming. What a checkpointed layer takes while it is computed again counts too.
+    Solves a knapsack by dynamic programming, exact up to rounding of bytes to a 4096th, towards the
+    safe side. Memory of a checkpointed layer during its second run counts, too.
 
     Args:
-        layers: in any order.
-        budget_bytes: for the activations of all of them, and of all microbatches under way.
+        layers: costs of the layers, in any order.
+        budget_bytes: memory for the activations of all layers and all microbatches under way.
 
     Returns:
-        True for each layer that is checkpointed; all of them if nothing fits.
+        True for each layer that is checkpointed; all True if nothing fits.
     """
     if not layers:
         return []
@@ -72,7 +72,7 @@ def plan_budget(layers: Sequence[LayerCost], budget_bytes: int) -> list[bool]:
         return [True] * len(layers)
     unit = max(1, -(-sum(savings) // _RESOLUTION))
     wanted = -(-must_save // unit)
-    # By units saved: least work, and the layers that do it.
+    # Least work, and the layers that do it, by units saved.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for idx, (layer, saving) in enumerate(zip(layers, savings, strict=True)):
         for saved, (flops, chosen) in sorted(best.items(), reverse=True):
@@ -80,14 +80,14 @@ def plan_budget(layers: Sequence[LayerCost], budget_bytes: int) -> list[bool]:
             option = (flops + layer.flops * layer.num_kept, (*chosen, idx))
             if reached > saved and (reached not in best or option < best[reached]):
                 best[reached] = option
-    if wanted not in best:  # by rounding only
+    if wanted not in best:  # rounding only can cause this
         return [True] * len(layers)
     picked = set(best[wanted][1])
     return [idx in picked for idx in range(len(layers))]
 
 
 class _Layer:
-    """What is known of one layer on this rank."""
+    """The measurements of one layer on this rank, and the decision about it."""
 
     def __init__(self) -> None:
         self.cost: LayerCost | None = None
@@ -97,10 +97,10 @@ class _Layer:
 
 
 class Budget:
-    """Of one sequence on this rank.
+    """Measures one sequence on this rank, and decides which of its layers are checkpointed.
 
     Args:
-        budget_bytes: for the activations of those layers that run here.
+        budget_bytes: memory for the activations of the layers that run here.
         preserve_rng_state: see `smp.activations.recompute`.
     """
 
@@ -113,16 +113,16 @@ class Budget:
 
     @property
     def checkpoints(self) -> list[bool]:
-        """Which of the layers that run here are checkpointed."""
+        """Returns whether each layer that runs here is checkpointed."""
         return [layer.checkpoints for layer in self._layers.values()]
 
     @property
     def costs(self) -> list[LayerCost | None]:
-        """What was measured of the layers that run here."""
+        """Returns measured costs of the layers that run here; None before the measurement."""
         return [layer.cost for layer in self._layers.values()]
 
     def around(self, module: nn.Module, inner: Forward) -> Forward:
-        """For `smp.modules.forwards.wrap_forward`."""
+        """Returns the forward of a layer for `smp.modules.forwards.wrap_forward`."""
         layer = self._layers.setdefault(module, _Layer())
 
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +155,7 @@ class Budget:
         return forward
 
     def _decide_if_measured(self) -> None:
-        """In the first step behind the one in which all was measured that runs here."""
+        """Decides in the first step after all layers that run here were measured."""
         step = _C.current_step()
         if self._measured_step is None:
             self._measured_step = step
@@ -176,21 +176,21 @@ class Budget:
 
 
 def measure(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> tuple[Any, LayerCost]:
-    """Runs a forward with gradients and tells what it keeps and does.
+    """Runs a forward with gradients and measures the bytes it keeps and the work it does.
 
     Args:
-        module: its parameters and buffers are not counted, gathered ones neither.
-        forward: its.
-        args, kwargs: tensors in them are counted apart.
+        module: module whose parameters and buffers, gathered ones included, are not counted.
+        forward: forward of the module.
+        args, kwargs: arguments of the call; their tensors are counted apart.
     """
     own = (*module.parameters(), *module.buffers())
 
     def is_own(address: int) -> bool:
-        # Asked anew each time: sharded parameters are gathered when their layer runs.
+        # Looked up each time: sharded parameters are gathered when their layer runs.
         here = (tensor for tensor in own if not is_placeholder(tensor))
         return any(tensor.untyped_storage().data_ptr() == address for tensor in here)
 
-    # Storages by address; all of them live as long as the result.
+    # Addresses of storages, all of which live as long as the result.
     known: set[int] = set()
     arguments = kept = 0
     for tensor in tensors_in((args, kwargs)):
@@ -205,7 +205,7 @@ def measure(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> tupl
         if storage.data_ptr() not in known and not is_own(storage.data_ptr()):
             kept += storage.nbytes()
             known.add(storage.data_ptr())
-        # Not the tensor itself: a result would keep the node alive that keeps it.
+        # Not the tensor itself: a saved result would keep its own node alive.
         return tensor.detach()
 
     with saved_tensors_hooks(pack, lambda tensor: tensor), _Work() as work:
@@ -214,7 +214,7 @@ def measure(module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> tupl
 
 
 class _Work(TorchDispatchMode):
-    """Adds up what operators do."""
+    """Adds up the floating-point operations of operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Activation checkpointing of modules: `checkpoint`, `checkpoint_sequential`, and marks."""
+"""Checkpoints activations of modules: `checkpoint`, `checkpoint_sequential`, and marks."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def checkpoint(
     """Calls a module and keeps its arguments only; its backward computes it again.
 
     Used inside of a ``forward`` in the place of ``module(*args, **kwargs)``, for this one call. The
-    module may live on any rank, and is computed again there.
+    module may live on any rank; that rank computes it again.
 
     Args:
-        module: lies on one partition.
-        args, kwargs: of the module, nested in any way.
-        preserve_rng_state: the second run draws the random numbers of the first.
+        module: module that lies on one partition.
+        args, kwargs: arguments of the module, nested in any way.
+        preserve_rng_state: whether the second run draws the random numbers of the first.
 
     Returns:
         what the module returns.
 
     Raises:
         TypeError: ``module`` is a plain function.
-        ValueError: the user placed the module on several partitions. Where the library did, it
+        ValueError: the user placed the module on several partitions. If the library did, the call
             runs without checkpointing, and rank 0 warns.
     """
     _check_module(module)
@@ -52,22 +52,22 @@ def checkpoint_sequential(
     preserve_rng_state: bool = True,
     pack_args_as_tuple: bool = False,
 ) -> Any:
-    """Calls a sequence whose layers, or groups of them, are one checkpoint each.
+    """Calls a sequence whose layers, or groups of layers, are one checkpoint each.
 
     Args:
-        sequential_module: its layers may live on different ranks.
-        input: of the first layer; a tuple is handed over as one argument.
+        sequential_module: the sequence; its layers may live on different ranks.
+        input: input of the first layer; a tuple is passed as one argument.
         strategy: "each", "contiguous" (neighbours on one partition together) or "group_<N>" (at
             most N of them). A budget needs `set_activation_checkpointing`.
-        preserve_rng_state: second runs draw the random numbers of the first.
-        pack_args_as_tuple: accepted; so it is with all sequences.
+        preserve_rng_state: whether second runs draw the random numbers of the first.
+        pack_args_as_tuple: accepted; all sequences behave so.
 
     Returns:
         what the last layer returns.
 
     Raises:
         TypeError: ``sequential_module`` is no ``nn.Sequential``.
-        ValueError: for another strategy; the user placed one layer on several partitions.
+        ValueError: the strategy is another one; the user placed one layer on several partitions.
     """
     if not isinstance(sequential_module, nn.Sequential):
         raise TypeError(
@@ -90,31 +90,33 @@ def set_activation_checkpointing(
     strategy: str = "each",
 ) -> None:
     """Checkpoints all calls of a module from now on: only its arguments are kept, and its backward
-    computes it again. Called on all ranks alike, after ``DistributedModel(...)``.
+    computes it again. All ranks make this call alike, after ``DistributedModel(...)``.
 
     Losses and gradients do not change. An evaluation keeps nothing and is not affected.
 
     Args:
-        module: lies on one partition; of an ``nn.Sequential``, each layer does. An
-            ``nn.ModuleList`` or ``nn.ModuleDict`` stands for its members, of which each is one
-            checkpoint wherever it is called.
-        preserve_rng_state: second runs draw the random numbers of the first.
-        pack_args_as_tuple: for sequences: accepted; their layers may take and return a tuple as one
-            argument in any case. For lists and dicts: accepted.
-        strategy: for sequences: "each" layer alone; "contiguous": neighbours on one partition
-            together; "group_<N>": at most N of them; "budget:<GiB>": as few layers as it takes to
-            keep the activations of this sequence within so much memory on each rank. For a budget
+        module: module that lies on one partition; in an ``nn.Sequential``, each layer does. An
+            ``nn.ModuleList`` or ``nn.ModuleDict`` is never called itself; each of its members is
+            one checkpoint wherever it is called.
+        preserve_rng_state: whether second runs draw the random numbers of the first.
+        pack_args_as_tuple: accepted for sequences, whose layers may take and return a tuple as one
+            argument in any case, and for lists and dicts.
+        strategy: choice of checkpoints. For sequences: "each" layer alone; "contiguous":
+            neighbours on one partition together; "group_<N>": at most N of them; "budget:<GiB>":
+            as few layers as it takes to keep the activations of this sequence within so much
+            memory on each rank. For a budget
             the first step checkpoints each layer and measures the bytes that autograd would keep,
             the operations done twice, and how many microbatches are under way at once. For lists
             and dicts: "each" or a budget; a caller may call their members in any order.
 
     Raises:
-        TypeError: ``module`` is no module, or has no ``forward`` to speak of.
-        ValueError: for another strategy; for groups in a list or dict, or in a sequence with a
-            forward of its own; for arguments of sequences with another module; the user
-            placed the module on several partitions (here, or in the first step, when partitions
-            are known). The library cuts a module only where the load of a rank would grow by more
-            than a quarter otherwise; then its parts are checkpointed one by one, and rank 0 warns.
+        TypeError: ``module`` is no module, or has no usable ``forward``.
+        ValueError: the strategy is unknown; it asks for groups in a list or dict, or in a sequence
+            with a forward of its own; arguments of sequences come with another module; the user
+            placed the module on several partitions (checked here, or in the first step, when
+            partitions are known). The library cuts a module only where the load of a rank would
+            otherwise grow by more than a quarter; then its parts are checkpointed one by one, and
+            rank 0 warns.
     """
     module = plain(module)
     _check_type(module)
@@ -143,7 +145,7 @@ def set_activation_checkpointing(
 
 
 def _check_module(module: object) -> None:
-    """Refuses what is not called."""
+    """Refuses objects that are never called, and those `_check_type` refuses."""
     _check_type(module)
     if activations.is_container(module):
         raise TypeError(

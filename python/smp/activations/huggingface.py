@@ -1,12 +1,12 @@
-"""``gradient_checkpointing_enable()`` of transformers, honoured wherever the layers live.
+"""Honours ``gradient_checkpointing_enable()`` of transformers wherever the layers live.
 
-transformers leaves a function with its modules that runs a layer as a checkpoint. Here one of ours
-takes its place, which finds the layer and keeps what it needs as for any checkpointed module:
-where the layer lives, and in host memory with ``offload_activations``.
+transformers stores a function in its modules that runs a layer as a checkpoint. Our replacement of
+that function finds the layer and keeps its tensors like those of any checkpointed module: where the
+layer lives, and in host memory with ``offload_activations``.
 
 Releases from 4.53 on have a base class of layers that calls this function around the layer's
-``__call__`` (4.x) or around the ``forward`` of its class (5.x); before, the model calls it around
-each layer.
+``__call__`` (4.x) or around the ``forward`` of its class (5.x). In earlier releases the model calls
+it around each layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_ch
 
 
 class HonouredModules:
-    """Those modules of a model that transformers may checkpoint.
+    """The modules of a model that transformers may checkpoint.
 
     Args:
         root: the user's model.
@@ -46,22 +46,22 @@ class HonouredModules:
 
     @property
     def is_enabled(self) -> bool:
-        """Is any of them to be checkpointed?"""
+        """Returns whether any of the modules is to be checkpointed."""
         return any(getattr(module, _FLAG) for module in self._modules)
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Those that are one checkpoint each, as far as their classes say so."""
+        """Returns layers to checkpoint whose class shows that each is one checkpoint."""
         return [layer for layer in self._layers if getattr(layer, _FLAG)]
 
     def honour(self) -> None:
-        """Puts our function in the place of theirs; cheap where that has happened."""
+        """Replaces their function by ours; cheap where that has happened."""
         for module in self._modules:
             theirs = module.__dict__.get(_FUNCTION)
             if theirs is None or type(theirs) is _Checkpoint:
                 continue
             plain = theirs.func if isinstance(theirs, functools.partial) else theirs
-            if plain is torch.utils.checkpoint.checkpoint:  # else one of the user
+            if plain is torch.utils.checkpoint.checkpoint:  # the user may have set another one
                 module.__dict__[_FUNCTION] = _Checkpoint(theirs)
         wanted = [(layer, is_placed(layer)) for layer in self.layers]
         if wanted != self._settled:
@@ -69,18 +69,18 @@ class HonouredModules:
             self._settle()
 
     def _settle(self) -> None:
-        """Has parts of layers checkpointed where layers are not on one partition."""
+        """Checkpoints parts of the layers that lie on several partitions."""
         for undo in self._undo:
             undo()
         self._undo.clear()
         for layer, _ in self._settled:
             for part in whole_or_parts([layer]):
-                if part is not layer:  # layers see to it themselves
+                if part is not layer:  # whole layers checkpoint themselves
                     self._undo.append(wrap_call(part))
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """By name: importing transformers is not allowed."""
+    """Returns whether a module is a layer, by class name: importing transformers is forbidden."""
     return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 
@@ -88,7 +88,7 @@ class _Checkpoint:
     """Runs a layer for transformers.
 
     Args:
-        theirs: the function that it stands for.
+        theirs: the function of transformers that this object replaces.
     """
 
     def __init__(self, theirs: Callable[..., Any]) -> None:
@@ -107,7 +107,7 @@ class _Checkpoint:
         if not is_together(module):
             return inner(*inner_args, **inner_kwargs)
         if isinstance(inner, types.FunctionType):
-            # The forward of its class: the call has come to where the module lives.
+            # The forward of its class: the call has arrived where the module lives.
             if is_wrapped(module, Around.CHECKPOINT):
                 return inner(*inner_args, **inner_kwargs)
             return recompute(
@@ -121,14 +121,14 @@ class _Checkpoint:
 def _opened(
     function: Callable[..., Any],
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """A function without what `functools.partial` has hidden in it: tensors must be seen."""
+    """Takes a function and its arguments out of `functools.partial`, so that tensors are seen."""
     if isinstance(function, functools.partial):
         return function.func, function.args, function.keywords
     return function, (), {}
 
 
 def _module_of(function: Callable[..., Any], args: Iterable[Any]) -> nn.Module | None:
-    """The module whose call a function is; None if that cannot be told."""
+    """Returns the module that a function calls, or None if that cannot be found out."""
     if isinstance(function, nn.Module):
         return function
     owner = getattr(function, "__self__", None) if inspect.ismethod(function) else None

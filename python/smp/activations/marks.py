@@ -1,7 +1,7 @@
-"""Checkpointing of modules and sequences, wherever their parts live.
+"""Checkpoints modules and sequences, wherever their parts live.
 
-A mark stands around the forward of a module, inside of what sends its calls to another rank, so it
-takes effect where the module lives. All ranks mark the same modules.
+A mark wraps the forward of a module, inside of the wrapper that sends its calls to another rank, so
+it takes effect where the module lives. All ranks mark the same modules.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def mark(module: nn.Module, preserve_rng_state: bool, strategy: Strategy | None)
     """Checkpoints all calls of a module from now on; replaces an earlier mark.
 
     Args:
-        module: in a sequence with a strategy each layer, or groups of them; of a container each
-            member.
+        module: module to checkpoint; a strategy applies to the layers of a sequence, alone or in
+            groups, or to the members of a container.
         preserve_rng_state: see `smp.activations.recompute`.
-        strategy: None for anything but a sequence or a container.
+        strategy: strategy of a sequence or a container; None for other modules.
 
     Raises:
         ValueError: the user placed the module on several partitions.
@@ -56,12 +56,12 @@ def mark(module: nn.Module, preserve_rng_state: bool, strategy: Strategy | None)
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Is a module, or what it is a part of, to be checkpointed?"""
+    """Returns whether a module is marked."""
     return module in _marks
 
 
 def units(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """What is one checkpoint each, of marked modules and sequences."""
+    """Returns the modules that are one checkpoint each, from marked modules and sequences."""
     found: set[nn.Module] = set()
     for module in modules:
         made = _marks.get(module)
@@ -71,7 +71,7 @@ def units(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 def is_container(module: object) -> bool:
-    """Is this a list or dict of modules, which nobody calls as a whole?"""
+    """Returns whether an object is a list or dict of modules that is never called as a whole."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     return type(module).forward is nn.Module.forward
@@ -115,12 +115,12 @@ def _settle(module: nn.Module, made: _Mark) -> None:
 
 
 def wrap_call(module: nn.Module) -> Callable[[], None]:
-    """Checkpoints all calls of a module until what is returned is called."""
+    """Checkpoints all calls of a module until the returned function is called."""
     return wrap_forward(module, Around.CHECKPOINT, functools.partial(_around, module, True))
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Layers of a sequence, members of a container and of containers in it."""
+    """Yields the layers of a sequence, or members of a container and of containers in it."""
     for child in module.children():
         if is_container(child):
             yield from _called(child)
@@ -141,7 +141,7 @@ def _around_sequence(module: nn.Module, made: _Mark, inner: Forward) -> Forward:
     strategy = made.strategy
     assert strategy is not None
     if strategy.kind == "budget" or strategy.group_size == 1:
-        return inner  # its layers see to it, whatever its forward is
+        return inner  # each layer has a wrapper, whatever the sequence's forward is
 
     def forward(input: Any) -> Any:
         return checkpoint_sequence(module, input, strategy, made.preserve_rng_state)
@@ -152,12 +152,12 @@ def _around_sequence(module: nn.Module, made: _Mark, inner: Forward) -> Forward:
 def checkpoint_sequence(
     module: nn.Module, input: Any, strategy: Strategy, preserve_rng_state: bool
 ) -> Any:
-    """Runs the layers of a sequence, groups of them as one checkpoint each.
+    """Runs the layers of a sequence; groups of them are one checkpoint each.
 
     Args:
-        module: its children take the result of the one before.
-        input: of the first.
-        strategy: of kind "groups".
+        module: sequence whose children take the result of the one before.
+        input: input of the first layer.
+        strategy: strategy of kind "groups".
         preserve_rng_state: see `smp.activations.recompute`.
 
     Raises:
@@ -173,7 +173,7 @@ def _run_layers(
 ) -> Any:
     if not torch.is_grad_enabled():
         return _run_plainly(layers, input)
-    if is_tracing():  # which of them will be together is not known
+    if is_tracing():  # partitions are not known yet
         for layer in layers:
             input = recompute(layer, (input,), modules=(layer,))
         return input
@@ -211,12 +211,12 @@ def checkpoint_call(
     kwargs: Mapping[str, Any],
     preserve_rng_state: bool,
 ) -> Any:
-    """One call of a module as a checkpoint, on the rank where the module lives.
+    """Runs one call of a module as a checkpoint, on the rank where the module lives.
 
     Args:
-        module: lies on one partition.
-        function: calls the module, or its forward.
-        args, kwargs: of ``function``.
+        module: module that lies on one partition.
+        function: function that calls the module, or its forward.
+        args, kwargs: arguments of ``function``.
         preserve_rng_state: see `smp.activations.recompute`.
     """
     if is_wrapped(module, Around.CHECKPOINT):  # marked as well

@@ -1,4 +1,4 @@
-"""On which partition modules live, for those that must be on one."""
+"""Finds the partition of modules, for those that must be on one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _warned: set[str] = set()
 
 
 def note_placement(decision: Decision) -> None:
-    """Remembers where the modules of a partitioned model live."""
+    """Stores where the modules of a partitioned model live."""
     chunks = decision.chunk_idxs or (0,) * len(decision.modules)
     by_hand = decision.decided_by == "marks"
     for idx, module in enumerate(decision.modules):
@@ -42,25 +42,25 @@ def note_placement(decision: Decision) -> None:
 
 
 def is_placed(module: nn.Module) -> bool:
-    """Is it known where a module lives?"""
+    """Returns whether the place of a module is known."""
     return module in _places
 
 
 def place_of(module: nn.Module) -> tuple[int, int]:
-    """Partition and chunk of a module; (0, 0) before the partition, when nothing is apart."""
+    """Returns partition and chunk of a module; (0, 0) before the model is partitioned."""
     place = _places.get(module)
     return (0, 0) if place is None else (place.partition, place.chunk)
 
 
 def is_together(module: nn.Module, instead: str = "it runs without checkpointing") -> bool:
-    """Is all of a module on one partition? If not, that is an error or a warning.
+    """Returns whether all of a module is on one partition; raises or warns if it is not.
 
     Args:
-        module: that is to be one checkpoint.
-        instead: what happens to it otherwise, for the warning.
+        module: module to make one checkpoint of.
+        instead: the consequence otherwise, in words, for the warning.
 
     Raises:
-        ValueError: it is not, and the user has placed it so.
+        ValueError: the user has placed the module on several partitions.
     """
     apart = _partitions_of(module.modules())
     if len(apart) < 2:
@@ -82,10 +82,10 @@ def is_together(module: nn.Module, instead: str = "it runs without checkpointing
 
 
 def whole_or_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """What is checkpointed where some modules are to be: they, or what is inside of them.
+    """Returns the modules to checkpoint: whole ones, and the parts of those that are cut.
 
-    A cut through a module leaves parts of it that are on one partition. Those without modules of
-    their own keep little more than their arguments in any case.
+    A cut through a module leaves parts that are on one partition. Parts without modules of their
+    own are left out: they keep little more than their arguments in any case.
 
     Raises:
         ValueError: the user placed one of the modules on several partitions.

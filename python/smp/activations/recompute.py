@@ -1,7 +1,7 @@
-"""Calls of which only the arguments are kept: backward computes them again.
+"""Calls functions and keeps only their arguments; backward computes the calls again.
 
-The node of autograd is in C++ (`csrc/memory/recompute.h`); here are arguments and results of any
-nesting, and what of the surroundings of a call belongs to its second run.
+The node of autograd is in C++ (`csrc/memory/recompute.h`). This file handles arguments and results
+of any nesting, and the surroundings of a call that its second run needs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from smp.world import runtime
 
 
 def is_recomputing() -> bool:
-    """True while this thread runs the second forward of a checkpointed module, in its backward.
+    """Returns whether this thread runs the second forward of a checkpointed module, in backward.
 
-    Of one microbatch and context: what runs meanwhile in other contexts of this rank is not meant.
+    The answer holds for the current microbatch and context; other contexts of this rank do not
+    count.
     """
     return _C.is_recomputing()
 
@@ -46,32 +47,32 @@ def recompute(
 ) -> Any:
     """Calls a function and keeps its arguments only; backward computes it again.
 
-    Without gradients it is a plain call; in the tracing pass PyTorch's own checkpoint, of which the
-    trace knows what it keeps. The second run has the grad
-    mode, autocast, context variables and (``preserve_rng_state``) random numbers of the first.
-    Results are equal bit by bit to those without checkpointing, and so are gradients, except that
-    those of an argument which is also used elsewhere may be added up in another order.
+    Without gradients it is a plain call. In the tracing pass it is PyTorch's own checkpoint, whose
+    kept tensors the trace can count. The second run has the grad mode, autocast, context variables
+    and (``preserve_rng_state``) random numbers of the first. Results are equal bit by bit to those
+    without checkpointing. So are gradients, except that those of an argument which is also used
+    elsewhere may be added up in another order.
 
     Args:
-        function: of ``args`` and ``kwargs``. Tensors that need gradients reach it as arguments, or
-            are parameters of its modules.
-        args, kwargs: anything; tensors may be in containers, registered classes, dataclasses and
+        function: takes ``args`` and ``kwargs``. Tensors that need gradients reach it as arguments,
+            or are parameters of its modules.
+        args, kwargs: any values; tensors may be in containers, registered classes, dataclasses and
             attributes of other objects, not in closures. An object with a tensor that needs a
-            gradient reaches the function as another one of its class; lists, dictionaries and sets
-            do so always, and what the first run puts into them is put into those of the caller.
-            Attention caches of transformers are left out, since the second run would fill them once
-            more.
-        preserve_rng_state: repeat the random numbers of the CPU and of the device.
-        modules: what the function runs, to find parameters that need gradients.
+            gradient reaches the function as another object of its class; lists, dictionaries and
+            sets always do, and items that the first run adds are added to those of the caller.
+            Attention caches of transformers are left out, since the second run would fill them
+            once more.
+        preserve_rng_state: whether to repeat the random numbers of the CPU and of the device.
+        modules: modules that the function runs, to find parameters that need gradients.
 
     Returns:
-        what ``function`` returned; tensors in it hang on one node of autograd. Objects with
-        floating-point tensors are others of their class.
+        the result of ``function``; its tensors hang on one node of autograd. Objects with
+        floating-point tensors are new objects of their class.
 
     Raises:
         ValueError: the function puts tensors into an object among its arguments, or takes or
-            returns tensors in one that cannot be made anew; in backward: it returned other tensors
-            than before, or gradients are wanted for some tensors only.
+            returns tensors in an object that cannot be rebuilt; in backward: it returned other
+            tensors than before, or gradients are wanted for some tensors only.
 
     Source: arXiv:1604.06174.
     """
@@ -86,7 +87,7 @@ def recompute(
 
 
 class _Call:
-    """One call; lives as long as its node."""
+    """A checkpointed call; lives as long as its node."""
 
     def __init__(
         self,
@@ -99,15 +100,15 @@ class _Call:
         self._function = function
         self._modules = modules
         arguments = _without_caches(tuple(args), dict(kwargs))
-        # Of the caller, until the first run is over. Each run has lists, dictionaries and sets of
-        # its own; what the first one does to them is done to the caller's.
+        # The caller's objects, until the first run is over. Each run has lists, dictionaries and
+        # sets of its own; changes by the first run are applied to the caller's.
         self._given: Given | None = Given.to(*arguments, objects=False)
         self._objects: Given | None = Given.to(*arguments)
         self._templates = self._given.templates()
         self._arguments = Flat(self._given.apart(arguments), counts=_needs_grad)
         self._result: Flat | None = None  # of the first run, its tensors taken out
-        # Nor are the containers of context variables kept, to which a run adds: both runs find
-        # their outlines.
+        # Containers of context variables, to which a run adds, are not kept: both runs get their
+        # outlines.
         self._collectors: list[Any] | None = []
         self._outlines: list[tuple[contextvars.ContextVar[Any], Any]] = []
         self._context = contextvars.copy_context()
@@ -118,7 +119,7 @@ class _Call:
         self._masks = Again()
         self._left: tuple[Watch, list[int]] | None = None
         self._modes = Flags(modules)
-        self._earlier: Earlier | None = None  # the state that the first run has found
+        self._earlier: Earlier | None = None  # the state before the first run
         self._flags: tuple[bool, ...] = ()  # which of the tensors left behind are results
         self._own_device = None if current is None else current.rank.device
         self._store = None if current is None else current.activation_store
@@ -139,7 +140,7 @@ class _Call:
             store=self._store,
         )
         assert self._result is not None
-        # What passed through unchanged is what the caller has.
+        # Tensors that passed through unchanged are returned as the caller's.
         same = {id(local): tensor for local, tensor in zip(tensors, given, strict=True)}
         filled = self._result.filled([same.get(id(t), t) for t in results])
         result, changes, found, left = filled
@@ -151,7 +152,7 @@ class _Call:
             watch.replace(dict(zip(ids, left, strict=True)))
             self._left = None
         settled = self._given.settle(changes, result)
-        # Else results would keep the graph, and it them.
+        # Otherwise results would keep the graph alive, and the graph would keep them.
         self._given = self._objects = self._collectors = None
         return settled
 
@@ -198,7 +199,7 @@ class _Call:
             return Flat((*told, left), counts=_may_have_grad).take()
 
     def _try_out(self, tensors: Sequence[Tensor], earlier: Earlier) -> Watch:
-        """Runs the function with a graph, of which nothing is kept."""
+        """Runs the function with a graph that is dropped afterwards."""
         random_state = _C.RandomState.capture(str(self._device))
         casts = autocast.apply(self._autocast) if self._autocast else contextlib.nullcontext()
         with torch.enable_grad(), casts, _statistics_kept(self._modules), earlier.again():
@@ -216,7 +217,7 @@ class _Call:
         return copies(self._templates, *self._arguments.filled(tensors, made))
 
     def _call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Any, ...]:
-        """The result, and what was done to containers among the arguments."""
+        """Returns the result, and the changes to containers among the arguments."""
         args, kwargs = arguments
         given = Given.to(args, kwargs, objects=False)
         with self._masks.run(), self._collecting() as found:
@@ -225,7 +226,7 @@ class _Call:
 
     @contextlib.contextmanager
     def _collecting(self) -> Iterator[list[tuple[int, tuple[Any, ...], Any]]]:
-        """Gives what is added, inside, to containers of context variables: their number, path."""
+        """Yields a list of later additions to context variables' containers: number, path, item."""
         found: list[tuple[int, tuple[Any, ...], Any]] = []
         tokens = [(var, var.set(collected.outline(before))) for var, before in self._outlines]
         try:
@@ -247,12 +248,12 @@ def _needs_grad(tensor: Tensor) -> bool:
 
 
 def _may_have_grad(tensor: Tensor) -> bool:
-    # The first run has no graph to tell.
+    # The first run has no graph that shows it.
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _check_unchanged(objects: Iterable[Any], before: Sequence[tuple[Any, list[Any]]]) -> None:
-    """The caller has another object, which would not change."""
+    """Raises if an argument changed: it is a copy, so the caller's object would not change."""
     for value, was in zip(objects, before, strict=True):
         if is_changed(was, contents_of(value)):
             raise ValueError(
@@ -263,7 +264,7 @@ def _check_unchanged(objects: Iterable[Any], before: Sequence[tuple[Any, list[An
 
 
 def _check_objects(objects: Given) -> None:
-    """The first run has no gradients, and the caller would find what it has made."""
+    """Raises if objects got tensors: those of the first run have no gradients."""
     for value, items in objects.new_items():
         if tensors_in(items):
             raise ValueError(
@@ -274,7 +275,7 @@ def _check_objects(objects: Given) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The tensor behind a handle of one on another rank."""
+    """Returns the tensor behind a handle for another rank's tensor."""
     while hasattr(tensor, "local"):
         tensor = tensor.local()
     return tensor
@@ -297,8 +298,8 @@ def _without_caches(
 
 @contextlib.contextmanager
 def _statistics_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """The second run does not count as another batch for batch norms."""
-    # Through `data`: autograd must not take it for a change of what it has saved.
+    """Keeps the statistics of batch norms from counting the second run as another batch."""
+    # Writes go through `data`, so that autograd does not see saved tensors change.
     buffers = [
         buffer.data
         for module in modules

@@ -15,7 +15,7 @@ from smp.activations.recompute import recompute
 
 
 class Request(NamedTuple):
-    """What shall be one checkpoint; travels with a call.
+    """A request to run modules as one checkpoint; it travels with a call.
 
     Attributes:
         modules: one module, or several that take the result of the one before.
@@ -31,7 +31,7 @@ _request: ContextVar[Request | None] = ContextVar("smp_checkpoint_request", defa
 
 @contextlib.contextmanager
 def asking(request: Request) -> Iterator[None]:
-    """The next call of the first of its modules that leaves this rank takes the request along."""
+    """Attaches a request to the next call of its first module that leaves this rank."""
     token = _request.set(request)
     try:
         yield
@@ -40,7 +40,7 @@ def asking(request: Request) -> Iterator[None]:
 
 
 def take_request(module: nn.Module) -> Request | None:
-    """The request that waits for a call of this module; it is taken once."""
+    """Returns and removes the request that waits for a call of this module, if any."""
     request = _request.get()
     if request is None or request.modules[0] is not module:
         return None
@@ -56,15 +56,15 @@ def fulfil(
     seeds: Sequence[int] = (),
     device: torch.device | None = None,
 ) -> Any:
-    """Runs what was asked for, here.
+    """Runs the modules of a request on this rank.
 
     Args:
-        request: somebody asked for.
-        forward: of its first module.
-        args, kwargs: of the call; one positional argument if there are several modules.
-        seeds: of the modules, each of which would have had random numbers of its own if the caller
-            had called them one by one; none: they go on with the same numbers.
-        device: whose generator is seeded, besides the CPU's.
+        request: request that came with the call.
+        forward: forward of its first module.
+        args, kwargs: arguments of the call; one positional argument if there are several modules.
+        seeds: seed of each module; the caller would have given each call its own random numbers.
+            If empty, the modules go on with the same numbers.
+        device: device whose generator is seeded, besides the CPU's.
     """
     function = forward
     if len(request.modules) > 1:

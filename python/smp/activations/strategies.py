@@ -1,4 +1,4 @@
-"""Which layers of a sequence make one checkpoint. Pure."""
+"""Groups the layers of a sequence into checkpoints. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ VALID = "'each', 'contiguous', 'group_<N>' (as in 'group_2') or 'budget:<GiB>' (
 
 @dataclass(frozen=True)
 class Strategy:
-    """What a strategy string says.
+    """A parsed strategy string.
 
     Attributes:
         kind: "groups" or "budget".
-        group_size: most layers of one checkpoint; None: as many as are together.
-        budget_bytes: of activations on each rank, with kind "budget".
+        group_size: most layers of one checkpoint; None: as many as are on one partition.
+        budget_bytes: memory for activations on each rank, with kind "budget".
     """
 
     kind: Literal["groups", "budget"]
@@ -27,10 +27,10 @@ class Strategy:
 
 
 def parse_strategy(text: object) -> Strategy:
-    """Reads a strategy.
+    """Parses a strategy string.
 
     Raises:
-        ValueError: it is none; the text lists those that there are.
+        ValueError: the strategy is unknown; the text lists the valid ones.
     """
     if text == "each":
         return Strategy("groups", 1)
@@ -52,12 +52,12 @@ def plan_groups(
     """Cuts layers into checkpoints: neighbours of one place, up to a number.
 
     Args:
-        places: where each layer lives; None: a layer that is not in one place.
+        places: place of each layer; None: the layer is not in one place.
         group_size: most layers of one checkpoint; None: no limit.
 
     Returns:
-        ranges of layers that cover all of them in order, and whether each is a checkpoint; layers
-        without one place are alone and are none.
+        ranges that cover all layers in order, and whether each range is a checkpoint; a layer
+        without one place is alone in its range and no checkpoint.
     """
     groups: list[tuple[range, bool]] = []
     begin = 0

@@ -1,4 +1,4 @@
-"""Saving and loading: single files, and checkpoints of whole jobs that load on any layout."""
+"""Saves and loads single files, and checkpoints of whole jobs that load on any layout."""
 
 from smp.checkpoint.files import load, save
 from smp.checkpoint.handle import SaveHandle

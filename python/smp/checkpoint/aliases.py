@@ -1,4 +1,4 @@
-"""Which tensors lie in the same memory, so that a file holds each element once."""
+"""Finds tensors that share memory, so that a file holds each element once."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Run:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor as elements of a run."""
+    """A tensor that consists of elements of a run."""
 
     run_idx: int
     offset: int
 
 
 def find_views(tensors: Sequence[torch.Tensor]) -> tuple[list[Run], list[View]]:
-    """Runs in the order in which they are needed, and each tensor as part of one.
+    """Returns runs in the order in which they are needed, and each tensor as part of one.
 
-    Contiguous tensors that overlap in one storage are one run; tensors that merely lie side by
-    side are not, for else a process that loads one would hold both. Of others, each is a run of its
+    Contiguous tensors that overlap in one storage are one run. Tensors that merely lie side by side
+    are not, because a process that loads one would hold both. Each other tensor is a run of its
     own.
     """
     by_storage: dict[tuple[torch.device, int, torch.dtype], list[int]] = {}

@@ -1,9 +1,9 @@
-"""``.pt`` files written in one stream: the structure first, then storage after storage.
+"""Writes ``.pt`` files in one stream: the structure first, then storage after storage.
 
 ``torch.load(path, weights_only=True, mmap=True)`` reads them. The format is that of
 ``torch.save``: a zip file of stored records, ``data.pkl`` (protocol 2, storages as persistent
 ids) and ``data/<n>``. Unlike ``torch.save`` nothing is held in memory but the buffers of the
-writer, tensors can be made when their turn comes, and checksums are computed on the way.
+writer, tensors can be made when their turn comes, and checksums are computed meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from smp.checkpoint.aliases import View, find_views
 from smp.checkpoint.manifest import ITEM_BYTES, FileRecord
 from smp.checkpoint.zip_stream import ZipStream
 
-#: A tensor in the structure: keys and indices from the top.
+#: Keys and indices from the top of the structure to a tensor.
 Keys = tuple[Any, ...]
 
 _PIECE_BYTES = 32 << 20
@@ -36,7 +36,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.
 
 @dataclass(frozen=True)
 class Deferred:
-    """A tensor that is made when its turn to be written comes, and let go of then.
+    """A tensor that is made when its turn to be written comes, and freed afterwards.
 
     Attributes:
         make: yields a tensor of this shape and dtype, on any device, contiguous or not.
@@ -47,10 +47,10 @@ class Deferred:
     make: Callable[[], torch.Tensor]
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Makes the tensor; contiguous pieces of it, in row-major order.
+        """Makes the tensor; returns contiguous pieces of it, in row-major order.
 
         Raises:
-            ValueError: if it comes otherwise than announced.
+            ValueError: the tensor has another shape or dtype than announced.
         """
         tensor = self.make().detach()
         if tuple(tensor.shape) != tuple(self.shape) or tensor.dtype != self.dtype:
@@ -63,7 +63,7 @@ class Deferred:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of the structure lies: contiguous, row-major, from byte ``offset`` on."""
+    """The place of a tensor in the file: contiguous, row-major, from byte ``offset`` on."""
 
     keys: Keys
     offset: int
@@ -81,11 +81,11 @@ class Written:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """How a file is written; memory is ``num_buffers * buffer_bytes``.
+    """Options of writing a file; memory is ``num_buffers * buffer_bytes``.
 
     Attributes:
-        chunk_bytes: what one checksum of the manifest covers.
-        progress: called with the number of bytes so far after each tensor.
+        chunk_bytes: number of bytes that one checksum of the manifest covers.
+        progress: called after each tensor with the number of bytes so far.
     """
 
     buffer_bytes: int = 32 << 20
@@ -105,8 +105,8 @@ def write(path: Path, structure: Any, options: WriteOptions | None = None) -> Wr
             dtypes and devices, tensors on any device, :class:`Deferred`.
 
     Raises:
-        ValueError: naming the place of an object of another kind.
-        RuntimeError: naming the file, if it cannot be written.
+        ValueError: the structure has an object of another kind; the text has its place.
+        RuntimeError: the file cannot be written; the text has its name.
     """
     options = options or WriteOptions()
     writer = _C.FileWriter(
@@ -151,7 +151,7 @@ def _write(
 
 @dataclass(frozen=True)
 class _Ref:
-    """Stands for tensor ``idx`` in the structure that is pickled."""
+    """A reference to tensor ``idx`` in the structure that is pickled."""
 
     idx: int
 
@@ -242,7 +242,7 @@ class _Source:
 
 
 def _contiguous_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor in row-major order, copied piece by piece where it is not contiguous."""
+    """Yields the tensor in row-major order, copied piece by piece if it is not contiguous."""
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         num_bytes = tensor.numel() * tensor.dtype.itemsize
         if tensor.dim() == 0 or num_bytes <= _PIECE_BYTES:
@@ -267,7 +267,7 @@ class _Records:
 
 
 def _records_of(tensors: list[torch.Tensor | Deferred]) -> _Records:
-    """One record per storage, in the order in which the structure names them."""
+    """Returns one record per storage, in the order in which the structure names them."""
     there = [t for t in tensors if isinstance(t, torch.Tensor)]
     runs, views_there = find_views(there)
     sources: list[_Source] = []

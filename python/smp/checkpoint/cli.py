@@ -1,4 +1,4 @@
-"""``smp ckpt``: looks at checkpoints, checks and converts them, without a job."""
+"""Implements ``smp ckpt``, which shows, checks and converts checkpoints without a job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_LISTED = 50
 def add_parser(subparsers: Any) -> None:
     """Adds the command ``ckpt``; its default ``execute`` takes the arguments, returns the status.
 
-    Status 0: done and nothing wrong; 1: something is wrong, or two checkpoints differ.
+    Status 0: done without a problem; 1: there is a problem, or two checkpoints differ.
     """
     parser = subparsers.add_parser(
         "ckpt",
@@ -108,12 +108,12 @@ def _registration(text: str) -> exporting.Translate:
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """One that a command works on.
+    """A checkpoint that a command works on.
 
     Attributes:
-        path: its folder.
-        shown: how it is called in what is printed.
-        fetched: keeps what was fetched from a store as long as this lives.
+        path: folder of the checkpoint.
+        shown: name of the checkpoint in printed text.
+        fetched: keeps the files fetched from a store while this object lives.
     """
 
     path: Path
@@ -122,11 +122,12 @@ class _Checkpoint:
 
 
 def _checkpoint(place: str, tag: str | None = None, with_files: bool = True) -> _Checkpoint:
-    """The folder itself if it is a checkpoint, else the one of the tag, or the newest in it.
+    """Returns the folder itself if it is a checkpoint, else the tag's or newest one in it.
 
     Args:
         place: a folder or an address.
-        with_files: fetch all files from a store, not the manifest alone.
+        tag: tag of the checkpoint; None: the newest.
+        with_files: whether to fetch all files from a store, not the manifest alone.
     """
     if names.is_address(place):
         address = names.parse(place)

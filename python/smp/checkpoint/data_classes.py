@@ -1,4 +1,4 @@
-"""Objects that are data, in files of ``torch.save``: which classes these are, and reading them."""
+"""Reads objects that are data from files of ``torch.save``, and lists their classes."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import torch
 
 from smp.checkpoint import numpy_values
 
-#: Empty bytes are made by a call of the class; others are pickled as texts.
+#: Calls of the class make empty bytes; others are pickled as texts.
 _DATA_CLASSES: dict[str, type] = {"argparse.Namespace": argparse.Namespace, "builtins.bytes": bytes}
-#: Base classes of which every loaded subclass is let in: they are data, their constructors set
-#: attributes, and the scripts of users keep them here.
+#: Base classes of which every loaded subclass is let in: their objects are data, their constructors
+#: set attributes, and users' scripts keep them in files.
 _DATA_BASES = (("transformers.configuration_utils", ("PretrainedConfig", "PreTrainedConfig")),)
 _NAME = re.compile(r"[\w.]+\Z")
 
 
 def names_in(path: str | Path) -> list[str]:
-    """Classes and functions that the file needs, and that torch does not let in itself.
+    """Returns classes and functions that the file needs and that torch does not let in itself.
 
     Raises:
-        UnpicklingError: the file holds something that no read without code can make.
+        UnpicklingError: the file holds an object that cannot be read without running code.
     """
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
 
 
 def classes_of(names: Iterable[str]) -> Iterator[tuple[str, type]]:
-    """Yields the names that are classes of loaded modules, with these; imports nothing.
+    """Yields the names that are classes of loaded modules, with these classes; imports nothing.
 
-    Classes of numpy are not among them: they are read in a way of their own.
+    Classes of numpy are left out: `numpy_values` reads them.
     """
     names = list(names)
     for name in sorted({*names}.difference(numpy_values.known(names))):
@@ -45,11 +45,11 @@ def classes_of(names: Iterable[str]) -> Iterator[tuple[str, type]]:
 
 
 def refusal(names: list[str], own: Iterable[type] = ()) -> str | None:
-    """Returns why a file with these names is not read as data; None if it is.
+    """Returns the reason why a file with these names is not read as data; None if it is.
 
     Args:
-        names: what `names_in` found.
-        own: classes that are let in as well.
+        names: result of `names_in`.
+        own: further classes that are let in.
     """
     known = {*numpy_values.known(names), *_let_in(names, own)}
     refused = [name for name in names if name not in known]
@@ -60,11 +60,14 @@ def read(path: Path, names: list[str], own: Iterable[type] = (), **options: Any)
     """Returns the content of a file that `refusal` found to be data.
 
     Args:
-        options: for ``torch.load``.
+        path: the file.
+        names: result of `names_in`.
+        own: further classes that are let in.
+        options: keyword arguments of ``torch.load``.
 
     Raises:
-        UnpicklingError: the file asks for something else than to fill such objects.
-        Unfit: a value of numpy in it is not plain.
+        UnpicklingError: the file asks for more than to fill such objects.
+        Unfit: the file has a value of numpy that is not plain.
     """
     options["weights_only"] = True
     of_numpy = numpy_values.known(names)
@@ -72,7 +75,7 @@ def read(path: Path, names: list[str], own: Iterable[type] = (), **options: Any)
     if of_numpy:
         with torch.serialization.safe_globals(classes + numpy_values.stand_ins(of_numpy)):
             torch.load(path, **options)
-        # What the user has let in stays in afterwards.
+        # Classes that the user has let in stay in afterwards.
         given = torch.serialization.get_safe_globals()
         classes += [thing for thing in numpy_values.real(of_numpy) if thing not in given]
     with torch.serialization.safe_globals(classes):
@@ -80,7 +83,7 @@ def read(path: Path, names: list[str], own: Iterable[type] = (), **options: Any)
 
 
 def _let_in(names: list[str], own: Iterable[type]) -> dict[str, type]:
-    """Classes by name whose objects are data, or that the caller lets in."""
+    """Returns classes by name whose objects are data, or that the caller lets in."""
     found = {name: _DATA_CLASSES[name] for name in names if name in _DATA_CLASSES}
     bases = (
         getattr(sys.modules.get(module), base, None)

@@ -1,8 +1,8 @@
-"""What this rank has of a job's state: tensors by global names, and which part of each it is.
+"""Lists the state that a rank has of a job: tensors by global names, and its part of each.
 
-All modes come down to the same: a parameter has values in the model's dtype and, in 16-bit
-training, a master; of each this rank holds a part (see `parts.Part`), and that memory is what
-is saved and what is read into.
+All modes have one form: a parameter has values in the model's dtype and, in 16-bit training, a
+master. This rank holds a part of each (see `parts.Part`); saving reads that memory, and loading
+writes to it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Entry:
     """A part of a tensor of the job, in the memory of this rank.
 
     Attributes:
-        name: global, with its prefix.
-        shape: of the whole tensor.
-        part: which elements these are.
-        tensor: as many, row-major; the memory itself, not a copy.
+        name: global name, with its prefix.
+        shape: shape of the whole tensor.
+        part: part of the whole tensor.
+        tensor: elements of the part, row-major; the memory itself, not a copy.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Held:
     """A parameter or buffer whose values this rank has, or takes when it loads.
 
     Attributes:
-        name: canonical, without prefix.
-        tensor: of the model.
-        stored: what lies here of it.
-        values: in the model's dtype.
-        master: in 16-bit training, of what is trained.
-        is_owner: this pipeline rank has the true value; buffers are on all of them.
+        name: canonical name, without prefix.
+        tensor: parameter or buffer of the model.
+        stored: storage of the tensor on this rank.
+        values: values in the model's dtype.
+        master: master of a trained parameter in 16-bit training.
+        is_owner: whether this pipeline rank has the true value; all of them have the buffers.
     """
 
     name: str
@@ -70,15 +70,15 @@ class ModelState:
     """The tensors of a partitioned model.
 
     Attributes:
-        shapes: of all whole tensors of the model by canonical name, those of other ranks too.
-        aliases: further names of tied parameters, and the canonical one.
-        held: what is here, by canonical name.
-        others: what modules of this rank say of themselves besides (``get_extra_state``).
-        names: canonical names by ``id`` of the parameter, for all ranks' parameters, and of what
-            an optimizer updates here in its place.
-        tensors: of the whole model by canonical name; those of other ranks have no values.
+        shapes: shapes of all whole tensors of the model, other ranks' too, by canonical name.
+        aliases: canonical names of tied parameters by their further names.
+        held: parameters and buffers on this rank, by canonical name.
+        others: further state of this rank's modules (``get_extra_state``).
+        names: canonical names by ``id`` of the parameter, for all ranks' parameters, and of the
+            tensors that an optimizer updates on this rank in their place.
+        tensors: tensors of the whole model by canonical name; other ranks' ones have no values.
         owners: pipeline rank that has the true value, by canonical name.
-        keys: of the state dict, in its order, tensors only.
+        keys: keys of the state dict that have tensors, in its order.
         shows_values: see `Storage`.
     """
 
@@ -94,10 +94,11 @@ class ModelState:
 
 
 def model_state(model: DistributedModel, pp_rank: int) -> ModelState:
-    """What a partitioned model has on this rank. Waits for parameters that are on their way.
+    """Returns a partitioned model's state on this rank. Waits for parameters that are in transfer.
 
     Args:
-        pp_rank: of this process.
+        model: the model.
+        pp_rank: pipeline rank of this process.
     """
     parts = engine_of(model).parts
     assert parts is not None, "the model is not partitioned"
@@ -136,16 +137,16 @@ def model_state(model: DistributedModel, pp_rank: int) -> ModelState:
 
 
 def storage_of(model: DistributedModel) -> Storage:
-    """How the parameters of a partitioned model are stored."""
+    """Returns the storage of a partitioned model's parameters."""
     parts = engine_of(model).parts
     assert parts is not None, "the model is not partitioned"
     return parts.storage
 
 
 def canonical_names(root: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
-    """Names of a model's parameters by ``id``, and of tied ones the canonical name by the others.
+    """Returns names of parameters by ``id``, and canonical names of tied ones by further names.
 
-    As in :class:`ModelState`, for models that are not partitioned, too.
+    They are those of :class:`ModelState`, also for models that are not partitioned.
     """
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
@@ -157,7 +158,7 @@ def canonical_names(root: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
 
 
 def names_of_tied(aliases: Mapping[str, str]) -> dict[str, list[str]]:
-    """The further names of each tied parameter, by its canonical one."""
+    """Returns the further names of each tied parameter, by its canonical name."""
     result: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         result.setdefault(name, []).append(alias)
@@ -172,10 +173,10 @@ class Updated:
     """A parameter of an optimizer.
 
     Attributes:
-        index: in the optimizer's state dicts.
-        name: canonical, of the model's parameter; None: it belongs to another model.
-        tensor: what the optimizer has in its groups, a master or the parameter.
-        held: what this rank has of it; None: it is on another rank.
+        index: index in the optimizer's state dicts.
+        name: canonical name of the model's parameter; None: it belongs to another model.
+        tensor: tensor in the optimizer's groups, a master or the parameter.
+        held: values of the parameter on this rank; None: another rank has them.
     """
 
     index: int
@@ -185,11 +186,11 @@ class Updated:
 
 
 def updated_by(optimizer: torch.optim.Optimizer, state: ModelState) -> Iterator[Updated]:
-    """The parameters of an optimizer, by the index that they have in its state dicts.
+    """Yields the parameters of an optimizer, in the order of its state dicts.
 
     Args:
-        optimizer: of torch, with masters in its groups.
-        state: of the model.
+        optimizer: optimizer of torch, with masters in its groups.
+        state: state of the model.
     """
     for index, tensor in enumerate(parameters_of(optimizer)):
         name = state.names.get(id(tensor))
@@ -197,20 +198,22 @@ def updated_by(optimizer: torch.optim.Optimizer, state: ModelState) -> Iterator[
 
 
 def is_elementwise(key: str, value: object, shape: Sequence[int]) -> bool:
-    """Is this value of an optimizer's state one number per element of a parameter?
+    """Returns whether a value of an optimizer's state has one number per element of a parameter.
 
     Args:
-        shape: of what the optimizer updates.
+        key: key of the value.
+        value: the value.
+        shape: shape of the tensor that the optimizer updates.
     """
     return isinstance(value, Tensor) and key != "step" and value.shape == shape
 
 
 def state_entry(key: str, value: Tensor, held: Held, is_elementwise: bool) -> Entry:
-    """The entry of a tensor in an optimizer's state.
+    """Returns the entry of a tensor in an optimizer's state.
 
-    One that has another shape than the parameter (factored moments) has a name of its own for each
-    part of the parameter, because nobody knows how to cut it: it is found again where the parameter
-    is cut as it was.
+    A tensor of another shape than the parameter (factored moments) has a name of its own for each
+    part of the parameter, because the way to cut it is unknown. It is found again only where the
+    parameter is cut in the same way.
     """
     name, stored = f"{OPTIMIZER}{held.name}/{key}", held.stored
     if is_elementwise:
@@ -227,12 +230,12 @@ def _suffix(stored: Stored) -> str:
 
 
 def own_state_keys(name: str, rests: Iterable[str], stored: Stored) -> dict[str, str]:
-    """Which stored entries are state of a parameter as it is cut here.
+    """Finds stored entries that are state of a parameter as this rank cuts it.
 
     Args:
-        name: under which the parameter was saved.
-        rests: what follows ``optimizer/<name>/`` in names of entries.
-        stored: what this rank has of the parameter.
+        name: name under which the parameter was saved.
+        rests: rests of entries' names after ``optimizer/<name>/``.
+        stored: storage of the parameter on this rank.
 
     Returns:
         names of entries by key of the state.
@@ -247,5 +250,5 @@ def own_state_keys(name: str, rests: Iterable[str], stored: Stored) -> dict[str,
 
 
 def is_number(value: object) -> bool:
-    """Is a value of an optimizer's state kept with the numbers, not as an entry?"""
+    """Returns whether a value of an optimizer's state is kept with the numbers, not as an entry."""
     return not isinstance(value, Tensor) or value.dim() == 0 or math.prod(value.shape) == 0

@@ -26,7 +26,7 @@ Translate = Callable[..., dict[str, Any]]
 _MODEL, _MASTER = "model/", "master/"
 _HEADS = frozenset((*installed.HEADS, "decoder"))
 _LAYER = re.compile(r"(.*?\.\d+)\.")
-# Dtypes that no weight has tell, in a dry run, whose result a tensor is.
+# In a dry run, dtypes that no weight has show which group a result is made of.
 _MINE, _OTHERS = torch.int8, torch.uint8
 
 
@@ -40,23 +40,25 @@ def export(
     """Writes the model of a checkpoint to the folder ``target``, and its configuration if there is
     one.
 
-    Weights of which only masters were saved, as with sharded data parallelism, are rounded as the
-    model was, unless ``dtype`` asks for more.
+    If only masters of a weight were saved, as with sharded data parallelism, they are rounded as
+    the model was, unless ``dtype`` asks for more.
 
-    Memory: one tensor, or where names are translated the tensors of one layer.
+    Memory: one tensor, or the tensors of one layer if names are translated.
 
     Args:
-        max_shard_bytes: tensors of a file; a single tensor may be larger.
-        dtype: of floating-point tensors; None: as they were saved.
-        translate: from names of distributed modules to those of Hugging Face; None: those of the
-            families that the manifest names.
+        source: checkpoint folder.
+        target: folder to write.
+        max_shard_bytes: most bytes of tensors in a file; a single tensor may be larger.
+        dtype: dtype of floating-point tensors; None: as they were saved.
+        translate: translators from names of distributed modules to those of Hugging Face; None:
+            translators of the families that the manifest names.
 
     Returns:
-        All files.
+        all files.
 
     Raises:
-        FileExistsError: if the folder has safetensors files already.
-        ValueError: if there is no model, or a family is unknown.
+        FileExistsError: the folder has safetensors files already.
+        ValueError: there is no model, or a family is unknown.
     """
     if target.is_dir() and any(target.glob("*.safetensors*")):
         raise FileExistsError(f"{target} has safetensors files already; give another folder")
@@ -79,7 +81,7 @@ def export(
 
 @dataclass(frozen=True)
 class _Weight:
-    """The entry that has a tensor of the model, and what it becomes."""
+    """The entry that has a tensor of the model, and the shape and dtype to write."""
 
     entry: str
     shape: tuple[int, ...]
@@ -87,7 +89,7 @@ class _Weight:
 
 
 def _weights_of(manifest: Manifest, rounds: bool) -> dict[str, _Weight]:
-    """The tensors of the model by name; masters where nothing else was saved."""
+    """Returns the tensors of the model by name; masters where only these were saved."""
     config = manifest.layout.config
     half = torch.float16 if config.get("fp16") else torch.bfloat16 if config.get("bf16") else None
     weights: dict[str, _Weight] = {}
@@ -104,20 +106,20 @@ def _weights_of(manifest: Manifest, rounds: bool) -> dict[str, _Weight]:
 
 
 def translators_of(manifest: Manifest) -> list[Translate]:
-    """What gives tensors the names of Hugging Face.
+    """Returns the translators from a checkpoint's names to those of Hugging Face.
 
     ``values["registrations"]`` lists, for each class that was replaced by a distributed one, the
     family and the name of the class: ``[["gpt2", "GPT2LMHeadModel"]]``.
 
     Raises:
-        ValueError: naming a pair that no family of this release has.
+        ValueError: no family of this release has a pair; the text names it.
     """
     pairs = manifest.values.get("registrations", [])
     return [translator(family, module_cls) for family, module_cls in pairs]
 
 
 def translator(family: str, module_cls: str) -> Translate:
-    """From the names of distributed modules to those of a family, where a class was replaced."""
+    """Returns the translator from distributed modules' names to a family's, for one class."""
     for known in FAMILIES:
         for kind, name in known.classes.items():
             if known.names.family == family and name == module_cls:
@@ -130,7 +132,7 @@ def translator(family: str, module_cls: str) -> Translate:
 
 @dataclass(frozen=True)
 class _Result:
-    """A tensor to write, and how to make it."""
+    """A tensor to write, and the function that makes it."""
 
     name: str
     shape: tuple[int, ...]
@@ -157,7 +159,7 @@ class _Translation:
         self._translate = translate
         self._weights = weights
         self._made: tuple[str, State] = ("", {})
-        # Without translation every tensor is by itself.
+        # Without translation each tensor is a group.
         self._group = _group_of_layer if translate else _itself
 
     def results(self) -> Iterator[_Result]:
@@ -186,7 +188,7 @@ class _Translation:
         return state
 
     def _results_of(self, group: str) -> list[str]:
-        """Names of results that are made of the tensors of a group."""
+        """Returns names of results that are made of the tensors of a group."""
 
         def make(name: str) -> torch.Tensor:
             dtype = _MINE if self._group(name) == group else _OTHERS
@@ -223,7 +225,7 @@ def _group_of_layer(name: str) -> str:
 
 
 def second_names(state: Mapping[str, torch.Tensor]) -> list[str]:
-    """Heads that are the very table of the embedding: files of Hugging Face leave them out."""
+    """Returns heads that are the embedding's own table: files of Hugging Face leave them out."""
     first: dict[int, str] = {}
     for name, tensor in sorted(state.items(), key=lambda item: _is_head(item[0])):
         first.setdefault(id(tensor), name)
@@ -239,10 +241,10 @@ def _itself(value: Any) -> Any:
 
 
 def parse_bytes(text: str) -> int:
-    """``"5GB"``, ``"512MB"``, ``"1000"``: a number of bytes.
+    """Parses a number of bytes: ``"5GB"``, ``"512MB"``, ``"1000"``.
 
     Raises:
-        ValueError: if it is no size.
+        ValueError: the text is no size.
     """
     match = re.fullmatch(r"(\d+)\s*(K|M|G|T|)B?", text.strip(), re.IGNORECASE)
     if match is None or int(match[1]) == 0:

@@ -1,4 +1,4 @@
-"""Files that get their names in one step, or not at all. Imports no torch."""
+"""Writes files that get their names in one step, or not at all. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _CONTENT = "user_content_"
 
 
 class FileGeneration:
-    """One write of the file ``<path>/<name>``, and of ``user_content_<name>`` that belongs to it.
+    """A write of the file ``<path>/<name>``, and of ``user_content_<name>`` that belongs to it.
 
-    A crash at any moment leaves both as they were, or both as they are now: the content is complete
-    beside the file when that gets its name, and :func:`content_of` finds it from then on. Nothing
-    here is collective.
+    A crash at any moment leaves both old or both new: the content is complete beside the file when
+    the file gets its name, and :func:`content_of` finds it from then on. Nothing here is
+    collective.
 
     Attributes:
-        temporary: to write the file into.
-        content: to write into what belongs to it, after the file.
-        target: the name that the file gets.
-        generation: unique among all that write to ``path``.
+        temporary: path at which the file is written.
+        content: path at which its content is written, after the file.
+        target: final path of the file.
+        generation: name of this write, unique among all that write to ``path``.
     """
 
     def __init__(self, path: Path, name: str, generation: str, lock: OwnerLock) -> None:
@@ -37,37 +37,37 @@ class FileGeneration:
 
     @classmethod
     def begin(cls, path: Path, name: str, generation: str) -> FileGeneration:
-        """Makes the temporary file, after settling what dead generations left.
+        """Makes the temporary file, after deleting or finishing the writes of dead generations.
 
         Raises:
-            ValueError: if the name is none for a file, or the generation is in use.
+            ValueError: the name is invalid for a file, or the generation is in use.
         """
         folder.check_name(name)
         path.mkdir(parents=True, exist_ok=True)
         result = cls(path, name, generation, left_over.own(path, generation))
         try:
-            result.temporary.touch()  # for hosts that see it, but not the lock
+            result.temporary.touch()  # for hosts that see the file, but not the lock
         except BaseException:
             result.abandon()
             raise
         return result
 
     def commit(self) -> None:
-        """Gives both files, which are synchronised, their names, and makes this the newest."""
+        """Gives both files, which are synchronised, their names, and marks the file as newest."""
         path = self.target.parent
         obsolete = left_over.followers(path, _CONTENT + self.target.name)
         file_system.sync_folder(path)
         os.replace(self.temporary, self.target)
         file_system.sync_folder(path)
         for follower in obsolete:
-            # Of a generation that nobody could know to be dead; its file is no more.
+            # The follower's generation could not be recognised as dead; its file is replaced.
             file_system.delete(follower)
         left_over.settle(path, self.generation)
         folder.write_newest(path, self.target.name, self.generation)
         self._release()
 
     def abandon(self) -> None:
-        """Deletes what was written, unless it was committed."""
+        """Deletes the written files, unless they were committed."""
         if self._lock is not None:
             left_over.settle(self.target.parent, self.generation)
             self._release()
@@ -79,17 +79,17 @@ class FileGeneration:
 
 
 def content_of(file: Path) -> Path | None:
-    """The content that belongs to a file; None if nothing does."""
+    """Returns the content that belongs to a file, or None."""
     name = _CONTENT + file.name
-    # One that follows may get its name while we look.
+    # A following content may get its name during this search.
     found = [*reversed(left_over.followers(file.parent, name)), file.with_name(name)]
     return next((path for path in found if path.is_file()), None)
 
 
 def write_alone(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes one file in one step, after deleting what dead writers of it left.
+    """Writes one file in one step, after deleting files that dead writers of it left.
 
-    Several processes may do so at once; the last one wins. The mode is what the umask leaves.
+    Several processes may do so at once; the last one wins. The umask sets the mode.
     """
     generation = left_over.generation_prefix(path.name) + secrets.token_hex(6)
     lock = left_over.own(path.parent, generation, only=path.name)

@@ -1,4 +1,4 @@
-"""Renames and writes that survive a crash. Imports no torch."""
+"""Renames and writes files so that they survive a crash. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def write_file(path: Path, write: bytes | Callable[[BinaryIO], object], unique: 
     """Writes ``path`` so that a crash leaves the previous file whole, or the new one.
 
     Args:
-        write: the content, or what writes it.
-        unique: of this writer: part of the temporary name.
+        path: the file.
+        write: the content, or a function that writes it.
+        unique: name of this writer, for the temporary name.
     """
     temporary = path.with_name(f".{path.name}.writing-{unique}")
     try:
@@ -51,7 +52,7 @@ def write_file(path: Path, write: bytes | Callable[[BinaryIO], object], unique: 
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Lets two names change places in one step; False if the file system cannot.
+    """Exchanges two names in one step; returns False if the file system cannot.
 
     Source: renameat2(2), RENAME_EXCHANGE.
     """
@@ -68,10 +69,10 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def delete(path: Path) -> None:
-    """Deletes a file or folder that may be gone, or be deleted by another at the same time."""
+    """Deletes a file or folder that may be gone, or that another process deletes meanwhile."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         if path.exists():
-            shutil.rmtree(path)  # says why
+            shutil.rmtree(path)  # raises the reason
     else:
         path.unlink(missing_ok=True)

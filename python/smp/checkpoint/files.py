@@ -1,4 +1,4 @@
-"""``smp.save`` and ``smp.load``: one file for the whole job, or one per rank."""
+"""Implements ``smp.save`` and ``smp.load``: one file for the whole job, or one per rank."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def save(
     Classes of the objects in it are noted, so that :func:`load` of this process reads them.
 
     Args:
-        obj: anything that ``torch.save`` takes.
+        obj: any object that ``torch.save`` takes.
         f: path without the suffix of the rank.
-        partial: every calling rank writes its own file, ``f_<mp_rank>``, with tensor parallelism
-            ``f_<pp_rank>_<tp_rank>``. Otherwise the file is
-            ``f``; partial state dicts inside of ``obj`` are then merged over the MP group first,
-            which is collective, and its first rank writes.
-        v3: one file per rank, ``f_<pp_rank>_<tp_rank>_<rdp_rank>``.
+        partial: whether each calling rank writes its own file, ``f_<mp_rank>``, or
+            ``f_<pp_rank>_<tp_rank>`` with tensor parallelism. Otherwise the file is ``f``: partial
+            state dicts inside of ``obj`` are merged over the MP group first, which is collective,
+            and its first rank writes.
+        v3: whether there is one file per rank, ``f_<pp_rank>_<tp_rank>_<rdp_rank>``.
 
     Raises:
         ValueError: the folder does not exist.
-        PeerFailure, RuntimeError: parts are to be merged, and some ranks have not called it.
+        PeerFailure, RuntimeError: parts are to be merged, and some ranks have not called this.
     """
     rank = runtime.current().rank
     path = Path(f)
@@ -71,7 +71,7 @@ def save(
         try:
             names = data_classes.names_in(file.name)
         except pickle.UnpicklingError:
-            return  # load says so, too
+            return  # load raises the same
         _saved_classes.update(cls for _, cls in data_classes.classes_of(names))
 
     file_generation.write_alone(path, write)
@@ -85,22 +85,22 @@ def load(
     back_compat: bool = False,
     **pickle_load_args: Any,
 ) -> Any:
-    """Loads what :func:`save` wrote; a full file may come from a run without smp.
+    """Loads a file that :func:`save` wrote; a full file may come from a run without smp.
 
     Args:
         f: path without the suffix of the rank.
-        map_location: as in ``torch.load``; the CPU by default.
-        partial: load this rank's file, whatever its suffix; else ``f`` itself. Files of another
-            layout that hold partial state dicts are all read by each rank, and make whole ones.
-        back_compat: accepted; there are no files of older libraries that need it.
-        pickle_load_args: for ``torch.load``. Without ``weights_only`` it reads tensors,
+        map_location: see ``torch.load``; the CPU by default.
+        partial: whether to load this rank's file, whatever its suffix, or ``f`` itself. If files of
+            another layout hold partial state dicts, each rank reads all of them and merges them.
+        back_compat: accepted; no files of older libraries need it.
+        pickle_load_args: arguments of ``torch.load``. Without ``weights_only`` it reads tensors,
             containers, configurations of transformers, Namespaces, plain values of numpy, and
             objects of classes that this process has saved with :func:`save`. Others need
             ``weights_only=False``, which runs code of the file: use it for your own files only.
 
     Raises:
-        FileNotFoundError: naming the files that were looked for and those that are there.
-        ValueError: the file holds other objects; names their classes.
+        FileNotFoundError: no file fits; the text names the expected and the existing files.
+        ValueError: the file holds other objects; the text names their classes.
     """
     pickle_load_args["map_location"] = "cpu" if map_location is None else map_location
     if pickle_load_args.get("weights_only") is False:

@@ -1,4 +1,4 @@
-"""Puts what a partial checkpoint holds into a model and an optimizer, whatever their layout."""
+"""Fills a model and an optimizer of any layout from a partial checkpoint."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from smp.world.rank import Rank
 
 @dataclass
 class Source:
-    """A manifest, asked by names that the job has now.
+    """A manifest that is searched by the job's present names.
 
     Attributes:
-        manifest: of the folder.
-        rename: from names of the job to stored ones.
+        manifest: manifest of the folder.
+        aliases: stored names by other names of tied parameters.
     """
 
     manifest: Manifest
@@ -51,7 +51,7 @@ class Source:
         return cls(manifest, aliases if isinstance(aliases, dict) else {})
 
     def stored_name(self, names: Iterable[str]) -> str | None:
-        """The name under which one of these was saved, parameters that were tied included."""
+        """Returns the name under which one of these, or a tied parameter, was saved, or None."""
         for name in names:
             for stored in (name, self.aliases.get(name)):
                 if stored is not None and self.has(stored):
@@ -67,9 +67,9 @@ class Source:
         return (entries.get(MODEL + stored) or entries[MASTER + stored]).shape
 
     def values_for(self, stored: str, dtype: torch.dtype) -> str:
-        """The entry that values of the model come from.
+        """Returns the entry that the model's values are read from.
 
-        The model's own if it has this dtype; else the master, which has more digits.
+        The entry is the model's own if it has this dtype; else the master, which is more precise.
         """
         entries = self.manifest.entries
         own = entries.get(MODEL + stored)
@@ -83,12 +83,12 @@ class Source:
         return MASTER + stored in self.manifest.entries
 
     def master_for(self, stored: str) -> str:
-        """The entry that a master comes from."""
+        """Returns the entry that a master is read from."""
         return (MASTER if self.has_master(stored) else MODEL) + stored
 
     @property
     def names(self) -> set[str]:
-        """All that was saved of the model."""
+        """Returns the names of all saved tensors of the model."""
         prefixes = (MODEL, MASTER)
         return {
             name.removeprefix(prefix)
@@ -102,7 +102,7 @@ def fill_model(model: DistributedModel, folder: FolderReader, strict: bool, rank
     """Reads this rank's parts of a partitioned model. Not collective.
 
     Raises:
-        RuntimeError: names that are missing or not expected, if ``strict``; other shapes.
+        RuntimeError: names are missing or not expected, if ``strict``; shapes differ.
     """
     state, source = model_state(model, rank.ranks["pp"]), Source.of(folder.manifest)
     stored = _match(model, state, source, strict)
@@ -119,7 +119,7 @@ def fill_model(model: DistributedModel, folder: FolderReader, strict: bool, rank
 def _match(
     model: DistributedModel, state: ModelState, source: Source, strict: bool
 ) -> dict[str, str]:
-    """Stored names by names of the model."""
+    """Returns stored names by names of the model."""
     others = names_of_tied(state.aliases)
     stored: dict[str, str] = {}
     missing, wrong = [], []
@@ -163,17 +163,19 @@ def fill_masters(
     model: DistributedModel,
     state: ModelState,
 ) -> None:
-    """Reads what an optimizer updates, from a checkpoint without its model. Not collective.
+    """Reads the tensors that an optimizer updates from a checkpoint without its model.
 
-    Masters, and of them the model's values; the parameters themselves where these have 32 bits.
-    Nothing is done for parameters of which the checkpoint has no master.
+    It reads masters and makes the model's values from them, or fills the parameters themselves if
+    they have 32 bits. Parameters without a master in the checkpoint stay. Not collective.
 
     Args:
-        optimizer, model: the latter is partitioned.
-        state: of the model.
+        optimizer: optimizer of the model.
+        folder: checkpoint with masters.
+        model: partitioned model.
+        state: state of the model.
 
     Raises:
-        RuntimeError: a parameter has another shape there.
+        RuntimeError: a parameter has another shape in the checkpoint.
     """
     source, others = Source.of(folder.manifest), names_of_tied(state.aliases)
     with torch.no_grad():
@@ -224,12 +226,12 @@ def fill_groups(
     """Gives parameter groups the hyperparameters that their parameters had. Not collective.
 
     Args:
-        optimizer: its groups keep their identity.
-        manifest: of the folder.
-        names: canonical, by ``id`` of the model's parameter.
-        aliases: of the model: further names, and the canonical one.
-        strict: parameters that were not saved, and groups that were cut otherwise, are errors.
-        device: of this rank.
+        optimizer: optimizer; its groups keep their identity.
+        manifest: manifest of the folder.
+        names: canonical names, by ``id`` of the model's parameter.
+        aliases: canonical names of the model's tied parameters by their further names.
+        strict: whether parameters that were not saved, and other divisions into groups, are errors.
+        device: device of this rank.
     """
     stored = manifest.values.get("groups")
     if stored is None:
@@ -271,9 +273,9 @@ def fill_optimizer(
     """Reads this rank's parts of the optimizer's state. Not collective.
 
     Args:
-        optimizer: of a partitioned model.
-        folder: with the state.
-        state: of the model.
+        optimizer: optimizer of a partitioned model.
+        folder: checkpoint with the state.
+        state: state of the model.
     """
     manifest = folder.manifest
     aliases = manifest.values.get("aliases", {})
@@ -314,7 +316,7 @@ def _state_of(
         key: decode(value, tensor.device) for key, value in numbers.get(stored, {}).items()
     }
     found = own_state_keys(stored, rests, held.stored)
-    if part != Part.whole(shape):  # of others it is not known how to cut them
+    if part != Part.whole(shape):  # the way to cut other tensors is not known
         found = {
             key: name
             for key, name in found.items()
@@ -343,7 +345,7 @@ def _state_of(
 
 
 def _place_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Puts what was saved by an optimizer with other options where this one expects it."""
+    """Moves state that an optimizer with other options saved to where this one expects it."""
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             entry = optimizer.state.get(tensor, {})
@@ -353,7 +355,7 @@ def _place_steps(optimizer: torch.optim.Optimizer) -> None:
             step = entry.get("step")
             if isinstance(step, Tensor) and (group.get("capturable") or group.get("fused")):
                 entry["step"] = step.to(tensor.device, torch.float32)
-    # What load_state_dict ends with.
+    # load_state_dict ends with this call.
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 

@@ -1,6 +1,6 @@
-"""Generations: how a checkpoint folder gets its name, in one step or not at all. Imports no torch.
+"""Generations: a checkpoint folder gets its name in one step or not at all. Imports no torch.
 
-The names that lie beside it meanwhile are those of ``left_over``; the lock is the first rank's.
+Names that lie beside it meanwhile are those of ``left_over``; the first rank owns the lock.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _PART = re.compile(r"(part|failed)_(\d+)\.json\Z")
 
 
 class Generation:
-    """One write of the folder ``<path>/<name>``.
+    """A write of the folder ``<path>/<name>``.
 
-    The first rank begins it, and the others join when it has. Each writes its own files into
-    ``folder`` and then says :meth:`part_done`; when :meth:`parts` of all are there the first rank
-    commits. Nothing here is collective.
+    The first rank begins it, and the others join then. Each writes its own files into ``folder``
+    and then calls :meth:`part_done`; when :meth:`parts` finds all ranks the first rank commits.
+    Nothing here is collective.
 
     Attributes:
-        folder: temporary, to write into.
-        target: the name that it gets.
+        folder: temporary folder, to write into.
+        target: final path of the folder.
         generation: letters, digits, ``_`` and ``-``; unique among all jobs that save to ``path``.
     """
 
@@ -49,10 +49,10 @@ class Generation:
 
     @classmethod
     def begin(cls, path: Path, name: str, generation: str) -> Generation:
-        """Makes the temporary folder, after settling what dead generations left. First rank.
+        """Makes the temporary folder, after deleting or finishing dead generations. First rank.
 
         Raises:
-            ValueError: if the name is none for a folder, or the generation is in use.
+            ValueError: the name is invalid for a folder, or the generation is in use.
         """
         check_name(name)
         path.mkdir(parents=True, exist_ok=True)
@@ -67,10 +67,10 @@ class Generation:
 
     @classmethod
     def join(cls, path: Path, name: str, generation: str) -> Generation:
-        """The generation that the first rank has begun. Every other rank.
+        """Returns the generation that the first rank has begun. Every other rank.
 
         Raises:
-            FileNotFoundError: if this host does not see the folder within seconds.
+            FileNotFoundError: this host does not see the folder within seconds.
         """
         result = cls(path, name, generation, None)
         deadline = time.monotonic() + _SEE_SECONDS
@@ -84,19 +84,20 @@ class Generation:
         return result
 
     def part_done(self, rank: int, part: dict[str, Any]) -> None:
-        """Says that all files of ``rank`` are written and synchronised.
+        """Records that all files of ``rank`` are written and synchronised.
 
         Args:
-            part: JSON; what the first rank needs for the manifest, ``Piece.to_json()``.
+            rank: number of the rank.
+            part: JSON for the first rank's manifest, ``Piece.to_json()``.
         """
         self._say(f"part_{rank}.json", part)
 
     def part_failed(self, rank: int, reason: str) -> None:
-        """Says that ``rank`` cannot write its files; read by :meth:`failures`."""
+        """Records that ``rank`` cannot write its files; read by :meth:`failures`."""
         self._say(f"failed_{rank}.json", {"reason": reason})
 
     def parts(self, size: int) -> list[dict[str, Any]] | None:
-        """What ranks ``0`` to ``size - 1`` gave to :meth:`part_done`; None: not all are there."""
+        """Returns what ranks 0 to ``size - 1`` gave to :meth:`part_done`; None if some have not."""
         paths = [self.folder / f"part_{rank}.json" for rank in range(size)]
         names = {p.name for p in self.folder.iterdir()}
         if not all(p.name in names for p in paths):
@@ -104,9 +105,9 @@ class Generation:
         return [manifests.unseal(p.read_bytes(), str(p))["part"] for p in paths]
 
     def failures(self) -> dict[int, str]:
-        """Ranks that said :meth:`part_failed`, and why; none when the first rank is done with it.
+        """Returns reasons by rank that called :meth:`part_failed`; empty once the write is over.
 
-        That may be at any moment: it renames the folder, or deletes it.
+        The first rank may end the write at any moment: it renames the folder, or deletes it.
         """
         result = {}
         try:
@@ -130,15 +131,16 @@ class Generation:
         """Gives the folder its name, and makes it the newest. First rank.
 
         Args:
-            manifest: written last; None for a folder without, such as one of Hugging Face's.
-            keep: at most so many partial checkpoints stay, this one included; the others are
-                deleted, oldest first. None: all stay.
-            name_newest: write its name into ``newest``.
-            when_complete: is given the folder when all is in it and synchronised, before it gets
-                its name.
+            manifest: manifest, written last; None for a folder without one, such as one of Hugging
+                Face.
+            keep: most partial checkpoints that stay, this one included; the oldest others are
+                deleted. None: all stay.
+            name_newest: whether to write its name into ``newest``.
+            when_complete: called with the folder when all files in it are synchronised, before it
+                gets its name.
 
         Raises:
-            ManifestError: if a file of the manifest is missing or has another size.
+            ManifestError: a file of the manifest is missing or has another size.
         """
         if self._lock is None:
             raise ValueError("only the rank that began a generation can commit it")
@@ -166,14 +168,14 @@ class Generation:
         self._lock = None
 
     def abandon(self) -> None:
-        """Deletes what was written, unless it was committed. Does nothing on ranks that joined."""
+        """Deletes the written files, unless they were committed. No effect on ranks that joined."""
         if self._lock is not None:
             file_system.delete(self.folder)
             self._lock.release(delete=True)
             self._lock = None
 
     def committed(self) -> bool | None:
-        """Whether the first rank has committed a manifest; None: it has not decided yet."""
+        """Returns whether the first rank has committed; None before it has decided."""
         for is_last_look in (not self.folder.is_dir(), True):
             try:
                 if manifests.generation_of(self.target) == self.generation:
@@ -185,7 +187,7 @@ class Generation:
         return None if self.folder.is_dir() else False
 
     def is_over(self) -> bool:
-        """Whether the first rank is done with it, well or not; `newest` is written then."""
+        """Returns whether the write has ended, well or not; `newest` is written by then."""
         return not left_over.lock_path(self.target.parent, self.generation).exists()
 
     def _say(self, name: str, part: dict[str, Any]) -> None:
@@ -219,12 +221,12 @@ class Generation:
 
 
 def new_generation() -> str:
-    """One that no other save has; 24 hexadecimal digits that begin with the time."""
+    """Returns a generation unlike any other: 24 hexadecimal digits that begin with the time."""
     return f"{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
 def partial_checkpoints(path: Path) -> list[Path]:
-    """Complete folders ``<tag>_partial`` in ``path``, oldest first (by their manifests' time)."""
+    """Returns complete folders ``<tag>_partial`` in ``path``, oldest manifest first."""
     found = []
     for folder in path.glob(f"*{PARTIAL_SUFFIX}"):
         try:
@@ -237,14 +239,15 @@ def partial_checkpoints(path: Path) -> list[Path]:
 
 
 def find(path: Path, tag: str | None) -> Path:
-    """The folder of the partial checkpoint ``tag`` in ``path``, or of the newest.
+    """Returns the folder of the partial checkpoint ``tag`` in ``path``, or of the newest.
 
     Args:
-        tag: with or without ``_partial``; None reads ``newest``. Where that names a whole model,
-            saved later, it is the newest of the partial ones.
+        path: folder of checkpoints.
+        tag: tag, with or without ``_partial``; None reads ``newest``. If that names a whole model,
+            which was saved later, the newest partial checkpoint is taken.
 
     Raises:
-        FileNotFoundError: if there is none, naming those that there are.
+        FileNotFoundError: there is no such checkpoint; the text names the existing ones.
     """
     name = newest(path) if tag is None else tag
     check_name(name)
@@ -260,7 +263,7 @@ def find(path: Path, tag: str | None) -> Path:
 
 
 def newest_whole(path: Path) -> Path | None:
-    """The whole model that the file ``newest`` names; None if it names something else."""
+    """Returns the whole model that the file ``newest`` names; None if it names something else."""
     if not (path / NEWEST).is_file():
         return None
     file = path / newest(path)
@@ -268,10 +271,10 @@ def newest_whole(path: Path) -> Path | None:
 
 
 def newest(path: Path) -> str:
-    """The name that the file ``newest`` holds.
+    """Returns the name that the file ``newest`` holds.
 
     Raises:
-        FileNotFoundError: if nothing has been saved in ``path``.
+        FileNotFoundError: no checkpoint was saved in ``path``.
     """
     try:
         text = given_files.read_bytes(path / NEWEST, _MOST_NAME_BYTES).decode(errors="replace")
@@ -310,10 +313,10 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def check_name(name: str) -> None:
-    """Refuses what cannot be the name of a checkpoint in its folder.
+    """Refuses names that a checkpoint cannot have in its folder.
 
     Raises:
-        ValueError: says what a name may be.
+        ValueError: the name is invalid; the text describes valid names.
     """
     if not re.match(r"[^./\\\0\n][^/\\\0\n]*\Z", name) or name == NEWEST:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A save that goes on in the background."""
+"""Runs a save that goes on in the background."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 from smp.world import runtime, thread_device
 
-#: The last save in the background, by runtime; None once somebody has waited for it.
+#: The last save in the background, by runtime; None once a caller has waited for it.
 _running: weakref.WeakKeyDictionary[runtime.Runtime, SaveHandle | None]
 _running = weakref.WeakKeyDictionary()
 
 
 class SaveHandle:
-    """What :func:`smp.save_checkpoint` returns with ``blocking=False``.
+    """The result of :func:`smp.save_checkpoint` with ``blocking=False``.
 
     Args:
-        work: writes and commits; is given a function that takes the number of bytes so far.
-        total_bytes: that this rank writes.
-        on_waited: called once when somebody has waited for the end.
-        begin_s: when the call that saves began, as `time.monotonic` tells.
-        held_up_s: seconds for which training has waited after that call.
-        device: of this rank, on which the thread that saves works.
+        work: writes and commits; receives a function that takes the number of bytes so far.
+        total_bytes: number of bytes that this rank writes.
+        on_waited: called once, when a caller has waited for the end.
+        begin_s: time at which the saving call began, by `time.monotonic`, in seconds.
+        held_up_s: returns the seconds for which training has waited after that call.
+        device: device of this rank, on which the saving thread works.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SaveHandle:
         self._has_waited = False
         self._held_up_s = held_up_s
         self._device = device
-        # Not in the way of the end of the process; smp.shutdown waits for it.
+        # A daemon, so that it does not hold up the end of the process; smp.shutdown waits for it.
         self._thread = threading.Thread(target=self._run, name="smp-save", daemon=True)
         self._thread.start()
         self._call_s = time.monotonic() - begin_s
@@ -61,23 +61,25 @@ class SaveHandle:
         self._written = num_bytes
 
     def done(self) -> bool:
-        """Has it ended, well or not?"""
+        """Returns whether the save has ended, well or not."""
         return not self._thread.is_alive()
 
     def progress(self) -> float:
-        """Share of this rank's bytes that are written, in [0, 1]; 1 does not mean committed."""
+        """Returns the written share of this rank's bytes, in [0, 1]; 1 does not mean committed."""
         return min(1.0, self._written / self._total_bytes) if self._total_bytes else 1.0
 
     def stall_s(self) -> float:
-        """Seconds for which training has waited for this save so far, on this rank: in the call,
-        and before an update of the optimizer whose state was still being copied."""
+        """Returns the seconds for which training has waited for this save so far, on this rank.
+
+        It waits in the call, and before an update of the optimizer while its state is copied.
+        """
         return self._call_s + self._held_up_s()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the checkpoint has its name.
 
         Raises:
-            TimeoutError: it goes on after ``timeout_s``.
+            TimeoutError: the save is not over after ``timeout_s``.
             RuntimeError: some rank could not write its part; there is no checkpoint then.
         """
         self._thread.join(timeout_s)
@@ -90,18 +92,18 @@ class SaveHandle:
             raise RuntimeError(f"saving in the background failed: {self._error}") from self._error
 
     def finish(self) -> None:
-        """Waits, unless somebody has; raises as :meth:`wait`."""
+        """Waits, unless a caller has waited; raises as :meth:`wait`."""
         if not self._has_waited:
             self.wait()
 
 
 def set_running(current: runtime.Runtime, handle: SaveHandle) -> None:
-    """Notes the save that the next one and the end of the job wait for."""
+    """Stores the save that the next one and the end of the job wait for."""
     _running[current] = handle
 
 
 def running(current: runtime.Runtime) -> SaveHandle | None:
-    """The save that :func:`finish_running` waits for."""
+    """Returns the save that :func:`finish_running` waits for."""
     return _running.get(current)
 
 

@@ -1,5 +1,5 @@
-"""Files of whole models: PyTorch's and safetensors, single and sharded with an index, as Hugging
-Face names them. Tensors are mapped, so that only what is used is read."""
+"""Reads files of whole models: PyTorch's and safetensors, single and sharded with an index, under
+the names of Hugging Face. Tensors are mapped, so that only those in use are read."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from smp.config import given_files
 SAFETENSORS = ".safetensors"
 INDEX = ".index.json"
 CONFIG = "config.json"
-#: What Hugging Face calls weights, best first.
+#: Hugging Face's names of weights, best first.
 NAMES = ("pytorch_model.bin", "model.safetensors")
 
-# More is nothing that a tensor, even an empty one, could have.
+# An upper bound: no tensor, even an empty one, could have more.
 _MOST_ELEMENTS = 2**60
 _DTYPES = {name: dtype for dtype, name in safetensors_stream.NAMES.items()}
 _PLAIN_NAME = re.compile(r"[^/\\\0]+\Z")
 
 
 def find_weights(path: Path, tag: str | None) -> Path:
-    """The file, or index, with a whole model.
+    """Returns the file, or index, with a whole model.
 
     Args:
         path: folder.
-        tag: name of a file or folder in it; None: what the file ``newest`` names if that is a whole
-            model, else the folder is one of Hugging Face's. Where the name of Hugging Face's older
-            files is asked for, newer ones do.
+        tag: name of a file or folder in it; None: the whole model that the file ``newest`` names;
+            if it names none, the folder is one of Hugging Face. Newer files are accepted in the
+            place of Hugging Face's older ones.
 
     Raises:
-        FileNotFoundError: names what was looked for and what is there.
+        FileNotFoundError: no file fits; the text names the expected and the existing files.
     """
     newest = folders.newest_whole(path) if tag is None else None
     if newest is not None:
@@ -64,7 +64,7 @@ def find_weights(path: Path, tag: str | None) -> Path:
 
 
 def open_weights(path: Path) -> dict[str, Any]:
-    """The state dict in a file, or in the files of an index; tensors are on the CPU.
+    """Returns the state dict in a file, or in the files of an index; tensors are on the CPU.
 
     Raises:
         ValueError: the file is malformed, or holds objects that are not loaded as data.
@@ -137,7 +137,7 @@ def _is_safetensors(path: Path) -> bool:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Tensors of a file, mapped.
+    """Returns the tensors of a file, mapped.
 
     Raises:
         ValueError: the file is malformed.
@@ -147,7 +147,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         with open(path, "rb") as file:
-            # Private: torch wants memory that it may write to, and nobody else sees it.
+            # A private mapping: torch needs writable memory, and no other process sees writes.
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         size = int.from_bytes(memory[:8], "little")
         if 8 + size > len(memory):
@@ -175,12 +175,15 @@ def _mapped(memory: mmap.mmap, start: int, info: dict[str, Any]) -> Tensor:
 
 
 def write_config(path: Path, tag: str, module: torch.nn.Module, unique: str) -> None:
-    """Puts a model's configuration beside weights that Hugging Face is to find, in one step.
+    """Writes a model's configuration beside weights for Hugging Face, in one step.
 
-    Nothing is written where there is one, and for models without.
+    An existing configuration stays, and models without one get none.
 
     Args:
-        unique: of this writer.
+        path: folder.
+        tag: name of the weights; others than Hugging Face's get no configuration.
+        module: the model.
+        unique: name of this writer.
     """
     text = config_of(module) if tag in NAMES and not (path / CONFIG).exists() else None
     if text is not None:
@@ -188,6 +191,6 @@ def write_config(path: Path, tag: str, module: torch.nn.Module, unique: str) -> 
 
 
 def config_of(module: torch.nn.Module) -> str | None:
-    """The configuration of a model of transformers, in JSON; None for other models."""
+    """Returns the configuration of a model of transformers, in JSON; None for other models."""
     config: Any = getattr(module, "config", None)
     return config.to_json_string() if hasattr(config, "to_json_string") else None

@@ -1,6 +1,6 @@
-"""Looks at checkpoint folders: what is in one, whether it is whole, how two differ.
+"""Inspects checkpoint folders: their content, their damage, and differences between two.
 
-Nothing here needs a device, or memory for more than a few chunks.
+No function here needs a device, or memory for more than a few chunks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PIECE_ELEMENTS = 4 << 20
 
 @dataclass(frozen=True)
 class KindTotal:
-    """Entries of one kind: the first word of their names."""
+    """Totals of the entries of one kind, which is the first word of their names."""
 
     kind: str
     num_entries: int
@@ -34,7 +34,7 @@ class KindTotal:
 
 
 def totals(manifest: Manifest) -> list[KindTotal]:
-    """Sums over entries, by kind, in the order of the manifest."""
+    """Sums entries by kind, in the order of the manifest."""
     kinds: dict[str, list[StoredEntry]] = {}
     for name, entry in manifest.entries.items():
         kinds.setdefault(name.partition("/")[0], []).append(entry)
@@ -50,7 +50,7 @@ def totals(manifest: Manifest) -> list[KindTotal]:
 
 
 def problems(folder: Path) -> Iterator[str]:
-    """What is wrong with a folder; nothing if every byte is as it was written.
+    """Yields the problems of a folder; none if each byte is as it was written.
 
     Reads all files once. Each text names the file or the entry.
     """
@@ -68,7 +68,7 @@ def problems(folder: Path) -> Iterator[str]:
 
 
 def problems_of_entries(manifest: Manifest) -> Iterator[str]:
-    """Entries of which some elements are stored nowhere."""
+    """Yields a text for each entry with elements that no file has."""
     for name, entry in manifest.entries.items():
         try:
             reader.plan(name, entry, Part.whole(entry.shape))
@@ -98,16 +98,16 @@ def _problems_of_file(path: Path, record: FileRecord) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing in which two checkpoints differ."""
+    """A difference between two checkpoints."""
 
     name: str
     text: str
 
 
 def differences(first: FolderReader, second: FolderReader) -> Iterator[Difference]:
-    """In which entries and values two checkpoints differ, whatever their layouts.
+    """Yields the entries and values in which two checkpoints differ, whatever their layouts.
 
-    Values are compared bit by bit, except that not-a-number equals itself.
+    Compares values bit by bit, except that not-a-number equals itself.
     """
     entries = first.manifest.entries, second.manifest.entries
     for name in [*entries[0], *(n for n in entries[1] if n not in entries[0])]:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Malformed(ValueError):
-    """Names the key, what was expected there and what came."""
+    """An error that names the key, the expected and the actual value."""
 
 
 class Node:
@@ -35,7 +35,7 @@ class Node:
         return key in self._mapping()
 
     def only(self, *keys: str, optional: tuple[str, ...] = ()) -> Node:
-        """Checks that there are these keys and no unknown ones."""
+        """Checks that these keys exist and no unknown ones; returns this node."""
         mapping = self._mapping()
         for key in keys:
             if key not in mapping:

@@ -1,5 +1,5 @@
-"""Tensors that know what they will be and how to be made, so that translators of state dicts
-never have a whole model in memory."""
+"""Tensors that have a shape, a dtype and a recipe instead of values, so that translators of state
+dicts never have a whole model in memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from torch.utils import _pytree as pytree
 
 
 class LazyTensor(Tensor):
-    """Has shape and dtype; operators on it give others. :meth:`make` computes.
+    """A tensor with shape and dtype only; operators on it return others. :meth:`make` computes.
 
-    Results are computed from the beginning each time. Nothing may be changed in place, and what
-    reads values raises.
+    Results are computed from the beginning each time. Changes in place and reads of values raise.
 
     Attributes:
-        make: yields the tensor.
+        make: returns the tensor.
         leaves: names of the tensors that it is made of.
     """
 
@@ -47,7 +46,7 @@ class LazyTensor(Tensor):
     def leaf(
         cls, name: str, shape: Iterable[int], dtype: torch.dtype, make: Callable[[], Tensor]
     ) -> LazyTensor:
-        """One that others are made of."""
+        """Returns a tensor that others are made of."""
         return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), make, (name,))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

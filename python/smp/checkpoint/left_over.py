@@ -1,13 +1,13 @@
-"""Temporary names, their owners, and what becomes of those of the dead. Imports no torch.
+"""Temporary names, their owners, and the removal of dead owners' files. Imports no torch.
 
-Beside what is saved in a folder lie, while something is written:
+While a name in a folder is written, these lie beside it:
 
-* ``.<name>.writing-<generation>``: what becomes ``<name>``; after an exchange what it was before;
+* ``.<name>.writing-<generation>``: the future ``<name>``; after an exchange the former one;
 * ``.<name>.following-<generation>``: a complete file that becomes ``<name>`` when all that its
   generation was writing has got its name;
-* ``.<name>.old-<generation>``: what ``<name>`` was, where the file system cannot exchange names;
+* ``.<name>.old-<generation>``: the former ``<name>``, if the file system cannot exchange names;
 * ``.<name>.deleted-<generation>``: a checkpoint that is being deleted;
-* ``.generation-<generation>.lock``: locked by the process that writes as long as it lives.
+* ``.generation-<generation>.lock``: locked by the writing process as long as it lives.
 
 The next save settles the generations whose lock no process holds.
 """
@@ -27,7 +27,7 @@ from smp.checkpoint.locks import OwnerLock, take_from_the_dead
 _LEFT_OVER = re.compile(r"\.(.+)\.(writing|following|old|deleted)-([\w-]+)\Z")
 _LOCK = re.compile(r"\.generation-([\w-]+)\.lock\Z")
 _GENERATION = re.compile(r"[\w-]+\Z")
-#: A process that looks for the dead holds each lock for a moment, also one that has just been made.
+#: A process that looks for dead ones holds each lock for a moment, also one just made.
 _LOOKED_AT_SECONDS = 0.5
 
 
@@ -39,17 +39,17 @@ class _Entry(NamedTuple):
 
 
 def temporary(path: Path, name: str, generation: str, kind: str = "writing") -> Path:
-    """The temporary name of ``path/<name>``."""
+    """Returns the temporary name of ``path/<name>``."""
     return path / f".{name}.{kind}-{generation}"
 
 
 def lock_path(path: Path, generation: str) -> Path:
-    """The lock of a generation that writes into ``path``."""
+    """Returns the path of the lock of a generation that writes into ``path``."""
     return path / f".generation-{generation}.lock"
 
 
 def generation_prefix(name: str) -> str:
-    """How generations begin that write ``name`` alone, so that its next writer knows them."""
+    """Returns the prefix of generations that write ``name`` alone, for its next writer."""
     return f"{zlib.crc32(os.fsencode(name)):08x}-"
 
 
@@ -57,10 +57,12 @@ def own(path: Path, generation: str, only: str | None = None) -> OwnerLock:
     """Takes the lock of a new generation, after settling dead ones.
 
     Args:
-        only: settle those of this name, see :func:`recover`.
+        path: folder that the generation writes into.
+        generation: name of the generation.
+        only: name whose dead generations are settled, see :func:`recover`.
 
     Raises:
-        ValueError: if the generation is no word, or is in use.
+        ValueError: the generation is no word, or is in use.
     """
     if not _GENERATION.match(generation):
         raise ValueError(f"generation {generation!r} must be of letters, digits, _ and -")
@@ -81,7 +83,8 @@ def recover(path: Path, only: str | None = None) -> None:
     """Settles the generations in ``path`` whose writers are dead.
 
     Args:
-        only: those that wrote this name; None: all.
+        path: the folder.
+        only: written name whose generations are settled; None: all generations.
     """
     names = os.listdir(path)
     entries = _among(path, names)
@@ -104,9 +107,9 @@ def recover(path: Path, only: str | None = None) -> None:
 
 
 def settle(path: Path, generation: str) -> None:
-    """Gives what is complete its name, and deletes the rest. The caller has the lock.
+    """Gives complete files their names, and deletes the rest. The caller has the lock.
 
-    Looks at the folder again: the writer may have gone on until the caller got the lock.
+    Lists the folder again: the writer may have gone on until the caller got the lock.
     """
     entries = [entry for entry in _among(path, os.listdir(path)) if entry.generation == generation]
     is_complete = _is_complete(entries, generation)
@@ -117,7 +120,7 @@ def settle(path: Path, generation: str) -> None:
         else:
             file_system.delete(entry.path)
     if followers:
-        # Before the others go, without which followers would count as complete.
+        # Before the others are deleted, because followers count as complete without them.
         file_system.sync_folder(path)
     for entry in entries:
         target = path / entry.name
@@ -128,7 +131,7 @@ def settle(path: Path, generation: str) -> None:
 
 
 def followers(path: Path, name: str) -> list[Path]:
-    """Files that are ``path/<name>`` already but for their names, oldest first."""
+    """Returns complete files that wait for the name ``path/<name>``, oldest first."""
     entries = _among(path, os.listdir(path))
     found = []
     for entry in entries:
@@ -146,6 +149,6 @@ def _is_complete(entries: list[_Entry], generation: str) -> bool:
 
 
 def _among(path: Path, names: list[str]) -> list[_Entry]:
-    """The temporary ones."""
+    """Returns the temporary ones among some names."""
     matches = [(name, _LEFT_OVER.match(name)) for name in names]
     return [_Entry(path / name, m[1], m[2], m[3]) for name, m in matches if m is not None]

@@ -1,4 +1,4 @@
-"""``smp.resume_from_checkpoint``: goes on from a checkpoint, on this layout or on another one."""
+"""Implements ``smp.resume_from_checkpoint``, which loads a checkpoint of this or another layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from smp.world.roll_call import agree, roll_call
 
 WHAT = "smp.resume_from_checkpoint"
 
-#: Hooks of models that wait for their partition, which fill them, in the order of the calls.
+#: Ids of the hooks that fill models once they are partitioned, in the order of the calls.
 _waiting: weakref.WeakKeyDictionary[DistributedModel, list[int]] = weakref.WeakKeyDictionary()
 
 
@@ -52,45 +52,44 @@ def resume_from_checkpoint(
     model: DistributedModel | None = None,
     optimizer: DistributedOptimizer | None = None,
 ) -> Any:
-    """Loads what :func:`smp.save_checkpoint` wrote into the model and optimizer that are wrapped.
+    """Loads a checkpoint of :func:`smp.save_checkpoint` into the wrapped model and optimizer.
 
-    Collective over all ranks, with equal arguments. Each rank reads the bytes that it holds, of
-    whatever layout the checkpoint is. What is not there yet is waited for: weights and the state
-    of the optimizer are read when the model is partitioned, and the latter not before there is an
-    optimizer. An optimizer that was saved without its model brings what it updates in 16-bit
-    training, the FP32 masters, and these the values of the model. Random states are restored on an
-    equal layout, and seeded anew on another one, with a warning. A model that is not partitioned
-    takes over the partition of the checkpoint if that has as many pipeline ranks.
+    Collective over all ranks, with equal arguments. Each rank reads the bytes that it holds,
+    whatever the checkpoint's layout is. Weights and the optimizer's state are read when the model
+    is partitioned, the latter not before there is an optimizer. An optimizer that was saved without
+    its model brings the tensors that it updates. In 16-bit training these are the FP32 masters,
+    which give the model its values. Random states are restored on an equal layout, and seeded again
+    on another one, with a warning. A model that is not partitioned takes over the partition of the
+    checkpoint if that has as many pipeline ranks.
 
     Args:
         path: folder or address that was given to :func:`smp.save_checkpoint`; with
-            ``partial=False`` a folder, also one of Hugging Face's. Of an address it is the newest
-            that the store has, or that lies complete in its folder on this machine; each rank
-            fetches the files that it reads.
-        tag: of the checkpoint; None: the newest of the partial ones, or with ``partial=False`` the
+            ``partial=False`` a folder, also one of Hugging Face. For an address the newest
+            checkpoint is taken from the store, or from its folder on this machine if it is
+            complete there; each rank fetches the files that it reads.
+        tag: tag of the checkpoint; None: the newest partial one, or with ``partial=False`` the
             whole model that ``path/newest`` names, else the weights of Hugging Face in ``path``.
         partial: False: only the model, from a file of :func:`smp.save_checkpoint`, a state dict of
             ``torch.save``, or weights of Hugging Face in one file or with an index.
-        strict: names that are missing or left over are errors.
+        strict: whether names that are missing or left over are errors.
         load_optimizer: False: the model alone; random states stay as they are, too.
         load_sharded_optimizer_state: False: with sharded data parallelism masters and loss scale
             alone.
-        translate_function: of the state dict of a whole model, to the names that it has now.
+        translate_function: translates the state dict of a whole model to its present names.
             Supported models of Hugging Face need none.
         load_optimizer_states: older name of ``load_optimizer``.
-        unsafe_user_content: load objects of any class, which may run code of the file.
-        model, optimizer: which ones, where several are wrapped.
+        unsafe_user_content: whether to load objects of any class, which may run code of the file.
+        model, optimizer: the model and optimizer to load into, if several are wrapped.
 
     Returns:
-        the user content, of a whole model that of the file that was found; ``{}`` where none was
-        saved.
+        the user content; for a whole model, that of its file; ``{}`` if none was saved.
 
     Raises:
-        FileNotFoundError: no such checkpoint; names those that there are.
+        FileNotFoundError: there is no such checkpoint; the text names the existing ones.
         RuntimeError: it does not fit the model; raised at once, or where the model is partitioned.
-        ValueError: arguments that cannot be, or differ between ranks; objects in the user content
+        ValueError: arguments are invalid, or differ between ranks; the user content has objects
             that are not data.
-        PeerFailure: not all ranks have called it.
+        PeerFailure: not all ranks have called this.
     """
     if load_optimizer_states is not None:
         load_optimizer = load_optimizer_states
@@ -173,7 +172,7 @@ def when_partitioned(
 ) -> None:
     """Fills a model as soon as it has its parts, before hooks of users. Collective.
 
-    Of several calls the last one has the last word.
+    If there are several calls, the last one wins.
     """
 
     def run(partitioned: DistributedModel) -> None:
@@ -196,20 +195,21 @@ def when_partitioned(
 
 @dataclass
 class _Resumption:
-    """One call for a partial checkpoint, until all of it is loaded."""
+    """A call for a partial checkpoint, until all of it is loaded."""
 
     current: runtime.Runtime
     strict: bool
     wants_optimizer: bool  # hyperparameters, loss scale, random states
-    wants_state: bool  # of the optimizer
+    wants_state: bool  # state of the optimizer
 
     def open(self, source: Path | Fetched, unsafe: bool) -> Any:
         """Reads the manifest and returns the user content. Not collective.
 
         Args:
-            source: a complete folder, or one that fills when files are asked for.
+            source: a complete folder, or a folder that fetches files on demand.
+            unsafe: whether to load objects of any class.
         """
-        self._source = source  # what is fetched stays as long as this lives
+        self._source = source  # keeps fetched files while this object lives
         self.folder = source if isinstance(source, Path) else source.folder
         self._get = source.joinpath if isinstance(source, Path) else source.get
         self.manifest: Manifest = manifests.read(self.folder)
@@ -221,22 +221,22 @@ class _Resumption:
         return content
 
     def _check_files(self) -> None:
-        """Looks at the files that are read as a whole; tensors are checked when they are read."""
+        """Checks the files that are read as a whole; tensors are checked when they are read."""
         for name in (USER_CONTENT_FILE, PARTITION_FILE, self._random_file()):
             if name in self.manifest.files:
                 manifests.check_file(self._get(name), self.manifest.files[name])
 
     def _random_file(self) -> str | None:
-        """This rank's random states; None on another layout.
+        """Returns the name of this rank's random states; None on another layout.
 
-        A folder that was written anew without a job has none, either.
+        A folder that was rewritten without a job has none, either.
         """
         rank = self.current.rank
         is_equal = self.manifest.layout.sizes == rank.sizes and "rng_0.pt" in self.manifest.files
         return f"rng_{rank.global_rank}.pt" if is_equal and self.wants_optimizer else None
 
     def begin(self, model: DistributedModel, optimizer: DistributedOptimizer | None) -> None:
-        """Loads what can be loaded now, and sees to the rest. Collective."""
+        """Loads whatever can be loaded now, and schedules the rest. Collective."""
         has = self.manifest.values["has"]
         self._model = weakref.ref(model)
         if self.wants_optimizer:
@@ -258,7 +258,7 @@ class _Resumption:
             fill_model(model, reader, self.strict, self.current.rank)
 
     def _meet(self, optimizer: Any) -> None:
-        """There is an optimizer: hyperparameters at once, its state with the partition."""
+        """Gives an optimizer its hyperparameters at once, and its state with the partition."""
         model = self._model()
         if model is None:
             return
@@ -281,7 +281,7 @@ class _Resumption:
     def _fill_optimizer(self, optimizer: DistributedOptimizer, model: DistributedModel) -> None:
         state = model_state(model, self.current.rank.ranks["pp"])
         with FolderReader(self.folder, self.manifest, self._get) as reader:
-            if not self.manifest.values["has"]["model"]:  # else they came with the model
+            if not self.manifest.values["has"]["model"]:  # otherwise the model has loaded them
                 fill_masters(optimizer, reader, model, state)
             if self.wants_state:
                 fill_optimizer(optimizer, reader, state)

@@ -1,4 +1,4 @@
-"""A lock file that tells whether the job that writes a folder still lives. Imports no torch."""
+"""A lock file that shows whether the job that writes a folder still lives. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import socket
 import time
 from pathlib import Path
 
-#: What another host writes counts as dead when nothing of it has changed for so long: not every
-#: shared file system shares its locks.
+#: Another host's write counts as dead when no file of it has changed for so long: not every shared
+#: file system shares its locks.
 QUIET_SECONDS = 3600.0
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class OwnerLock:
-    """Held by the process that writes a folder or file, from before it exists until it has its
-    name.
+    """A lock of the process that writes a folder or file, held until that has its name.
 
-    The lock is one of the kernel (``flock``): it ends with the process, however that ends.
+    The kernel keeps the lock (``flock``), so it ends with the process, however that ends.
     """
 
     def __init__(self, path: Path, descriptor: int, is_real: bool) -> None:
@@ -30,7 +29,7 @@ class OwnerLock:
 
     @classmethod
     def take(cls, path: Path) -> OwnerLock | None:
-        """The lock, or None if another holds it."""
+        """Takes the lock; returns None if another process holds it."""
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -43,17 +42,17 @@ class OwnerLock:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # deleted by its last holder in between
+            os.close(descriptor)  # its last holder has deleted it meanwhile
 
     def sign(self) -> None:
-        """Leaves this host's name in the file, for :func:`is_dead` on other hosts."""
+        """Writes this host's name into the file, for other hosts' :meth:`proves_death`."""
         os.truncate(self._descriptor, 0)
         os.pwrite(self._descriptor, socket.gethostname().encode(), 0)
 
     def proves_death(self) -> bool:
-        """Whether having this lock means that the process that signed it is dead.
+        """Returns whether holding this lock proves that the process that signed it is dead.
 
-        Not where there are no locks, and not when another host signed.
+        It does not if the file system has no locks, or if another host signed.
         """
         host = os.pread(self._descriptor, 256, 0).decode(errors="replace")
         return self._is_real and host in ("", socket.gethostname())
@@ -65,7 +64,7 @@ class OwnerLock:
 
 
 def take_from_the_dead(path: Path, written: list[Path]) -> OwnerLock | None:
-    """The lock at ``path`` if the writer of these folders and files is no more, else None."""
+    """Takes the lock at ``path`` if the writer of these folders and files is dead, else None."""
     lock = OwnerLock.take(path)
     if lock is None:
         return None
@@ -76,7 +75,7 @@ def take_from_the_dead(path: Path, written: list[Path]) -> OwnerLock | None:
 
 
 def _lock(descriptor: int) -> bool:
-    """Locks, or raises BlockingIOError; False where the file system has no locks."""
+    """Locks, or raises BlockingIOError; returns False if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

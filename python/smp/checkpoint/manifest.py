@@ -1,8 +1,8 @@
-"""What a checkpoint folder holds: ``manifest.json``, format 1. Imports no torch.
+"""Reads and writes ``manifest.json``, format 1, which describes a checkpoint folder. No torch.
 
-The text is JSON, one file or entry a line, and ends with the CRC-32 of all of it before that key.
-Reading is strict: what is malformed, unknown or out of the bounds of a file is an error that
-names the file and the key. Nothing in a manifest is ever run.
+The text is JSON, one file or entry a line, and ends with the CRC-32 of all text before that key.
+Reading is strict: values that are malformed, unknown or out of the bounds of a file are errors that
+name the file and the key. Nothing in a manifest is ever run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FileRecord:
 
 
 def record_of(path: Path, chunk_bytes: int = 4 << 20) -> FileRecord:
-    """The record of a file that is there; reads it once."""
+    """Returns the record of an existing file; reads it once."""
     num_bytes = 0
     crcs = []
     with given_files.open_regular(path) as file:
@@ -67,10 +67,10 @@ def record_of(path: Path, chunk_bytes: int = 4 << 20) -> FileRecord:
 
 
 def check_file(path: Path, record: FileRecord) -> None:
-    """Reads a file that is used as a whole, and compares.
+    """Reads a file that is used as a whole, and compares it with its record.
 
     Raises:
-        ManifestError: it is not as it was written; names it.
+        ManifestError: the file differs from its record; the text names it.
     """
     if record_of(path, record.chunk_bytes) != record:
         raise ManifestError(
@@ -81,7 +81,7 @@ def check_file(path: Path, record: FileRecord) -> None:
 
 @dataclass(frozen=True)
 class Block:
-    """A part as it lies in a file: contiguous from byte ``offset`` on."""
+    """A part in a file: contiguous from byte ``offset`` on."""
 
     file: str
     offset: int
@@ -90,7 +90,7 @@ class Block:
 
 @dataclass
 class StoredEntry:
-    """One tensor of the job and where its elements lie; ``dtype`` is torch's name of it."""
+    """A tensor of the job and the places of its elements; ``dtype`` is torch's name of it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -103,7 +103,7 @@ class StoredEntry:
 
 @dataclass
 class Piece:
-    """What one rank has written; the manifest is put together from those of all ranks."""
+    """The files and entries of one rank; the manifest is assembled from those of all ranks."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     entries: dict[str, StoredEntry] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Piece:
 
 @dataclass
 class Layout:
-    """Of the job that saved: its configuration, and the size of each axis (pp, tp, rdp, ...)."""
+    """The configuration of the job that saved, and the size of each axis (pp, tp, rdp, ...)."""
 
     config: dict[str, Any]
     sizes: dict[str, int]
@@ -132,14 +132,16 @@ class Layout:
 
 @dataclass
 class Manifest:
-    """All of a checkpoint folder.
+    """The description of a checkpoint folder.
 
     Attributes:
         generation: the write that made the folder.
-        versions: of smp, torch, Python: for people and for error messages.
-        files: by name in the folder; all there are, without the manifest.
-        entries: by global name, ``model/<name>``, ``master/<name>``, ``optimizer/<name>/<key>``.
-        values: what is not a tensor and is needed on another layout; JSON.
+        versions: versions of smp, torch and Python, for users and error messages.
+        layout: layout of the job that saved.
+        files: all files but the manifest, by name in the folder.
+        entries: tensors by global name, ``model/<name>``, ``master/<name>``,
+            ``optimizer/<name>/<key>``.
+        values: JSON values, not tensors, that another layout needs.
     """
 
     generation: str
@@ -157,13 +159,13 @@ class Manifest:
         layout: Layout,
         pieces: Iterable[Piece],
     ) -> Manifest:
-        """The manifest of what all ranks wrote.
+        """Assembles the manifest from the pieces of all ranks.
 
-        Of values that several pieces have under one key, dictionaries are merged and others must
-        be equal. The blocks of an entry are those of all pieces.
+        If several pieces have values under one key, dictionaries are merged and others must be
+        equal. The blocks of an entry are those of all pieces.
 
         Raises:
-            ManifestError: if pieces contradict each other, naming the key.
+            ManifestError: pieces contradict each other; the text names the key.
         """
         manifest = cls(generation, dict(versions), layout, {}, {}, {})
         for piece in pieces:
@@ -177,7 +179,7 @@ class Manifest:
         return manifest
 
     def to_text(self) -> bytes:
-        """The content of ``manifest.json``."""
+        """Returns the content of ``manifest.json``."""
         lines = [
             f'"format":{FORMAT}',
             _line("generation", self.generation),
@@ -194,7 +196,7 @@ class Manifest:
         """Reads :meth:`to_text`.
 
         Raises:
-            ManifestError: naming ``source`` and the key.
+            ManifestError: the text is invalid; the error names ``source`` and the key.
         """
         root = Node(unseal(text, source), "")
         with _errors(source):
@@ -221,11 +223,11 @@ class Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
+    """Returns the manifest of a checkpoint folder.
 
     Raises:
-        FileNotFoundError: if there is none: no complete checkpoint, or one of another library.
-        ManifestError: if it is damaged or of another version.
+        FileNotFoundError: there is none: no complete checkpoint, or one of another library.
+        ManifestError: the manifest is damaged or of another version.
     """
     path = folder / FILE_NAME
     try:
@@ -241,16 +243,16 @@ def read(folder: Path) -> Manifest:
 
 
 def seal(body: str) -> bytes:
-    """``body``, a JSON object without its closing brace, with its CRC-32 and the brace."""
+    """Completes ``body``, a JSON object without its closing brace, by its CRC-32 and the brace."""
     text = body.encode()
     return text + b',\n"crc32":"%08x"}\n' % zlib.crc32(text)
 
 
 def unseal(text: bytes, source: str) -> Any:
-    """The object that :func:`seal` wrote, without the checksum.
+    """Returns the object that :func:`seal` wrote, without the checksum.
 
     Raises:
-        ManifestError: if the text is cut off, changed, or no JSON.
+        ManifestError: the text is cut off, changed, or no JSON.
     """
     match = _TAIL.search(text[-32:])
     if match is None:
@@ -267,7 +269,7 @@ def unseal(text: bytes, source: str) -> Any:
 
 
 class _errors:
-    """Says of which file a malformed node is."""
+    """Adds the name of the file to errors of malformed nodes."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -290,7 +292,7 @@ def _table(key: str, rows: Iterable[tuple[str, Any]]) -> str:
 
 
 def dumps(value: Any, key: str) -> str:
-    """Compact JSON; an error names ``key``."""
+    """Returns compact JSON; an error names ``key``."""
     try:
         return json.dumps(value, separators=(",", ":"))
     except (TypeError, ValueError) as error:
@@ -430,10 +432,10 @@ def _merge_values(into: dict[str, Any], values: Mapping[str, Any], key: str) -> 
 
 
 def generation_of(folder: Path) -> str:
-    """The generation that made a complete folder, from the head of its manifest.
+    """Returns the generation that made a complete folder, from the head of its manifest.
 
     Raises:
-        FileNotFoundError: if there is no manifest.
+        FileNotFoundError: there is no manifest.
     """
     try:
         with given_files.open_regular(folder / FILE_NAME) as file:
@@ -445,7 +447,7 @@ def generation_of(folder: Path) -> str:
 
 
 def blocks_of(manifest: Manifest) -> Iterator[tuple[str, StoredEntry, Block]]:
-    """Every block with the name of its entry."""
+    """Yields all blocks with the names of their entries."""
     for name, entry in manifest.entries.items():
         for block in entry.blocks:
             yield name, entry, block

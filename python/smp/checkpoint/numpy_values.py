@@ -1,9 +1,9 @@
-"""Numbers and arrays of numpy in what users save, let in once a first pass has found them plain.
+"""Lets in numbers and arrays of numpy in user content, once a first pass has found them plain.
 
-numpy believes what a pickled dtype says of its fields: one that is made for it lets it take any
-memory for objects, whose code it then runs. So the file is first read with what is here in
-numpy's place, and with numpy itself only if all that it is given are dtypes without fields, and as
-many bytes as these have to have.
+numpy trusts the fields of a pickled dtype: a forged one makes it take any memory for objects, whose
+code it then runs. So the file is first read with the stand-ins of this module in numpy's place. It
+is read with numpy itself only if all dtypes have no fields, and all data have the number of bytes
+that their dtypes need.
 """
 
 from __future__ import annotations
@@ -22,36 +22,38 @@ _BYTES_OF_CHARACTER = 4
 
 
 class Unfit(ValueError):
-    """The file makes something of numpy that is not plain data."""
+    """Raised if the file makes an object of numpy that is not plain data."""
 
 
 def known(names: Iterable[str]) -> list[str]:
-    """Which of these names, as they stand in a pickle, are of plain values of numpy.
+    """Returns those of some names, in the form of a pickle, that are of plain values of numpy.
 
-    None where numpy is not installed.
+    The result is empty if numpy is not installed.
     """
     found = [name for name in names if name in _STAND_INS]
     return found if found and importlib.util.find_spec("numpy") is not None else []
 
 
 def stand_ins(names: Iterable[str]) -> list[Any]:
-    """For ``safe_globals``, in a first pass that raises :class:`Unfit`; its result is of no use.
+    """Returns stand-ins for ``safe_globals`` in a first pass.
+
+    That pass raises :class:`Unfit` if a value is not plain; its result must not be used.
 
     Args:
-        names: that are `known`.
+        names: names that are `known`.
     """
     return [(_STAND_INS[name], name) for name in names]
 
 
 def real(names: Iterable[str]) -> list[Any]:
-    """For ``safe_globals``, in a second pass.
+    """Returns numpy's own objects for ``safe_globals`` in a second pass.
 
     Args:
-        names: that are `known`.
+        names: names that are `known`.
     """
     import numpy as np
 
-    # Their modules have other names from release to release.
+    # The modules of these have other names from release to release.
     makers = {"scalar": np.int64(0).__reduce__()[0], "_reconstruct": np.zeros(1).__reduce__()[0]}
     things = {"dtype": np.dtype, "ndarray": np.ndarray, **makers}
     by_name = [(things[name.rpartition(".")[2]], name) for name in names]
@@ -60,7 +62,7 @@ def real(names: Iterable[str]) -> list[Any]:
 
 
 class _Dtype:
-    """Stands for ``numpy.dtype``."""
+    """A stand-in for ``numpy.dtype``."""
 
     kind: str
     itemsize: int
@@ -86,7 +88,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands for ``numpy.ndarray``."""
+    """A stand-in for ``numpy.ndarray``."""
 
     def __new__(cls, *args: Any) -> _Array:
         if args:

@@ -1,4 +1,4 @@
-"""Which files a rank writes into a partial checkpoint, and what stands in them."""
+"""Plans the files that a rank writes into a partial checkpoint, and their content."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from smp.storage.shards import FlatGroup, lay_out
 from smp.tensor_parallel import partial
 from smp.world.rank import Rank
 
-#: Kinds of files, in the order in which they are given to replicas.
+#: Kinds of files, in the order in which replicas get them to write.
 MODEL, OPTIMIZER, FP16_STATES = "model", "optimizer", "fp16_states"
 MODEL_SHARDS = "model_shards"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an entry lies: elements from ``offset`` on of the tensor at ``path``."""
+    """The place of an entry: elements from ``offset`` on of the tensor at ``path``."""
 
     entry: Entry
     path: tuple[Any, ...]
@@ -44,10 +44,10 @@ class Place:
 
 @dataclass
 class PlannedFile:
-    """One file: its content, and which entries lie in it.
+    """A file: its content, and the entries in it.
 
     Attributes:
-        updated: keys of what nothing but an update of the optimizer changes.
+        updated: keys of content that only an update of the optimizer changes.
     """
 
     name: str
@@ -56,12 +56,12 @@ class PlannedFile:
     updated: frozenset[str] = frozenset()
 
     def staged(self, staging: Staging) -> PlannedFile:
-        """The same with copies of all tensors, in host memory.
+        """Returns a copy with all tensors in host memory.
 
-        What is `updated` gets its place; its copies are made later.
+        `updated` content gets its memory now; its values are copied later.
         """
         copies: dict[int, Tensor] = {}
-        # What is in both kinds of content is copied now.
+        # Tensors in both kinds of content are copied now.
         in_order = sorted(self.content, key=lambda key: key in self.updated)
         made = {
             key: staging.copy(self.content[key], copies, later=key in self.updated)
@@ -73,11 +73,12 @@ class PlannedFile:
 
 @dataclass
 class RankState:
-    """What a rank writes.
+    """The files and values that a rank writes.
 
     Attributes:
-        values: for the manifest.
-        flat_groups: of sharded parameters, by group of the optimizer.
+        files: files of this rank.
+        values: values for the manifest.
+        flat_groups: flat groups of sharded parameters, by group of the optimizer.
     """
 
     files: list[PlannedFile] = field(default_factory=list)
@@ -88,13 +89,13 @@ class RankState:
 def plan_files(
     state: ModelState, optimizer: DistributedOptimizer | None, with_model: bool, rank: Rank
 ) -> RankState:
-    """Everything that this rank writes.
+    """Plans all files and values that this rank writes.
 
     Args:
-        state: of the model.
-        optimizer: None: its state is not saved.
-        with_model: False: the model's own tensors are not saved.
-        rank: of this process.
+        state: state of the model.
+        optimizer: optimizer to save; None: none.
+        with_model: whether the model's own tensors are saved.
+        rank: rank of this process.
     """
     plan = _Plan(state, optimizer, rank)
     if optimizer is not None:
@@ -106,16 +107,16 @@ def plan_files(
 
 
 class _Plan:
-    """Finds out which of the ranks that have the same state write it, file by file.
+    """Chooses the rank that writes a file, among those that have the same state.
 
-    A file of a kind is written by one replica, each kind by another one if there are several; of
-    what tensor-parallel ranks have alike the first one's counts.
+    A file of a kind is written by one replica, each kind by another one if there are several. The
+    first tensor-parallel rank writes tensors that all of them have alike.
 
     Args:
         state, optimizer, rank: see `plan_files`.
 
     Attributes:
-        result: what this rank writes.
+        result: files and values that this rank writes.
     """
 
     def __init__(
@@ -123,8 +124,8 @@ class _Plan:
     ) -> None:
         self.result = RankState()
         self._state, self._optimizer, self._rank = state, optimizer, rank
-        self._covered: set[str] = set()  # entries that lie in the optimizer's file
-        # Of what tensor-parallel ranks have alike this is the first one's.
+        self._covered: set[str] = set()  # entries in the optimizer's file
+        # Tensors that tensor-parallel ranks have alike count on the first rank only.
         self._first = {
             name: held
             for name, held in state.held.items()
@@ -144,14 +145,14 @@ class _Plan:
     def _file(
         self, kind: str, content: dict[str, Any], updated: frozenset[str] = frozenset()
     ) -> PlannedFile:
-        """A file of this rank, with its documented name, still without places."""
+        """Returns a file of this rank, with its documented name, still without places."""
         place = place_in_names(self._rank, is_model=kind == MODEL)
         return PlannedFile(f"{kind}_{place}.pt", content, updated=updated)
 
     # ---- model
 
     def add_model(self) -> None:
-        """The model's own tensors, and what its modules say of themselves besides."""
+        """Adds the model's own tensors, and the extra state of its modules."""
         state = self._state
         own = {name: held for name, held in self._first.items() if held.is_owner}
         if state.shows_values:
@@ -164,7 +165,7 @@ class _Plan:
             self.result.values["extra_state"] = others
 
     def _add_shown(self, own: Mapping[str, Held]) -> None:
-        """Whole parameters, or tensor-parallel slices, of one pipeline rank."""
+        """Adds whole parameters, or tensor-parallel slices, of one pipeline rank."""
         if not self._writes_model:
             return
         content: dict[str, Any] = {name: held.stored.values for name, held in own.items()}
@@ -176,7 +177,7 @@ class _Plan:
         self.result.files.append(file)
 
     def _add_placeholders(self, own: Mapping[str, Held]) -> None:
-        """Buffers, with placeholders for sharded parameters."""
+        """Adds buffers, with placeholders for sharded parameters."""
         if not self._writes_model:
             return
         module: dict[str, Any] = {}
@@ -189,7 +190,7 @@ class _Plan:
         self.result.files.append(file)
 
     def _add_rest(self, own: Mapping[str, Held]) -> None:
-        """Parts of sharded parameters that no other file has."""
+        """Adds parts of sharded parameters that no other file has."""
         rest = {
             name: held
             for name, held in own.items()
@@ -205,7 +206,7 @@ class _Plan:
             self.result.files.append(file)
 
     def add_masters(self) -> None:
-        """Masters that no other file has, and the loss scale."""
+        """Adds masters that no other file has, and the loss scale."""
         if not self._writes(FP16_STATES):
             return
         masters = {
@@ -227,7 +228,7 @@ class _Plan:
     # ---- optimizer
 
     def add_optimizer(self, optimizer: DistributedOptimizer) -> None:
-        """Its state, its groups, and with sharded parameters the masters."""
+        """Adds the optimizer's state, its groups, and with sharded parameters the masters."""
         everything = list(updated_by(optimizer.optimizer, self._state))
         _check_named(everything)
         if self._rank.global_rank == 0:
@@ -251,7 +252,10 @@ class _Plan:
     def _entries(
         self, optimizer: DistributedOptimizer, everything: Iterable[Updated], file: PlannedFile
     ) -> tuple[dict[int, dict[str, Any]], dict[str, dict[str, Any]]]:
-        """The optimizer's state of what is updated here: by index, and numbers by name."""
+        """Returns the optimizer's state of parameters updated on this rank.
+
+        The first result has entries by index, the second one numbers by name.
+        """
         entries: dict[int, dict[str, Any]] = {}
         numbers: dict[str, dict[str, Any]] = {}
         for updated in everything:
@@ -273,7 +277,7 @@ class _Plan:
         return entries, numbers
 
     def _flat_groups(self, optimizer: DistributedOptimizer, file: PlannedFile) -> list[Tensor]:
-        """The masters of each group behind each other, as scripts read them."""
+        """Returns the masters of each group in one flat tensor, as scripts read them."""
         state, flats = self._state, []
         groups = [
             [state.tensors[state.names[id(p)]] for p in group["params"]]
@@ -292,7 +296,7 @@ class _Plan:
         return flats
 
     def _marks(self, everything: Iterable[Updated]) -> dict[str, Any]:
-        """As `OptimizerState.marks`, of what is here."""
+        """Returns the marks of this rank's parts, as `OptimizerState.marks` does."""
         flat, slices = {}, []
         for updated in everything:
             if updated.held is not None:
@@ -315,10 +319,10 @@ def _check_named(everything: Iterable[Updated]) -> None:
 
 
 def sharded_names(state: ModelState, groups: Iterable[FlatGroup]) -> dict[str, Any]:
-    """What scripts need besides the flat masters of all ranks to put parameters together.
+    """Returns the names and shapes by which scripts assemble parameters from all flat masters.
 
-    ``buffer_names``: of buffers in ``model_0.pt``; ``param_shapes``: by group, names and shapes in
-    the order in which parameters follow each other in the flat masters.
+    ``buffer_names``: buffers in ``model_0.pt``; ``param_shapes``: by group, names and shapes in the
+    order of the parameters in the flat masters.
     """
     shapes = [
         {state.names[id(p.parameter)]: torch.Size(p.parameter.shape) for p in group.places}
@@ -329,7 +333,7 @@ def sharded_names(state: ModelState, groups: Iterable[FlatGroup]) -> dict[str, A
 
 
 def encode_groups(optimizer: DistributedOptimizer, state: ModelState) -> list[dict[str, Any]]:
-    """Hyperparameters of the groups, and the names of their parameters."""
+    """Returns the hyperparameters of the groups, and the names of their parameters."""
     result = []
     for idx, group in enumerate(optimizer.param_groups):
         options = {

@@ -1,4 +1,4 @@
-"""One write of a partial checkpoint, as each rank sees it."""
+"""Writes a partial checkpoint: the part of each rank."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _CHUNK_BYTES = 4 << 20
 
 
 class _OthersFailed(RuntimeError):
-    """A save ends because of another rank, which has said why."""
+    """Raised if a save ends because of another rank, which has raised the reason."""
 
 
 class PartialSave:
-    """One generation of ``<tag>_partial``, as this rank sees it. Collective to make.
+    """The part of this rank in a generation of ``<tag>_partial``. Construction is collective.
 
     Args:
         path, tag, model, optimizer, user_content: see :func:`smp.save_checkpoint`.
-        generation: of :class:`folder.Generation`.
-        num_kept: partial checkpoints that stay; None: all.
-        staging: where this rank's state is copied to, for :meth:`run_in_background`; None: for
+        generation: name of the :class:`folder.Generation`.
+        num_kept: number of partial checkpoints that stay; None: all.
+        staging: memory for copies of this rank's state, for :meth:`run_in_background`; None: for
             :meth:`run`.
-        rank, steps: of this process.
-        store: to which it goes when it is complete; None: it stays in the folder.
+        rank, steps: rank and steps of this process.
+        store: store that gets the complete checkpoint; None: it stays in the folder.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class PartialSave:
         self._optimizer = None if optimizer is None else optimizer.optimizer
         name = tag.removesuffix(folder.PARTIAL_SUFFIX) + folder.PARTIAL_SUFFIX
         self._key = Key(generation, name)
-        self._store_lock: OwnerLock | None = None  # of the first rank
+        self._store_lock: OwnerLock | None = None  # held by the first rank
         self._content: dict[str, Callable[[Path], None]] = {}  # small files of the first rank
         self._generation = self._open(path, name, generation)
         error: BaseException | None = None
         try:
             self._collect(model, optimizer, user_content)
-            # Before the ranks agree, so that no rank's writer is in the way of another's copies.
+            # Before the ranks agree, so that no rank's writer delays another's copies.
             self._copies = None if staging is None else self._stage(staging)
         except Exception as caught:
             error = caught
@@ -112,7 +112,7 @@ class PartialSave:
         optimizer: DistributedOptimizer | None,
         user_content: Any,
     ) -> None:
-        """Finds out what this rank writes."""
+        """Plans the files and values that this rank writes."""
         named = model
         if named is None:
             assert optimizer is not None
@@ -189,23 +189,22 @@ class PartialSave:
             raise
 
     def _stage(self, staging: Staging) -> LaterCopies:
-        """Copies this rank's state, less what the optimizer keeps, most of it all."""
+        """Copies this rank's state, except most of the optimizer's, which is copied later."""
         staging.begin()
         self._state.files = [file.staged(staging) for file in self._state.files]
         return staging.end()
 
     def run_in_background(self, begin_s: float) -> SaveHandle:
-        """Copies the rest and writes, in a thread; an update that comes earlier than the copies
-        end waits.
+        """Copies the rest and writes, in a thread; an optimizer's update waits for the copies.
 
         Args:
-            begin_s: when the user's call began, as `time.monotonic` tells.
+            begin_s: time at which the user's call began, by `time.monotonic`, in seconds.
         """
         copies = self._copies
         assert copies is not None
         hook: RemovableHandle | None = None
         if self._optimizer is not None:
-            # Of the wrapped optimizer, which might be stepped by itself.
+            # The hook is on the wrapped optimizer, which scripts may step directly.
             hook = self._optimizer.register_step_pre_hook(lambda *_: copies.wait())
 
         def work(progress: Callable[[int], None]) -> None:
@@ -221,12 +220,12 @@ class PartialSave:
             return SaveHandle(
                 work, total_bytes, over, begin_s, lambda: copies.waited_s, self._rank.device
             )
-        except BaseException:  # no thread, which would copy
+        except BaseException:  # there is no thread to copy
             over()
             raise
 
     def _work(self, copies: LaterCopies, progress: Callable[[int], None]) -> None:
-        """Copies, writes and commits; ranks meet in the folder only."""
+        """Copies, writes and commits; ranks communicate through the folder only."""
         generation = self._generation
         try:
             copies.make()
@@ -304,13 +303,13 @@ class PartialSave:
         self._store_lock = self._store.hold(source, self._key)
 
     def _send(self) -> None:
-        """The checkpoint is complete in its folder."""
+        """Sends the checkpoint, which is complete in its folder, to the store."""
         if self._store is not None:
             self._store.send(self._key, self._store_lock, self._num_kept)
 
 
 def with_sharded_names(content: Any, names: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The user's content with what public scripts need to merge sharded parameters, if anything.
+    """Adds the names that public scripts need to merge sharded parameters to the user's content.
 
     Returns:
         the content, and the keys that were added.
@@ -328,7 +327,7 @@ def with_sharded_names(content: Any, names: Mapping[str, Any]) -> tuple[Any, lis
 
 
 def add_blocks(piece: Piece, file: PlannedFile, written: archive.Written) -> None:
-    """Notes where the entries of a file lie."""
+    """Adds the places of a file's entries to a piece."""
     offsets = {place.keys: place.offset for place in written.places}
     for place in file.places:
         entry = place.entry
@@ -339,7 +338,7 @@ def add_blocks(piece: Piece, file: PlannedFile, written: archive.Written) -> Non
 
 
 def versions() -> dict[str, str]:
-    """For people."""
+    """Returns the versions of smp, torch and Python, for users."""
     return {
         "smp": _version.__version__,
         "torch": str(torch.__version__),

@@ -1,4 +1,4 @@
-"""Random states of a rank: saved, restored on an equal layout, seeded anew on another one."""
+"""Saves a rank's random states, restores them on an equal layout, seeds new ones on another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger("smp")
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The states of PyTorch's generators, of Python's and of numpy's, as plain values."""
+    """Returns the states of PyTorch's, Python's and numpy's generators, as plain values."""
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -37,7 +37,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any], device: torch.device) -> None:
-    """Sets what :func:`capture` found."""
+    """Restores the states that :func:`capture` returned."""
     torch.set_rng_state(states["torch"].cpu())
     python = states["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -53,12 +53,13 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
 
 
 def seed_anew(seed: int, num_steps: int, global_rank: int, *, drops_alike: bool = False) -> None:
-    """New states that follow from the seed of the first rank, the steps so far and the rank.
+    """Seeds the generators by the seed of the first rank, the steps so far and the rank.
 
     Args:
-        seed: of the first rank.
-        num_steps: so far.
-        global_rank: of this process.
+        seed: seed of the first rank.
+        num_steps: number of steps so far.
+        global_rank: global rank of this process.
+        drops_alike: whether dropout masks are independent of these states.
         drops_alike: masks of dropout do not depend on these states.
     """
     mixed = _C.mix_seed(_C.mix_seed(seed & (2**64 - 1), num_steps), global_rank)

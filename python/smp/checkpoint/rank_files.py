@@ -1,4 +1,4 @@
-"""Files of which each rank writes its own: their names, and how another layout reads them."""
+"""Names files that each rank writes for itself, and reads them on another layout."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ Layout = tuple[int, int, int]
 
 
 def suffix(rank: Rank, is_own: bool) -> str:
-    """What this rank appends to the name of a file.
+    """Returns the text that this rank appends to the name of a file.
 
     Args:
-        is_own: nobody else writes it; otherwise replicas share it.
+        rank: rank of this process.
+        is_own: whether each rank has a file of its own; otherwise replicas share it.
     """
     places = rank.ranks
     if is_own:
@@ -30,7 +31,7 @@ def suffix(rank: Rank, is_own: bool) -> str:
 
 
 def with_layout(obj: Any, rank: Rank, is_own: bool) -> Any:
-    """A copy of ``obj`` whose partial state dicts say by how many ranks they were written."""
+    """Returns a copy of ``obj`` whose partial state dicts are marked with the layout."""
     if not isinstance(obj, Mapping) or not has_partial(obj):
         return obj
     marked: Any = copy.copy(obj)
@@ -43,22 +44,22 @@ def with_layout(obj: Any, rank: Rank, is_own: bool) -> Any:
 
 
 def load_any_layout(path: Path, load: Callable[..., Any], rank: Rank) -> Any:
-    """What this rank's file has; the whole of all files if they are of another layout.
+    """Loads this rank's file, or merges all files if they are of another layout.
 
     Args:
-        path: without suffix.
-        load: of one file; also takes ``mmap``.
-        rank: of this process.
+        path: path without suffix.
+        load: loads one file; also takes ``mmap``.
+        rank: rank of this process.
 
     Raises:
-        FileNotFoundError: naming the files that were looked for and those that are there.
+        FileNotFoundError: no file fits; the text names the expected and the existing files.
     """
-    # That of this layout first; older files may have another one.
+    # This layout's suffix comes first; older files may have another one.
     places = rank.ranks
     others = (f"_{places['mp']}", f"_{places['pp']}_{places['tp']}", suffix(rank, is_own=True))
     ends = tuple(dict.fromkeys((suffix(rank, is_own=False), *others)))
     own = next((end for end in ends if _with(path, end).is_file()), None)
-    # The first file is of the last save even where one of more ranks has left files behind.
+    # The first file is of the last save even if an earlier one of more ranks has left files.
     firsts = ["_0", "_0_0", "_0_0_0"] if own is None else [re.sub(r"\d+", "0", own)]
     first = next((end for end in firsts if _with(path, end).is_file()), own)
     loaded = load(_with(path, own)) if own is not None and own == first else None
@@ -82,18 +83,19 @@ def load_any_layout(path: Path, load: Callable[..., Any], rank: Rank) -> Any:
 
 
 def has_partial(obj: Any) -> bool:
-    """Is there a partial state dict in nested dictionaries?"""
+    """Returns whether nested dictionaries contain a partial state dict."""
     if isinstance(obj, Mapping):
         return bool(obj.get(PARTIAL_MARK)) or any(has_partial(v) for v in obj.values())
     return False
 
 
 def merge(parts: Sequence[Any], layout: Layout | None = None) -> Any:
-    """One object out of those of all ranks; partial dictionaries become whole ones.
+    """Merges the objects of all ranks into one; partial dictionaries become whole ones.
 
     Args:
-        parts: of the ranks of a replica, or of all ranks of `layout`, in the order of suffixes.
-        layout: of files; needed for sharded states of optimizers.
+        parts: objects of the ranks of a replica, or of all ranks of `layout`, in the order of
+            suffixes.
+        layout: layout of the files; needed for sharded states of optimizers.
     """
     first = parts[0]
     if not isinstance(first, Mapping):
@@ -143,7 +145,7 @@ def _layout_in(obj: Any) -> Layout | None:
 
 
 def _without_layout(obj: Any) -> Any:
-    """State dicts are loaded as they were given to be saved."""
+    """Removes the layout marks, so that state dicts are as the caller saved them."""
     if isinstance(obj, dict):
         obj.pop(LAYOUT_MARK, None)
         for value in obj.values():

@@ -15,14 +15,14 @@ from smp.tensor_parallel.parts import Part
 
 
 class FolderReader:
-    """Opens files when they are needed and checks the bytes that it reads.
+    """A reader that opens files on demand and checks the bytes that it reads.
 
-    One thread uses it. Memory: one chunk (4 MiB) per file that is open.
+    One thread uses it. Memory: one chunk (4 MiB) per open file.
 
     Args:
-        folder: of the checkpoint.
-        manifest: of it, if it has been read.
-        get: makes sure that a file is there, and returns its path; None: all are there.
+        folder: checkpoint folder.
+        manifest: manifest of the folder, if it has been read.
+        get: makes sure that a file exists, and returns its path; None: all files exist.
     """
 
     def __init__(
@@ -59,16 +59,17 @@ class FolderReader:
     def read(
         self, name: str, part: Part | None = None, into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Elements of an entry.
+        """Reads elements of an entry.
 
         Args:
-            part: None: all.
+            name: name of the entry.
+            part: part to read; None: all of it.
             into: contiguous CPU tensor of the entry's dtype with as many elements; None: a new
                 one, of the entry's shape for a whole entry and flat otherwise.
 
         Raises:
-            ManifestError: if elements of the part are stored nowhere.
-            RuntimeError: naming file and offset, if bytes are damaged.
+            ManifestError: no file has some elements of the part.
+            RuntimeError: bytes are damaged; the text names file and offset.
         """
         entry = self.entry(name)
         wanted = Part.whole(entry.shape) if part is None else part
@@ -95,10 +96,10 @@ class FolderReader:
 
 
 def plan(name: str, entry: StoredEntry, wanted: Part) -> list[tuple[_C.SliceRead, Block]]:
-    """Which bytes of which blocks make up a part of an entry.
+    """Returns the reads, and their blocks, that make up a part of an entry.
 
     Raises:
-        ManifestError: if elements are stored nowhere.
+        ManifestError: no file has some elements.
     """
     try:
         reads = _C.plan_part_reads(

@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint folder as another number of files, without a job."""
+"""Rewrites a checkpoint folder with another number of files, without a job."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.reader import FolderReader
 from smp.tensor_parallel.parts import Part
 
-# The file that entries of a kind go to; others have their kind's name.
+# The file of a kind's entries; other kinds have files of their own names.
 _FILE_OF_KIND = {"model": "model", "optimizer": "optimizer", "master": "fp16_states"}
-# What belongs to no rank goes along; random states of ranks of the old layout do not.
+# Files that belong to no rank are copied; random states of the old layout's ranks are not.
 _CARRIED = ("user_content.pt", "partition.txt", "config.json")
 
 
 def reshard(source: Path, target: Path, num_parts: int = 1) -> Manifest:
     """Writes ``target``, a folder with the entries of ``source`` in ``num_parts`` equal parts.
 
-    Of every kind of entries there is one file per part, ``model_<i>.pt``, ``optimizer_<i>.pt``,
+    Each kind of entries gets one file per part, ``model_<i>.pt``, ``optimizer_<i>.pt``,
     ``fp16_states_<i>.pt``: a dictionary from names to elements, in the entry's own shape when
     there is one part and flat otherwise. A job of any layout can resume from either folder; random
     states of ranks are left out. Memory: one part of one tensor, and the buffers of the writer.
 
     Raises:
-        FileExistsError: if ``target`` is there.
-        ValueError: if there are no parts to make.
+        FileExistsError: ``target`` exists.
+        ValueError: ``num_parts`` is below 1.
     """
     if num_parts < 1:
         raise ValueError(f"{num_parts} parts: give at least 1")

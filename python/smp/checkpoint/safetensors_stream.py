@@ -1,4 +1,4 @@
-"""Writes safetensors files tensor by tensor; their library holds a whole file in memory.
+"""Writes safetensors files tensor by tensor; the format's library holds whole files in memory.
 
 Format: 8 bytes with the length of the header, the header in JSON, the tensors.
 Source: the format description of the safetensors project, version 0.4.
@@ -47,9 +47,9 @@ def write(
     """Writes and synchronises one file; each tensor is made at its turn.
 
     Raises:
-        ValueError: naming a tensor of a dtype that the format has not, or that comes otherwise
-            than announced.
-        RuntimeError: naming the file, if it cannot be written.
+        ValueError: a tensor has a dtype that the format has not, or differs from its announcement;
+            the text names the tensor.
+        RuntimeError: the file cannot be written; the text names it.
     """
     options = options or WriteOptions()
     # Large elements first, so that each tensor is aligned to its elements.
@@ -74,10 +74,11 @@ def write_sharded(
 ) -> list[Path]:
     """Writes ``model.safetensors``, or shards and their index as Hugging Face names them.
 
-    A shard holds as many tensors, in their order, as fit; one that is larger has its own.
+    A shard holds as many tensors, in their order, as fit. A tensor larger than that has a shard of
+    its own.
 
     Returns:
-        All files.
+        all files.
     """
     shards: list[dict[str, Deferred]] = [{}]
     room = max_shard_bytes

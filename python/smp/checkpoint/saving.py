@@ -1,4 +1,4 @@
-"""``smp.save_checkpoint``: what every rank holds, or the whole model, into one folder."""
+"""Implements ``smp.save_checkpoint``: saves all ranks' parts, or the whole model, to a folder."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ def save_checkpoint(
 ) -> SaveHandle | None:
     """Saves a job so that it can go on on any layout, or the whole model in one file.
 
-    Collective over all ranks, with equal arguments (``user_content`` is that of the first rank). A
-    save that is interrupted leaves the previous checkpoint; ``path/newest`` names the last one that
-    is complete, ``<tag>_partial`` or ``<tag>``.
+    Collective over all ranks, with equal arguments (only the first rank's ``user_content`` counts).
+    A save that is interrupted leaves the previous checkpoint; ``path/newest`` names the last
+    complete one, ``<tag>_partial`` or ``<tag>``.
 
     Args:
         path: folder that all ranks see; made if missing. Or an address of a store, such as
-            ``s3://bucket/prefix``, to which each rank sends its share in the background when the
-            checkpoint is complete in a folder below `SMP_STORE_FOLDER`, which all ranks see; see
-            :func:`smp.wait_for_uploads`.
-        tag: of this checkpoint: ``path/<tag>_partial``, or the file ``path/<tag>``.
-        partial: every rank writes what it holds. Else the whole model is written by the first rank,
-            to which it comes tensor by tensor, and the optimizer is left out.
-        model: None: only the optimizer is saved, with masters.
-        optimizer: None: only the model is saved.
-        user_content: anything that ``torch.save`` takes; see :func:`smp.resume_from_checkpoint`
-            for what comes back.
-        translate_if_full: give a whole model the names of Hugging Face where it has translators.
-        num_kept_partial_checkpoints: delete the oldest partial ones beyond this number, in the
-            folder and in the store.
+            ``s3://bucket/prefix``. Then the checkpoint is completed in a folder below
+            `SMP_STORE_FOLDER`, which all ranks see, and each rank sends its share to the store in
+            the background; see :func:`smp.wait_for_uploads`.
+        tag: name of this checkpoint: ``path/<tag>_partial``, or the file ``path/<tag>``.
+        partial: whether each rank writes its own part. Otherwise the first rank gathers the whole
+            model tensor by tensor and writes it, and the optimizer is left out.
+        model: model to save; None: only the optimizer is saved, with masters.
+        optimizer: optimizer to save; None: only the model is saved.
+        user_content: any value that ``torch.save`` takes; see :func:`smp.resume_from_checkpoint`
+            for the value that is loaded.
+        translate_if_full: whether a whole model gets the names of Hugging Face if it has
+            translators.
+        num_kept_partial_checkpoints: most partial checkpoints that stay in the folder and in the
+            store; the oldest are deleted.
         blocking: False: take a copy of this rank's state in host memory and write it in the
             background. The next save, `smp.shutdown` and ``wait()`` of the result wait for it. The
             optimizer's state is copied in the background, too, and an update by the optimizer waits
@@ -63,12 +64,12 @@ def save_checkpoint(
             memory of the copy is kept for the next one, until `smp.shutdown`.
 
     Returns:
-        None, or what tells about a save in the background.
+        None, or the handle of a save in the background.
 
     Raises:
-        ValueError: on all ranks, for arguments that cannot be, or that differ.
+        ValueError: on all ranks, if arguments are invalid, or differ.
         RuntimeError: on all ranks, if one could not write.
-        PeerFailure: not all ranks have called it.
+        PeerFailure: not all ranks have called this.
     """
     begin_s = time.monotonic()
     current = runtime.current()
@@ -115,7 +116,7 @@ def save_checkpoint(
         return None
     if not blocking and current not in _staging:
         _staging[current] = Staging()
-        # A shutdown waits, and hears of an error, too.
+        # A shutdown waits for the save, and raises its error.
         current.on_shutdown(lambda: _end(current))
     save = PartialSave(
         Path(path) if store is None else store.root, tag, model, optimizer, user_content,
@@ -140,11 +141,12 @@ def wait_for_uploads(timeout_s: float | None = None) -> bool:
         timeout_s: seconds; None: as long as it takes.
 
     Returns:
-        False: some are not complete after ``timeout_s``, or the job has failed. What is missing
-        goes on in the background; if the process ends, the next job with this folder sends it.
+        True; False if some are not complete after ``timeout_s``, or the job has failed. Their
+        transfer goes on in the background; if the process ends, the next job with this folder
+        sends the rest.
 
     Raises:
-        RuntimeError: a checkpoint could not be saved or sent; says why, once.
+        RuntimeError: a checkpoint could not be saved or sent; raised once, with the reason.
     """
     current = runtime.current()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -169,7 +171,7 @@ def _problem(
     blocking: bool,
     is_address: bool,
 ) -> str | None:
-    """Why these arguments cannot be."""
+    """Returns the reason why these arguments are invalid, or None."""
     if not isinstance(tag, str) or not tag:
         return f"tag must be a text that is not empty, got {tag!r}"
     if model is not None and not isinstance(model, DistributedModel):
@@ -199,7 +201,7 @@ def _problem(
 
 
 def _wait_for_running(current: runtime.Runtime) -> str | None:
-    """Waits for a save in the background; its error, if it has one."""
+    """Waits for a save in the background; returns its error, if it has one."""
     try:
         finish_running(current)
     except RuntimeError as error:

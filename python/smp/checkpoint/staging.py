@@ -1,4 +1,4 @@
-"""Copies of a rank's state in host memory, for a save in the background."""
+"""Copies a rank's state to host memory, for a save in the background."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import smp._C as _C
 
-#: Smaller tensors are copied at once: what takes time is the number of bytes.
+#: Smaller tensors are copied at once: the number of bytes determines the time.
 _LATER_BYTES = 64 << 10
 
 
@@ -23,27 +23,27 @@ _LATER_BYTES = 64 << 10
 class _Pair:
     source: Tensor
     place: Tensor
-    version: int  # of the source at the time of the call
+    version: int  # version of the source at the time of the call
 
 
 class LaterCopies:
     """Copies that a thread makes while training goes on.
 
     Args:
-        pairs: of tensors that do not change until somebody has waited.
+        pairs: pairs whose sources do not change until a caller has waited.
     """
 
     def __init__(self, pairs: Sequence[_Pair]) -> None:
         self._pairs = list(pairs)
         self._are_over = threading.Event()
         devices = {pair.source.device for pair in pairs if pair.source.is_cuda}
-        # What was asked of the caller's streams comes before the copies.
+        # Work that was queued on the caller's streams comes before the copies.
         self._marks = {d: torch.cuda.current_stream(d).record_event() for d in devices}
-        #: seconds for which somebody has waited
+        #: seconds for which callers have waited
         self.waited_s = 0.0
 
     def make(self) -> None:
-        """Makes them, in the thread that saves.
+        """Makes the copies, in the thread that saves.
 
         Raises:
             RuntimeError: a source has changed in the meantime.
@@ -67,7 +67,7 @@ class LaterCopies:
             self._are_over.set()
 
     def wait(self) -> None:
-        """Until the sources may change."""
+        """Waits until the sources may change."""
         if not self._are_over.is_set():
             begin = time.monotonic()
             self._are_over.wait()
@@ -77,8 +77,8 @@ class LaterCopies:
 class Staging:
     """Memory for copies, used again by the next save.
 
-    To get memory that is new to a process takes several times as long as to fill it, and training
-    waits meanwhile. One save at a time: `begin` takes back what the one before it was given.
+    New memory takes a process several times as long as filling it, and training waits meanwhile.
+    One save uses it at a time: `begin` takes back the memory of the save before.
     """
 
     def __init__(self) -> None:
@@ -87,12 +87,12 @@ class Staging:
         self._later: list[_Pair] = []
 
     def begin(self) -> None:
-        """The save before this one has ended; what it did not need is let go of."""
+        """Begins a save, after the one before has ended; memory it did not use is freed."""
         self._free, self._all = self._all, defaultdict(list)
         self._later = []
 
     def end(self) -> LaterCopies:
-        """All has a place, and nothing more than that is kept.
+        """Frees all memory that this save did not use.
 
         Returns:
             the copies that are not made yet.
@@ -102,12 +102,12 @@ class Staging:
         return LaterCopies(pairs)
 
     def copy(self, value: Any, copies: dict[int, Tensor], *, later: bool = False) -> Any:
-        """The same structure with copies of its tensors; one tensor has one copy.
+        """Returns the same structure with copies of its tensors; one tensor has one copy.
 
         Args:
-            value: dictionaries, lists, tuples, tensors on any device, anything else.
-            copies: by the ids of tensors; is filled.
-            later: give large tensors their places, and leave the copies to `LaterCopies`.
+            value: dictionaries, lists, tuples, tensors on any device, other values.
+            copies: copies by the ids of tensors; this call adds to it.
+            later: whether large tensors only get memory, and `LaterCopies` copies them.
         """
         if isinstance(value, Tensor):
             if id(value) not in copies:

@@ -1,4 +1,4 @@
-"""What ranks that are to stop do about their checkpoints."""
+"""Saves checkpoints of ranks that are to stop."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class StoppingSaver:
     """The `preemption.Saver` of this library."""
 
     def prepare(self, current: runtime.Runtime, path: str) -> None:
-        """Looks at the store of an address, the first time.
+        """Checks the store of an address, the first time.
 
         Raises:
-            RuntimeError: it cannot be used; says why.
+            RuntimeError: the store cannot be used; the text has the reason.
         """
         if not names.is_address(path):
             return
@@ -35,11 +35,11 @@ class StoppingSaver:
             ) from error
 
     def save(self, path: str, **options: Any) -> Any:
-        """`save_checkpoint`."""
+        """Calls `save_checkpoint`."""
         return save_checkpoint(path, **options)
 
     def end_uploads(self, current: runtime.Runtime, limit_s: float) -> None:
-        """Waits for what goes to stores, and ends it after the limit.
+        """Waits for transfers to stores, and ends them after the limit, in seconds.
 
         Raises:
             RuntimeError: a save in the background has failed.
@@ -47,7 +47,7 @@ class StoppingSaver:
         stores = stores_in_use(current)
         handle = running(current)
         if stores and handle is not None:
-            handle.wait()  # else nothing is saved
+            handle.wait()  # otherwise nothing would be saved
         deadline = time.monotonic() + limit_s
         for store in stores:
             reason = f"after {limit_s:g} s (SMP_UPLOAD_WAIT_S)"

@@ -1,4 +1,4 @@
-"""Commands of ``smp ckpt`` that are about stores."""
+"""Implements the commands of ``smp ckpt`` for stores."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def add_commands(commands: Any, add: _Command) -> None:
     """Adds ``list``, ``fetch``, ``send`` and ``prune``.
 
     Args:
-        commands: of ``smp ckpt``.
-        add: makes one of them, which has a folder and a tag.
+        commands: subparsers of ``smp ckpt``.
+        add: makes a command, which has a folder and a tag.
     """
     add(commands, "list", _list, "which checkpoints are in a folder or store")
     command = add(commands, "fetch", _fetch, "copy a checkpoint of a store into a folder")
@@ -38,12 +38,12 @@ def add_commands(commands: Any, add: _Command) -> None:
 
 
 def root() -> Path:
-    """Where files of stores lie on this machine."""
+    """Returns the folder for files of stores on this machine."""
     return read_settings(os.environ).store_root.expanduser()
 
 
 def verify(address: Address, tag: str | None) -> int:
-    """Reads a checkpoint of a store and prints what is wrong; returns the status."""
+    """Reads a checkpoint of a store and prints its problems; returns the status."""
     store = ObjectStore(address)
     key = copies.find(store, tag)
     shown, count = f"{address}/{key.folder()}", 0
@@ -116,7 +116,7 @@ def _count(text: str) -> int:
 
 
 def bytes_text(count: int) -> str:
-    """For people: ``1.5 MB``."""
+    """Formats a number of bytes for users: ``1.5 MB``."""
     if count < 1000:
         return f"{count} B"
     units = ("kB", "MB", "GB", "TB", "PB")

@@ -1,4 +1,4 @@
-"""What users put beside their model: written with ``torch.save``, read without running code."""
+"""Writes user content beside a model with ``torch.save``; reads it without running code."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def write(path: Path, content: Any, unique: str) -> None:
     """Writes and synchronises ``path``; warns of classes that :func:`read` will refuse.
 
     Args:
-        content: anything that ``torch.save`` takes.
-        unique: of this writer.
+        path: the file.
+        content: any value that ``torch.save`` takes.
+        unique: name of this writer.
 
     Raises:
         ValueError: an object in it cannot be pickled.
@@ -38,7 +39,7 @@ def write(path: Path, content: Any, unique: str) -> None:
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ValueError(f"user_content cannot be saved: {error}") from error
     try:
-        # The names alone: a read for a trial would change torch's list while others read.
+        # Only the names are read: a trial read would change torch's list while others read.
         reason = data_classes.refusal(data_classes.names_in(path))
     except pickle.UnpicklingError as error:
         reason = f"what is not loaded as data ({error})"
@@ -47,11 +48,13 @@ def write(path: Path, content: Any, unique: str) -> None:
 
 
 def read(path: Path, unsafe: bool) -> Any:
-    """The content; plain containers, tensors, numbers, texts, those of numpy and its arrays of
-    them, Namespaces, and configurations of transformers, unless ``unsafe``.
+    """Returns the content, which must be data unless ``unsafe``.
+
+    Data are plain containers, tensors, numbers, texts, numbers and texts of numpy and its arrays of
+    them, Namespaces, and configurations of transformers.
 
     Raises:
-        ValueError: the file holds objects of other classes; names them.
+        ValueError: the file holds objects of other classes; the text names them.
     """
     given_files.check_regular(path)
     if unsafe:

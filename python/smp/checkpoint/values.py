@@ -1,4 +1,4 @@
-"""What is not a tensor in an optimizer and in modules, as JSON and back. Exact."""
+"""Encodes values of optimizers and modules, other than tensors, as JSON and back. Exact."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MAX_NUMEL = 4096
 
 
 def encode(value: Any, where: str) -> Any:
-    """Numbers, texts, None, lists, tuples, dicts and small tensors as JSON.
+    """Encodes numbers, texts, None, lists, tuples, dicts and small tensors as JSON.
 
     Args:
-        value: of them.
-        where: what errors call it.
+        value: value of these classes.
+        where: name of the value in errors.
 
     Raises:
-        ValueError: for other classes, naming them.
+        ValueError: the value is of another class; the text names it.
     """
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
@@ -49,14 +49,14 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any, device: torch.device) -> Any:
-    """What :func:`encode` was given.
+    """Returns the value that :func:`encode` was given.
 
     Args:
-        value: from JSON.
-        device: of tensors that were not on the CPU.
+        value: JSON value.
+        device: device of tensors that were not on the CPU.
 
     Raises:
-        ValueError: malformed.
+        ValueError: the value is malformed.
     """
     if isinstance(value, list):
         return [decode(item, device) for item in value]

@@ -1,4 +1,4 @@
-"""Puts a whole model out of files into a partitioned one; each rank reads what it holds."""
+"""Fills a partitioned model from files of a whole one; each rank reads its own parts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class WholeModel:
     """A state dict in files, until the model that takes it is partitioned.
 
     Args:
-        strict: names that are missing or left over are errors.
-        translate: to the names of the model; None: by the translators of the model.
-        pp_rank: of this process.
+        strict: whether names that are missing or left over are errors.
+        translate: translates to the model's names; None: the model's translators do.
+        pp_rank: pipeline rank of this process.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WholeModel:
         self._state = huggingface.open_weights(self._file)
 
     def user_content(self, unsafe: bool) -> Any:
-        """What was saved with the model that was opened; ``{}`` if nothing was. Not collective.
+        """Returns the content saved with the opened model; ``{}`` if none was. Not collective.
 
         Raises:
             ValueError: it holds objects that are not data, unless ``unsafe``.
@@ -67,7 +67,7 @@ class WholeModel:
         """Gives a partitioned model its values. Not collective.
 
         Raises:
-            RuntimeError: names that are missing or left over, if strict; other shapes.
+            RuntimeError: names are missing or left over, if strict; shapes differ.
         """
         given = self._translated(model)
         state = model_state(model, self._pp_rank)
@@ -99,7 +99,7 @@ class WholeModel:
         try:
             return engine_of(model).state.translated(lazy)
         except TypeError as error:
-            # A translator of somebody else's may do what needs the values.
+            # A translator of another author may need the values.
             _log.warning("smp: %s is translated in memory as a whole: %s", self._file, error)
             return engine_of(model).state.translated(state)
 
@@ -107,7 +107,7 @@ class WholeModel:
 def _match(
     model: DistributedModel, state: ModelState, given: Mapping[str, Any], strict: bool
 ) -> dict[str, Tensor]:
-    """Tensors by canonical name."""
+    """Returns the given tensors by canonical name."""
     others = names_of_tied(state.aliases)
     found: dict[str, Tensor] = {}
     missing, wrong = [], []

@@ -1,4 +1,4 @@
-"""A whole model in one file, written by the first rank, to which it comes tensor by tensor."""
+"""Writes a whole model into one file; the first rank gathers and writes it tensor by tensor."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ def save_whole(
     """Writes ``path/<tag>`` and ``path/user_content_<tag>`` in one step. Collective over all ranks.
 
     Args:
-        path: made if missing.
-        tag: a name that ends in ``.safetensors`` gets that format, all others PyTorch's. With a
-            name that Hugging Face gives to weights the model's configuration is written, too.
-        model: partitioned.
-        user_content: of the first rank.
-        translate: use the translators of the model.
-        generation: unique.
-        rank: of this process.
+        path: folder; made if missing.
+        tag: name of the file. If it ends in ``.safetensors`` the file has that format, otherwise
+            PyTorch's. With a name that Hugging Face gives to weights the model's configuration is
+            written, too.
+        model: partitioned model.
+        user_content: user content of the first rank.
+        translate: whether to use the translators of the model.
+        generation: unique name of this write.
+        rank: rank of this process.
     """
     gatherer = Gatherer(model, rank)
     error: BaseException | None = None
@@ -80,7 +81,7 @@ def save_whole(
 
 
 def _as_safetensors(content: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One name of each tensor, the one in files of transformers, in the order of the file."""
+    """Keeps one name of each tensor, the one of transformers, in the order of the file."""
     left_out = set(second_names(content))
     kept = [(name, tensor) for name, tensor in content.items() if name not in left_out]
     return dict(sorted(kept, key=lambda item: -item[1].dtype.itemsize))
@@ -94,7 +95,7 @@ def _write(
     user_content: Any,
     gatherer: Gatherer,
 ) -> None:
-    # One object for tensors that are one, so that they stay so in the file.
+    # Tensors under several names share one object, so that the file has them once.
     deferred: dict[int, archive.Deferred] = {}
     for tensor in content.values():
         make = gatherer.maker(tensor)
@@ -112,10 +113,10 @@ def _write(
 
 
 class Gatherer:
-    """Brings the tensors of a partitioned model to the first rank, one at a time, in one order.
+    """Gathers the tensors of a partitioned model on the first rank, one at a time, in one order.
 
-    Every rank makes one, gives it the same :meth:`plan`, and either takes all tensors or drains it.
-    A tensor stays on the first rank until the last one that is made of it is written.
+    Every rank makes a gatherer, gives it the same :meth:`plan`, and either takes all tensors or
+    drains it. A tensor stays on the first rank until the last tensor made of it is written.
     """
 
     def __init__(self, model: DistributedModel, rank: Rank) -> None:
@@ -133,7 +134,7 @@ class Gatherer:
         self._here: dict[str, Tensor] = {}
 
     def lazy_state(self) -> dict[str, Tensor]:
-        """The state dict; what it holds is made of tensors that are gathered."""
+        """Returns the state dict, whose tensors are made of gathered ones on demand."""
         leaves = {
             name: LazyTensor.leaf(name, shape, self._state.tensors[name].dtype, self._getter(name))
             for name, shape in self._state.shapes.items()
@@ -141,7 +142,7 @@ class Gatherer:
         return {key: leaves[self._state.aliases.get(key, key)] for key in self._state.keys}
 
     def extra_state(self) -> dict[str, Any]:
-        """What modules say of themselves besides, with its keys. Collective over the replica."""
+        """Returns the extra state of modules, by key. Collective over the replica."""
         if not self._is_with_first:
             return {}
         merged: dict[str, Any] = {}
@@ -153,7 +154,7 @@ class Gatherer:
         return lambda: self._here[name]
 
     def plan(self, tensors: Any) -> None:
-        """Says in which order tensors are made."""
+        """Sets the order in which tensors are made."""
         unique = {id(tensor): tensor for tensor in tensors}
         for tensor in unique.values():
             for name in sorted(tensor.leaves) if isinstance(tensor, LazyTensor) else ():
@@ -162,7 +163,7 @@ class Gatherer:
                 self._uses[name] = self._uses.get(name, 0) + 1
 
     def maker(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What yields a tensor in its turn, on the first rank."""
+        """Returns a function that makes a tensor in its turn, on the first rank."""
         if not isinstance(tensor, LazyTensor):
             return lambda: tensor
         names = sorted(tensor.leaves)
@@ -182,12 +183,12 @@ class Gatherer:
         return make
 
     def drain(self) -> None:
-        """Takes part in all that is left."""
+        """Takes part in gathering all remaining tensors."""
         while self._order:
             self._gathered(self._order.pop(0))
 
     def _gathered(self, name: str) -> Tensor:
-        """The whole tensor on the first rank; nothing of use elsewhere."""
+        """Returns the whole tensor on the first rank; other ranks ignore the result."""
         tensor, owner = self._state.tensors[name], self._state.owners[name]
         rank = self._rank
         interval = interval_of(tensor)

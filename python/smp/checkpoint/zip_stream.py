@@ -1,8 +1,8 @@
-"""A zip file written from front to back, of stored records whose data is aligned. No torch.
+"""Writes a zip file from front to back, of stored records whose data is aligned. No torch.
 
-Each record has a data descriptor after its data, so that its checksum need not be known before;
-records and places beyond 4 GiB get the zip64 fields. ``torch.load``, Python's ``zipfile`` and
-``unzip`` read it.
+Each record has a data descriptor after its data, so that its checksum need not be known before.
+Records and places beyond 4 GiB get the zip64 fields. ``torch.load``, Python's ``zipfile`` and
+``unzip`` read the file.
 
 Source: PKWARE APPNOTE 6.3.10, sections 4.3 to 4.5.
 """
@@ -18,11 +18,11 @@ _LIMIT_32 = 0xFFFFFFFF
 _LIMIT_16 = 0xFFFF
 _FLAGS = 0x0808  # a data descriptor follows; names are UTF-8
 _DOS_DATE = 0x21  # 1980-01-01, so that equal content gives equal files
-_PADDING_ID = 0x4246  # "FB", as torch's files have
+_PADDING_ID = 0x4246  # "FB", as in torch's files
 
 
 class Sink(Protocol):
-    """What takes the bytes: ``_C.FileWriter``."""
+    """The receiver of the bytes: ``_C.FileWriter``."""
 
     @property
     def position(self) -> int: ...
@@ -50,7 +50,7 @@ class ZipStream:
         """Adds a record of ``num_bytes`` bytes, which ``write`` appends to the sink.
 
         Returns:
-            Where its data begins in the file.
+            offset of its data in the file.
         """
         encoded = name.encode()
         header_offset = self._sink.position

@@ -1,4 +1,4 @@
-"""Averaging gradients over data-parallel ranks, and giving these the same values to begin with."""
+"""Averages gradients over data-parallel ranks, and gives these the same initial values."""
 
 from smp.data_parallel.batch_weights import BatchWeights as BatchWeights
 from smp.data_parallel.batch_weights import num_batches as num_batches

@@ -23,15 +23,15 @@ def num_batches(rank: Rank) -> int:
 class BatchWeights:
     """Weighs the microbatches of this rank in the mean over the batches of all replicas.
 
-    A loss that is a mean over w of something (samples, tokens, class weights) has w as its weight:
-    the sum of the losses times their shares w / W, where W is the sum of the weights of all
-    microbatches of all replicas, is the mean over the global batch.
+    A loss that is a mean over w items (samples, tokens, class weights) has weight w. Let W be the
+    sum of the weights of all microbatches of all replicas: the mean over the global batch is the
+    sum of the losses times their shares w / W.
 
     Args:
-        rank: of this process, which reads the batch.
+        rank: rank of this process, which reads the batch.
         weights: weight of each microbatch, at least one.
-        counted: what the weights count, in words. Replicas have to count alike.
-        total: what they contribute to W; None: their sum.
+        counted: counted unit, in words. Replicas have to count alike.
+        total: contribution of these weights to W; None: their sum.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BatchWeights:
         self._counted = counted
         self._num_batches = num_batches(rank)
         self._work: _C.Work | None = None
-        # Sums over the replicas; before the exchange those of this rank.
+        # Sums of this rank; after the exchange, of all replicas.
         self._total = math.fsum(self._weights) if total is None else float(total)
         code = zlib.crc32(counted.encode())
         self._sums = array("d", [self._total, len(self._weights), 1.0, code])
@@ -99,11 +99,11 @@ class BatchWeights:
             )
 
     def counts_nothing(self, mb: int) -> bool:
-        """Returns whether a microbatch has weight 0, as one in which all labels are ignored."""
+        """Returns whether a microbatch has weight 0, such as one whose labels are all ignored."""
         return self._weights[mb] == 0
 
     def share(self, mb: int) -> float:
-        """Returns the part of the mean over all batches that the loss of a microbatch makes.
+        """Returns the part of the mean over all batches that a microbatch's loss makes up.
 
         Replicas that have run out of batches count as if their loss was zero.
 
@@ -114,15 +114,15 @@ class BatchWeights:
         if self._total > 0:
             part = self._weights[mb] / self._total
         else:
-            part = 1.0 / self._num_microbatches  # as in one process, a mean over nothing
-        # Tensor-parallel ranks with a common batch have all counted it.
+            part = 1.0 / self._num_microbatches  # as in one process: a mean over nothing
+        # All tensor-parallel ranks with a common batch have counted it.
         return part * (self._num_readers / self._num_batches)
 
     def output_weight(self, mb: int) -> float:
         """Returns the weight of a microbatch's outputs in their mean over the microbatches.
 
-        In training the mean over the replicas of these means is the one over the global batch. In
-        evaluation, where replicas need not run equally many steps, it is that of this rank's batch.
+        In training the mean of these means over the replicas is the mean over the global batch. In
+        evaluation, where replicas may run different numbers of steps, it covers this rank's batch.
 
         Raises:
             ValueError, RuntimeError: see `finish_exchange`.

@@ -1,4 +1,4 @@
-"""Sums of gradients that a hook of the user's makes, with the signature that torch's DDP has."""
+"""Sums gradients by a hook of the user, with the signature of torch's DDP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smp.world.rank import Rank
 
 @dataclass
 class CommHook:
-    """What takes the place of the all-reduce of a bucket.
+    """A hook that replaces the all-reduce of a bucket.
 
     Attributes:
         state: handed to each call.
@@ -27,7 +27,7 @@ class CommHook:
     function: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
     def take_over(self, other: CommHook) -> None:
-        """From now on buckets are summed as another hook does it."""
+        """Uses another hook's state and function from now on."""
         self.state, self.function = other.state, other.function
 
 
@@ -52,7 +52,7 @@ class _Launcher:
 
     def _bucket(self, bucket_idx: int, flat: Tensor) -> dist.GradBucket:
         count = len(self.buckets)
-        if bucket_idx < 0:  # beyond the others, and never the last
+        if bucket_idx < 0:  # an additional bucket, which is never the last
             return _C.make_grad_bucket(count, count + 2, flat, [0], [])
         params, offsets = self.buckets[bucket_idx]
         return _C.make_grad_bucket(bucket_idx, count, flat, offsets, params)
@@ -74,15 +74,15 @@ def _take(future: Any, flat: Tensor) -> None:
 def hooked(
     communicator: _C.Communicator, hook: CommHook
 ) -> tuple[_C.Communicator, Callable[[_C.Reducer, Sequence[nn.Parameter], int], None]]:
-    """A group whose sums of buckets are the hook's.
+    """Returns a group that sums buckets by a hook, and a function that connects it to a reducer.
 
     Args:
-        communicator: of the ranks that reduce.
-        hook: the user's.
+        communicator: group of the ranks that reduce.
+        hook: the user's hook.
 
     Returns:
-        the group for a reducer, and what is to be called with that reducer, its parameters and its
-        bucket size.
+        the group, and the function, which takes the reducer, its parameters and its bucket size in
+        bytes.
     """
     launcher = _Launcher(hook)
     group = _C.HookedGroup(communicator, launcher)
@@ -105,16 +105,16 @@ def hooked(
 
 
 def refuse_comm_hook(rank: Rank, overlaps: bool, of_storage: str | None) -> None:
-    """Raises where gradients are not summed by buckets that all replicas have whole.
+    """Refuses a hook where gradients are not summed in buckets that all replicas have whole.
 
     Args:
-        rank: of this process.
-        overlaps: buckets are reduced while backward goes on.
+        rank: rank of this process.
+        overlaps: whether buckets are reduced while backward goes on.
         of_storage: key and value of the configuration by which parameters, or the state of their
             optimizer, are sharded over replicas; None if they are not.
 
     Raises:
-        ValueError: naming the configuration key.
+        ValueError: the configuration forbids a hook; the message has the key.
     """
     config = rank.config
     reasons = {

@@ -1,4 +1,4 @@
-"""Parameters that need no gradient when gradients are laid out, and may need one later."""
+"""Checks parameters that need no gradient when gradients are laid out, but may need one later."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import smp._C as _C
 class FrozenParameters:
     """The parameters of a rank for which no gradients were laid out.
 
-    What they get in a step nobody takes: it is neither averaged over microbatches nor summed over
-    replicas. So a thawed parameter is laid out before the next step, or refused.
+    A gradient that such a parameter gets in a step is neither averaged over microbatches nor summed
+    over replicas. So a thawed parameter is laid out before the next step, or refused.
 
     Args:
         parameters: names in the whole model, and parameters of this rank.
@@ -24,15 +24,15 @@ class FrozenParameters:
         self._before: list[tuple[Tensor, int] | None] = []
 
     def thawed(self) -> str | None:
-        """The first one that needs a gradient now."""
+        """Returns the name of the first parameter that needs a gradient now, or None."""
         return next((name for name, p in self._frozen if p.requires_grad), None)
 
     def begin_step(self) -> None:
-        """Notes the gradients that they have from somewhere else."""
+        """Notes the gradients that the parameters have before the step."""
         self._before = [_state(parameter) for _, parameter in self._frozen]
 
     def check(self) -> None:
-        """Raises a ValueError that names one which got a gradient since the step began."""
+        """Raises a ValueError if a parameter got a gradient since the step began."""
         for (name, parameter), before in zip(self._frozen, self._before, strict=False):
             now = _state(parameter)
             if now is not None and (
@@ -53,11 +53,11 @@ def _state(parameter: nn.Parameter) -> tuple[Tensor, int] | None:
 
 
 def refuse_thawed(name: str, option: str) -> None:
-    """Raises a ValueError: a parameter was thawed whose state was laid out without it.
+    """Raises a ValueError: state was laid out without a parameter that was thawed since.
 
     Args:
-        name: of the parameter.
-        option: of the configuration, for which state is laid out once.
+        name: name of the parameter.
+        option: configuration option for which state is laid out once.
     """
     raise ValueError(
         f"{_C.rank_prefix()}parameter '{name}' was frozen when the model was partitioned, and has "

@@ -1,4 +1,4 @@
-"""Gradients that nobody but the library changes while a step runs."""
+"""Checks that only the library changes gradients while a step runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 import smp._C as _C
 
-# Of a tensor itself: parameters in 16 bits show that of their master.
+# The attribute of a plain tensor: 16-bit parameters show their master's gradient instead.
 _native: Any = torch.Tensor.grad
 
 
 class KeptGradients:
     """Notices that code of a step function, or of the model, assigned ``.grad``.
 
-    Gradients of a step are the library's until it is over: those of all microbatches are averaged
-    then, and summed over replicas. What is assigned meanwhile would be of one microbatch, and what
-    is dropped would be those of the microbatches before.
+    The library owns gradients until the step is over: it averages them over all microbatches, and
+    sums them over replicas. An assigned gradient would cover one microbatch only, and a dropped one
+    would lose earlier microbatches.
 
     Args:
         parameters: names in the whole model, and trainable parameters of this rank.
@@ -39,12 +39,12 @@ class KeptGradients:
         self._before: list[Tensor | None] = []
 
     def begin_step(self) -> None:
-        """Notes the gradients that there are."""
+        """Notes the present gradients."""
         self._before = [_native.__get__(tensor) for _, tensor in self._watched]
 
     def check(self) -> None:
-        """Raises a RuntimeError that names a parameter whose gradient is another one since."""
-        noted, self._before = self._before, []  # else they would live on
+        """Raises a RuntimeError if a parameter's gradient is another tensor than before."""
+        noted, self._before = self._before, []  # frees the noted gradients
         for (name, tensor), before in zip(self._watched, noted, strict=False):
             if _native.__get__(tensor) is not before:
                 raise RuntimeError(
@@ -56,5 +56,5 @@ class KeptGradients:
                 )
 
     def forget(self) -> None:
-        """The step has failed."""
+        """Forgets the noted gradients of a step that failed."""
         self._before = []

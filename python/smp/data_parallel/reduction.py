@@ -18,11 +18,11 @@ from smp.world.rank import Rank
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradient of a parameter is made out of those of several ranks.
+    """The way in which several ranks' gradients of a parameter are combined.
 
     Attributes:
-        kind: of the group over which it is summed, "dp" or "rdp".
-        divisor: of the sum, beside the number of batches that the replicas read.
+        kind: group over which the gradient is summed, "dp" or "rdp".
+        divisor: divisor of the sum, beside the number of batches that the replicas read.
     """
 
     kind: str
@@ -30,11 +30,11 @@ class Reduction:
 
 
 def reduction_of(rank: Rank, parameter: Tensor) -> Reduction:
-    """Over which ranks a gradient is averaged (docs/design/tensor_parallelism.md).
+    """Returns how a parameter's gradient is averaged (docs/design/tensor_parallelism.md).
 
-    Parameters of distributed modules see the samples of the whole tensor-parallel group: with own
-    batches their gradients are sums over its ranks' losses, with a prescaled batch they belong to
-    one loss that all its ranks have.
+    Parameters of distributed modules see the samples of the whole tensor-parallel group. With own
+    batches their gradients are sums over its ranks' losses; with a prescaled batch they belong to
+    one loss that all its ranks share.
     """
     sizes = rank.sizes
     placement = placement_of(parameter)
@@ -47,9 +47,9 @@ def by_kind(
     rank: Rank,
     parameters: Sequence[tuple[str, nn.Parameter]],
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Parameters with their names, by the kind of the group that sums their gradients.
+    """Returns parameters with their names, by the kind of the group that sums their gradients.
 
-    Every kind that this run has is there: all ranks of a group make a reducer, or none.
+    The result has every kind of this run, because all ranks of a group have to make a reducer.
     """
     kinds = ("dp", "rdp") if rank.sizes["tp"] > 1 else ("dp",)
     return {
@@ -64,15 +64,15 @@ def make_records(
     ties: Mapping[str, Sequence[str]] | None = None,
     half: torch.dtype | None = None,
 ) -> list[_C.ParameterRecord]:
-    """Records of parameters, in their order.
+    """Returns records of parameters, in their order.
 
     Args:
         parameters: names in the whole model, each parameter once, in one order on all ranks of
             their group.
-        reductions: of the parameters, all over one group.
+        reductions: reduction of each parameter, all over one group.
         ties: further names of the same parameter, by name.
-        half: dtype that floating parameters have in training, or are to get unless they are kept
-            wider; their gradients are added up in float32 then.
+        half: dtype of floating parameters in training, unless they are kept wider; their gradients
+            are added up in float32 then. None: parameters keep their dtypes.
     """
     others = ties or {}
     records = []
@@ -106,7 +106,7 @@ def records_of(
     parameters: Sequence[tuple[str, nn.Parameter]],
     ties: Mapping[str, Sequence[str]] | None = None,
 ) -> list[_C.ParameterRecord]:
-    """Records of parameters of one kind, as their reducer has them."""
+    """Returns the records that the reducer of these parameters, all of one kind, has."""
     reductions = [reduction_of(rank, parameter) for _, parameter in parameters]
     return make_records(parameters, reductions, ties, rank.config.half_dtype)
 
@@ -118,14 +118,14 @@ def shards_of_gradients(
     *,
     every_microbatch: bool = False,
 ) -> _C.Sharding:
-    """How gradients of a kind are reduced into shards.
+    """Returns the way in which gradients of a kind are reduced into shards.
 
     Args:
-        rank: of this process; some ranks hold one copy of a sharded state together.
-        kind: "dp" or "rdp". The tp groups are part of the former; they are summed over last, when
-            gradients have the size of a shard.
-        layout: which elements a rank gets.
-        every_microbatch: reduce behind each microbatch instead of behind the last one.
+        rank: rank of this process; some ranks hold one copy of a sharded state together.
+        kind: "dp" or "rdp". The former includes the tp groups, over which gradients are summed
+            last, when they have the size of a shard.
+        layout: assignment of elements to ranks.
+        every_microbatch: whether to reduce after each microbatch instead of after the last one.
     """
     comms = rank.comms
     if rank.sizes["tp"] > 1 and kind == "dp":
@@ -154,22 +154,23 @@ def make_reducers(
     ties: Mapping[str, Sequence[str]] | None = None,
     hook: CommHook | None = None,
 ) -> list[_C.Reducer]:
-    """The reducers of this rank's parameters, one per group; they take over the gradients.
+    """Makes the reducers of this rank's parameters, one per group; they take over the gradients.
 
     Collective over the data-parallel group.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         parameters: names in the whole model and parameters that require a gradient, in their
             final place.
         target_of: the tensor whose ``.grad`` gets the gradient of a parameter.
-        sharding_of: how gradients of a kind, "dp" or "rdp", become parts; None: they stay whole.
-        bucket_cap_bytes: size of a bucket.
-        overlap: reduce buckets while backward goes on.
-        average: divide by the number of microbatches.
+        sharding_of: returns how gradients of a kind, "dp" or "rdp", become shards; None: they stay
+            whole.
+        bucket_cap_bytes: size of a bucket in bytes.
+        overlap: whether to reduce buckets while backward goes on.
+        average: whether to divide by the number of microbatches.
         passes_per_reduction: steps whose gradients are accumulated per reduction.
         ties: further names of a parameter, by name.
-        hook: sums and averages in place of the reducers, where there are several replicas.
+        hook: sums and averages gradients in place of the reducers, if there are several replicas.
 
     Raises:
         ValueError: on every rank, when the ranks have different parameters or options.
@@ -210,18 +211,18 @@ def make_reducers(
 class KeptDtypes:
     """The dtypes for which gradients were laid out.
 
-    A parameter of another dtype has another node in autograd, from which nobody takes gradients:
-    they are neither averaged over microbatches nor summed over replicas.
+    A parameter of another dtype has another node in autograd, whose gradients the reducers do not
+    get: they would be neither averaged over microbatches nor summed over replicas.
 
     Args:
-        parameters: names in the whole model, and parameters of this rank that are trained.
+        parameters: names in the whole model, and trained parameters of this rank.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._laid_out = [(name, parameter, parameter.dtype) for name, parameter in parameters]
 
     def check(self) -> None:
-        """Raises a ValueError that names a parameter whose dtype has changed since."""
+        """Raises a ValueError if a parameter's dtype has changed since."""
         for name, parameter, dtype in self._laid_out:
             if parameter.dtype != dtype:
                 module = name.rpartition(".")[0]
@@ -242,9 +243,9 @@ def gather_numbers(
     """Returns the numbers of each rank of the data-parallel group. Collective over it.
 
     Args:
-        rank: of this process.
-        communicator: of the group, for tensors of the host.
-        values: as many on each rank.
+        rank: rank of this process.
+        communicator: communicator of the group for host tensors.
+        values: values of this rank; every rank gives the same number of them.
         what: words for errors.
     """
     gathered: list[list[float]] = _C.gather_numbers(
@@ -261,16 +262,16 @@ def gather_numbers(
 def broadcast_from_first(
     rank: Rank, tensors: Sequence[Tensor], kind: str = "dp", first: int = 0
 ) -> None:
-    """Overwrites ``tensors`` with those of the first rank of the group, or another one.
+    """Overwrites ``tensors`` with those of the first rank of the group, or of another one.
 
     Collective over the group; the lists agree in order, shapes and dtypes. Used for parameters and
     buffers after partition, and for buffers before a step.
 
     Args:
-        rank: of this process.
-        tensors: any dtypes and strides.
+        rank: rank of this process.
+        tensors: tensors of any dtypes and strides.
         kind: "dp", or "rdp" for slices, which only these ranks share.
-        first: position in the group of the rank whose values count.
+        first: position in the group of the rank whose values are sent.
     """
     if not tensors or rank.sizes[kind] == 1:
         return

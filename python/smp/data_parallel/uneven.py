@@ -1,4 +1,4 @@
-"""What steps know of replicas with different numbers of batches."""
+"""The interface by which steps handle replicas with different numbers of batches."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 
 class UnevenBatches(Protocol):
-    """A `join` that is open (`smp.model.join`)."""
+    """An open `join` (`smp.model.join`)."""
 
     def announce(self, syncs_buffers: bool) -> int:
-        """Says that a training step begins; returns the position of the first that has one."""
+        """Announces a training step; returns the position of the first rank that has a batch."""
 
     def watch(self, output: Any) -> None:
-        """Announces a backward from this output, where no step function does."""
+        """Announces the backward of this output if no step function does."""

@@ -1,4 +1,4 @@
-"""Which samples of the whole batch a microbatch has."""
+"""Numbers the samples of a microbatch within the whole batch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ class BatchTable:
     """The batch of one step, over all ranks that read a part of it.
 
     Attributes:
-        seed: of the step.
+        seed: seed of the step.
         sizes: number of samples and of microbatches of each part, in the order of the data-parallel
-            ranks; 0 samples where nobody knows.
+            ranks; 0 samples if the number is not known.
     """
 
     seed: int
     sizes: tuple[tuple[int, int], ...]
 
     def ids(self, part: int, mb: int) -> range:
-        """Numbers of the samples of a microbatch among those of the whole batch.
+        """Returns the numbers of a microbatch's samples among those of the whole batch.
 
         Args:
             part: number of the part.
-            mb: microbatch of it.
+            mb: number of the microbatch in that part.
         """
         num_samples, count = self.sizes[part]
-        # As torch.tensor_split cuts.
+        # Cuts as torch.tensor_split does.
         size, more = divmod(num_samples, count)
         begin = sum(samples for samples, _ in self.sizes[:part]) + mb * size + min(mb, more)
         return range(begin, begin + size + (mb < more))
@@ -35,14 +35,14 @@ class BatchTable:
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples that a rank computes with, in the order in which they lie in tensors.
+    """The samples that a rank computes with, in their order within tensors.
 
     Attributes:
-        table: of the step.
-        parts: what the ranks of this rank's tensor-parallel group read.
-        own: place of this rank's part among them.
-        mb: microbatch.
-        why_not: says why nothing may be dropped here, and what to do; empty: it may.
+        table: batch of the step.
+        parts: numbers of the parts that the ranks of this rank's tensor-parallel group read.
+        own: index of this rank's part in ``parts``.
+        mb: number of the microbatch.
+        why_not: reason why dropout is refused here, and the remedy; empty if it is allowed.
     """
 
     table: BatchTable
@@ -57,11 +57,11 @@ class Samples:
         return self.table.seed
 
     def ids(self, of_group: bool) -> list[int]:
-        """Numbers of the samples.
+        """Returns the numbers of the samples.
 
         Args:
-            of_group: of all ranks of the tensor-parallel group, one after the other, instead of
-                this rank's.
+            of_group: whether to list the samples of all ranks of the tensor-parallel group, one
+                rank after the other, instead of this rank's.
         """
         found = self._ids.get(of_group)
         if found is None:

@@ -1,4 +1,4 @@
-"""Blocks that a plan splits: their columns and rows say when they run (see `parts`)."""
+"""Tracks blocks that a plan splits: their columns and rows report each run (see `parts`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from smp.tensor_parallel import regions
 
 @contextlib.contextmanager
 def entered(of_group: bool) -> Iterator[None]:
-    """Around a call of a block.
+    """Sets the current block for one call of it.
 
     Args:
-        of_group: tensors inside have the samples of all ranks of the tensor-parallel group.
+        of_group: whether tensors inside have the samples of all ranks of the tensor-parallel group.
     """
     place = places.current()
     if place is None:
@@ -32,12 +32,12 @@ def entered(of_group: bool) -> Iterator[None]:
 
 
 def column_runs(x: Tensor, sizes: Sequence[int], heads: Share | None) -> None:
-    """A column of the running block reads ``x``.
+    """Notes that a column of the running block reads ``x``.
 
     Args:
         x: common activations.
-        sizes: of the parts of its output, by rank; empty: of heads that several ranks have.
-        heads: of queries that this rank has, if it is a column of attention.
+        sizes: sizes of the parts of its output, by rank; empty if several ranks have one head.
+        heads: share of query heads that this rank has, if it is a column of attention.
     """
     place = places.current()
     if place is None or place.block is None:
@@ -50,7 +50,7 @@ def column_runs(x: Tensor, sizes: Sequence[int], heads: Share | None) -> None:
 
 
 def row_runs() -> None:
-    """A row of the running block has summed the parts."""
+    """Notes that a row of the running block has summed the parts."""
     place = places.current()
     if place is not None and place.block is not None:
         place.block.is_split = False

@@ -1,10 +1,9 @@
-"""Random numbers that belong to samples: a batch and its pieces draw the same ones.
+"""Draws random numbers that belong to samples: a batch and its pieces draw the same ones.
 
 A batch cut into pieces draws other numbers than the whole batch, so their losses differ without any
-fault. In this mode of PyTorch's dispatcher dropout drops nothing, and any other operator that draws
-does so sample by sample, from a seed that depends on the sample and on how many draws came before.
-Where what is drawn has no samples (a number for each token that an expert gets), one number stands
-for all.
+fault. In this mode of PyTorch's dispatcher dropout drops nothing. Any other operator draws sample
+by sample, from a seed that depends on the sample and on the number of draws before. Draws without
+samples (a number for each token that an expert gets) are one number.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ import smp._C as _C
 
 _aten = torch.ops.aten
 _NUM_ROUNDINGS = 65537  # a prime, so that rows do not begin at the same one
-_ALL_SAMPLES = -1  # in the place of a sample, for what has no samples
+_ALL_SAMPLES = -1  # in the place of a sample, for draws without samples
 
 
 class _Kind(NamedTuple):
-    """What an operator draws.
+    """The way in which an operator draws random numbers.
 
     Attributes:
-        draws: it does.
-        chance: its argument that is the probability of dropout, or None.
-        names: of its arguments.
-        has_values: more than a shape says what is drawn (probabilities, what is permuted).
+        draws: whether it draws at all.
+        chance: name of the argument that is the probability of dropout, or None.
+        names: names of its arguments.
+        has_values: whether the draw depends on values (probabilities, the permuted tensor).
     """
 
     draws: bool
@@ -61,11 +60,11 @@ def _kind_of(func: OpOverload) -> _Kind:
 
 @dataclass
 class Drawn:
-    """Draws of one pass on one rank.
+    """The draws of one pass on one rank.
 
     Attributes:
-        shapes: operators with the shapes of one sample, or of the whole where there are no samples.
-        permutes: the samples of the batch were permuted.
+        shapes: operators with the shapes of one sample, or whole shapes where there are no samples.
+        permutes: whether the samples of the batch were permuted.
         others: states of the generators of Python and NumPy behind each piece of code that used
             them.
     """
@@ -81,15 +80,15 @@ class Drawn:
 
 
 class DrawsBySample(TorchDispatchMode):
-    """Replaces what operators draw; of one thread, while it is entered.
+    """Replaces the draws of operators in one thread, while it is entered.
 
     Args:
         samples: numbers of the samples that the running code has.
-        drawn: notes the draws.
+        drawn: record of the draws.
         device: device of this process.
-        rounds: seed of random rounding errors in results of operators that add up; None: none.
-        alike: one number stands for all that an operator draws.
-        on_call: called with each operator and its arguments in front of it.
+        rounds: seed of random rounding errors in results of operators that add up; None: no errors.
+        alike: whether one number is used for all that an operator draws.
+        on_call: function that is called with each operator and its arguments before it runs.
     """
 
     supports_higher_order_operators = True
@@ -195,7 +194,7 @@ class DrawsBySample(TorchDispatchMode):
     # ---- rounding
 
     def _rounded(self, func: OpOverload, result: Any, args: Any, kwargs: Any) -> Any:
-        """Adds an error of one rounding, where another size of the batch may add up otherwise."""
+        """Adds a rounding error where another batch size may change the order of additions."""
         schema = func._schema
         is_view = any(value.alias_info is not None for value in schema.returns)
         if is_view or schema.is_mutable or torch.Tag.pointwise in func.tags:
@@ -214,6 +213,7 @@ class DrawsBySample(TorchDispatchMode):
         if not _has_values(x) or not x.is_floating_point():
             return x
         self._num_rounded += 1
+@@@MORE<<<<<<< HEAD
         first = _C.mix_seed(self._rounds or 0, self._num_rounded) % _NUM_ROUNDINGS
         known = _roundings(x.dtype, x.device)
         times = (first + x.numel()) // _NUM_ROUNDINGS + 1
@@ -240,6 +240,18 @@ def _storage(x: Tensor) -> int:
 
 def _has_values(x: Tensor) -> bool:
     return type(x) is Tensor and x.layout == torch.strided and not x.is_meta
+=======
+        info = torch.finfo(x.dtype)
+        eps = info.eps
+        if x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+            eps = 2.0**-11
+        # A generator of its own: the others belong to the script.
+        generator = torch.Generator(x.device)
+        generator.manual_seed(_C.mix_seed(self._rounds or 0, self._num_rounded) >> 1)
+        noise = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
+        moved = (x.double() * (1 + eps * (2 * noise.double() - 1))).to(x.dtype)
+        return torch.where(x.abs() < info.max / 4, moved, x)
+>>>>>>> e3
 
 
 def _row(value: Any, row: int) -> Any:

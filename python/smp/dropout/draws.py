@@ -1,4 +1,4 @@
-"""What all draws of a rank have in common: the seed, the step, and who has which samples."""
+"""Shares the seed, the step and the ranks' samples among all draws of a rank."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OUTSIDE = refusing(
 
 
 class Draws:
-    """Masks of one rank that no layout changes; one for all models, until `close`.
+    """Masks of one rank that no layout changes; shared by all models, until `close`.
 
     Args:
-        rank: this one.
-        steps: of the rank; they keep the seed, which checkpoints save.
+        rank: rank of this process.
+        steps: steps of the rank; they keep the seed, which checkpoints save.
     """
 
     def __init__(self, rank: Rank, steps: Steps) -> None:
@@ -43,13 +43,13 @@ class Draws:
     def begin_step(
         self, parts: Sequence[tuple[int, int]], dim: int | None, *, trains: bool
     ) -> None:
-        """A step begins. Collective over all ranks if it trains.
+        """Begins a step. Collective over all ranks if it trains.
 
         Args:
-            parts: number of samples and of microbatches of what this rank reads; of several
-                data-parallel ranks, if this process reads for them.
-            dim: along which the arguments have samples; None: along several.
-            trains: gradients are enabled.
+            parts: number of samples and of microbatches of each part that this process reads: one,
+                or one for each data-parallel rank that it reads for.
+            dim: dim along which the arguments have samples; None: they differ in it.
+            trains: whether gradients are enabled.
         """
         self._dim, self._why_not = dim, ""
         if not trains:
@@ -71,7 +71,7 @@ class Draws:
         if rank.exchange is not None:
             sent = json.dumps(own).encode()
             told = [json.loads(p) for p in rank.exchange.all_gather(rank.groups["world"], sent)]
-        seed, step = told[0][2:4]  # scripts may seed each rank in another way
+        seed, step = told[0][2:4]  # scripts may seed each rank differently
         steps.dropout_seed = seed
         by_part = {part: sizes for pp, part, _, _, sizes in reversed(told) if pp == 0}
         sizes = [tuple(size) for _, found in sorted(by_part.items()) for size in found]
@@ -87,15 +87,15 @@ class Draws:
 
     @property
     def is_open(self) -> bool:
-        """Does a step run?"""
+        """Returns whether a step runs."""
         return self._table is not None
 
     def samples(self, mb: int, part: int | None = None) -> Samples:
-        """Those of a microbatch.
+        """Returns the samples of a microbatch.
 
         Args:
-            mb: its number.
-            part: whose it is, if this process reads for several data-parallel ranks.
+            mb: number of the microbatch.
+            part: part of the batch, if this process reads for several data-parallel ranks.
         """
         if self._table is None:
             raise RuntimeError(
@@ -105,17 +105,17 @@ class Draws:
         return Samples(self._table, parts, own, mb, self._why_not)
 
     def body(self, mb: int, part: int | None = None) -> Place:
-        """Where a step function begins.
+        """Returns the place where a step function begins.
 
         Args:
-            mb, part: as for `samples`.
+            mb, part: see `samples`.
         """
         return Place(0, self.samples(mb, part), dim=self._dim)
 
     def end_step(self) -> None:
-        """The step is over. May be called twice."""
+        """Ends the step. May be called twice."""
         self._table = None
 
     def close(self) -> None:
-        """PyTorch drops as before. May be called twice."""
+        """Restores PyTorch's dropout. May be called twice."""
         self._operators.close()

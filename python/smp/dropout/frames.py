@@ -1,4 +1,4 @@
-"""Says, around the forward of each module that may drop, where the running code is."""
+"""Wraps the forward of each module that may drop, to track the place of the running code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 class _ModulePlace(NamedTuple):
-    """What places of a module have in common."""
+    """Properties shared by all places of a module."""
 
     name: str
     key: int
@@ -35,16 +35,16 @@ _places: WeakKeyDictionary[nn.Module, _ModulePlace] = WeakKeyDictionary()
 def stand_around(
     modules: Iterable[tuple[str, nn.Module]], model_idx: int, is_split: Callable[[nn.Module], bool]
 ) -> Callable[[], None]:
-    """Puts places around the forwards of a model.
+    """Wraps the forwards of a model so that they enter their places.
 
     Args:
-        modules: of the model, by name; alike on all ranks.
+        modules: modules of the model, by name; alike on all ranks.
         model_idx: number of the model.
-        is_split: does this rank have a part of the module's activations, which one only its own
-            code knows?
+        is_split: returns whether this rank has a part of the module's activations that only the
+            module's own code can locate.
 
     Returns:
-        takes them away.
+        a function that removes the wrappers.
     """
     undo = []
     for name, module in modules:
@@ -64,14 +64,14 @@ def stand_around(
 
 
 def key_of(module: nn.Module) -> int | None:
-    """That of a module with a place; None: it has none, since it draws nothing."""
+    """Returns the key of a module with a place, or None for a module that draws nothing."""
     place = _places.get(module)
     return None if place is None else place.key
 
 
 @contextlib.contextmanager
 def inside(module: nn.Module) -> Iterator[None]:
-    """The block is a call of the module, whose own forward does not run."""
+    """Runs the block as a call of the module, whose own forward does not run."""
     place = _enter(module, ())
     if place is None:
         yield
@@ -81,18 +81,18 @@ def inside(module: nn.Module) -> Iterator[None]:
 
 
 def _draws_nothing(module: nn.Module) -> bool:
-    """Is it one of PyTorch's modules that hold no others, and no dropout?"""
+    """Returns whether a module is PyTorch's own, has no children and never drops."""
     is_plain = type(module).__module__.startswith("torch.nn.modules.")
     has_none = next(module.children(), None) is None
     return is_plain and has_none and not isinstance(module, _DRAWING_LEAVES)
 
 
 def _dim_inside(module: nn.Module, dim: int | None) -> int | None:
-    """Along which dim of tensors inside of a module samples lie."""
+    """Returns the dim of tensors inside of a module along which samples lie."""
     if isinstance(module, nn.MultiheadAttention):
-        return 0  # of attention weights, whatever the order of its arguments
+        return 0  # holds for attention weights, whatever the order of its arguments
     if isinstance(module, nn.RNNBase):
-        return 1  # of what goes from level to level, whatever the order of its arguments
+        return 1  # holds between its levels, whatever the order of its arguments
     if isinstance(module, _LAYERS) and isinstance(module.self_attn, nn.MultiheadAttention):
         return 0 if module.self_attn.batch_first else 1
     return dim
@@ -113,7 +113,7 @@ def _around(module: nn.Module, inner: Forward) -> Forward:
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...]) -> Place | None:
-    """The place of a call of a module that begins now; None where masks are those of PyTorch."""
+    """Returns the place of a call that begins now, or None where masks are PyTorch's."""
     outside, own = places.current(), _places.get(module)
     if outside is None or own is None:
         return None
@@ -132,7 +132,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...]) -> Place | None:
 
 
 def _check_recurrent(module: nn.RNNBase, place: Place, args: tuple[Any, ...]) -> None:
-    """Refuses what would be drawn past PyTorch's operators, or for no samples."""
+    """Refuses draws that bypass PyTorch's operators, and inputs whose rows are no samples."""
     if not (args and module.training and module.dropout > 0.0):
         return
     is_packed = isinstance(args[0], PackedSequence)

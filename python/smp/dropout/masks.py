@@ -1,6 +1,6 @@
-"""Which elements stay: a hash of a key, the number of a sample, and the place in it.
+"""Computes masks by a hash of a key, the number of a sample, and the place in the sample.
 
-The hash is that of `csrc/kernels/counter_hash.h` with a sample for a row: the costly part depends
+The hash is that of `csrc/kernels/counter_hash.h` with a sample for a row. Its costly part depends
 on the place only, and is computed once for all samples of a tensor.
 """
 
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 _WORD, _HALF = 2**64 - 1, 2**32 - 1
-_MOST_WORDS = 2**20  # that are drawn at a time, unless one sample has more
+_MOST_WORDS = 2**20  # words drawn at a time, unless one sample has more
 
 
 class Slice(NamedTuple):
-    """Which part of a dim of the whole tensor is here.
+    """The part of a dim of the whole tensor that this rank has.
 
     Attributes:
-        dim: of the tensor, samples included; 0: of the rows of each sample.
-        begin: first index along it.
-        extent: of the whole tensor along it.
+        dim: dim of the tensor, samples included; 0: the rows of each sample.
+        begin: first index along the dim.
+        extent: size of the whole tensor along the dim.
     """
 
     dim: int
@@ -31,14 +31,14 @@ class Slice(NamedTuple):
 
 
 def mix64(x: int) -> int:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Returns the output function of SplitMix64 (Steele, Lea, Flood 2014)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
     return x ^ (x >> 31)
 
 
 def mixed(*parts: int) -> int:
-    """A number of 64 bits that depends on all numbers and on their order."""
+    """Returns a number of 64 bits that depends on all numbers and on their order."""
     key = 0
     for part in parts:
         key = mix64((mix64((key + 0x9E3779B97F4A7C15) & _WORD) ^ part) & _WORD)
@@ -53,15 +53,15 @@ def stays(
     device: torch.device,
     part: Slice | None = None,
 ) -> Tensor:
-    """Which elements are kept.
+    """Returns the mask of the elements that dropout keeps.
 
     Args:
-        key: of the draw.
+        key: key of the draw.
         ids: numbers of the samples.
-        sizes: of one sample here.
-        p: probability of an element to go, below 1.
-        device: of the result.
-        part: what of the whole sample is here; its dim counts the samples as dim 0.
+        sizes: sizes of one sample on this rank.
+        p: probability that an element is dropped, below 1.
+        device: device of the result.
+        part: part of the whole sample on this rank; its dim counts the samples as dim 0.
 
     Returns:
         bool ``[samples, elements of one sample]``.
@@ -76,7 +76,7 @@ def stays(
     )
     threshold = min(int(p * 2**32), _HALF) - 2**31  # hashes are compared without a sign
     kept = torch.empty(len(rows), hashes.numel(), dtype=torch.bool, device=device)
-    # A few samples at a time: words take four times the memory of what is kept.
+    # A few samples at a time: words take four times the memory of the mask.
     num = max(1, _MOST_WORDS // max(1, hashes.numel()))
     for begin in range(0, len(rows), num):
         some = slice(begin, begin + num)
@@ -86,7 +86,7 @@ def stays(
 
 
 def _places(sizes: Sequence[int], device: torch.device, part: Slice | None) -> Tensor:
-    """Numbers of the elements of one sample, in the whole sample; modulo 2**32."""
+    """Returns positions of this rank's elements in the whole sample, modulo 2**32."""
     num = 1
     for size in sizes:
         num *= size
@@ -105,7 +105,7 @@ def _places(sizes: Sequence[int], device: torch.device, part: Slice | None) -> T
 
 
 def _place_hash(x: Tensor, first: int, second: int) -> Tensor:
-    """A bijection of words of 32 bits, in place: `column_hash` of the kernels."""
+    """Applies a bijection of 32-bit words in place: `column_hash` of the kernels."""
     x ^= _signed(first)
     x ^= (x >> 16) & 0xFFFF
     x *= _signed(0x21F0AAAD)
@@ -127,7 +127,7 @@ def _signed(word: int) -> int:
 
 
 class _Scaled(torch.autograd.Function):
-    """A product with a mask of one byte per element, which is all that is kept."""
+    """Multiplies by a mask of one byte per element; saves only that mask."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -142,6 +142,6 @@ class _Scaled(torch.autograd.Function):
 
 
 def scaled(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """``x`` times ``scale`` where the mask says so, 0 elsewhere; of the dtype of ``x``."""
+    """Returns ``x`` times ``scale`` where the mask is true, 0 elsewhere; of the dtype of ``x``."""
     result: Tensor = _Scaled.apply(x, mask, scale)
     return result

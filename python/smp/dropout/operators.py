@@ -1,6 +1,6 @@
-"""PyTorch's own dropout, which asks for its mask here where the code is in a known place.
+"""Replaces PyTorch's dropout, so that code in a known place gets its masks from `places`.
 
-Operators of PyTorch get another implementation, from which all code that drops leads to them:
+PyTorch's operators get another implementation. All code that drops leads to these operators:
 modules, functions, attention, the transformer layers and recurrent layers of ``torch.nn``.
 """
 
@@ -21,15 +21,15 @@ from smp.dropout.masks import scaled
 from smp.dropout.places import KEY, Place
 
 _aten = torch.ops.aten
-# Below autograd for tensors of inference mode.
+# Keys below autograd serve tensors of inference mode.
 _DISPATCH = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA")
 
 
 class Operators:
-    """Other implementations of what drops, until `close`. For the whole process.
+    """Replaces the operators that drop for the whole process, until `close`.
 
     Args:
-        runs_step: does a step run?
+        runs_step: returns whether a step runs.
     """
 
     def __init__(self, runs_step: Callable[[], bool]) -> None:
@@ -69,7 +69,7 @@ class Operators:
         place = places.current()
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and not _C.is_recomputing() and self._runs_step():
-            # Of a place that nobody knows: not where the first forward was.
+            # The place is unknown: backward does not run where the first forward was.
             raise RuntimeError(
                 f"{_C.rank_prefix()}{KEY}: dropout of a tensor of shape {list(x.shape)} in a "
                 "backward: expected a second forward of smp.set_activation_checkpointing or "
@@ -86,17 +86,17 @@ class Operators:
         return place
 
     def close(self) -> None:
-        """PyTorch is as before. May be called twice."""
+        """Restores PyTorch's implementations. May be called twice."""
         if self._library is not None:
             self._library._destroy()  # type: ignore[no-untyped-call]
             self._library = None
             self._forget_choices()
 
     def _forget_choices(self) -> None:
-        """Lets PyTorch look again for the implementation of what was taken or given back.
+        """Makes PyTorch look up the implementations of the replaced operators again.
 
-        Tracers of torch.compile keep which one they have found, and would go on with one that has
-        no gradient; code that was compiled before asks nobody for its masks.
+        Tracers of torch.compile keep the implementation they have found, and would go on with an
+        implementation without a gradient. Code compiled before would draw masks of its own.
         """
         for op in self._taken:
             op._dispatch_cache.clear()
@@ -109,7 +109,7 @@ def _dropout(place: Place, x: Tensor, p: float) -> Tensor:
 
 
 def _noise_shape(place: Place, x: Tensor) -> list[int]:
-    """Of a mask with one element for each channel of a sample."""
+    """Returns the shape of a mask with one element for each channel of a sample."""
     if place.dim != 0 or x.dim() < 2:
         raise place.refused(
             x, "expected [samples, channels, *], where channels are dropped", "give it so"
@@ -134,7 +134,10 @@ def _feature_alpha_dropout(place: Place, x: Tensor, p: float) -> Tensor:
 
 
 def _alpha(x: Tensor, p: float, mask: Tensor | None) -> Tensor:
-    """Elements that go get the least value of a SELU; mean and variance stay (Klambauer 2017)."""
+    """Sets dropped elements to the least value of a SELU; keeps mean and variance (Klambauer 2017).
+
+    A mask of None drops all elements.
+    """
     if mask is None:
         return x * 0.0
     alpha = 1.7580993408473766
@@ -154,7 +157,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Fused kernels of a device draw masks of their own, the plain computation asks for one."""
+    """Computes attention; with dropout in a known place, without fused kernels' own masks."""
     if dropout_p > 0.0 and places.current() is not None:
         result: Tensor = torch._scaled_dot_product_attention_math(
             query,

@@ -1,7 +1,7 @@
-"""Which part of a tensor a rank has inside of a block that a plan splits.
+"""Finds the part of a tensor that a rank has inside of a block that a plan splits.
 
-Between a column and the row that it feeds activations are split, elsewhere they are common. What a
-tensor is a part of follows from its shape.
+Between a column and the row that it feeds activations are split, elsewhere they are common. The
+shape of a tensor shows which part of the whole it is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from smp.dropout.masks import Slice
 
 
 class Share(NamedTuple):
-    """What of heads or features a rank has: their number, the first one, and how many there are."""
+    """A rank's share of heads or features: their number, the first one, and the total."""
 
     own: int
     begin: int
@@ -21,18 +21,18 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sequence[int], rank: int) -> Share:
-        """That of a rank, given the numbers of all."""
+        """Returns the share of a rank, given the numbers of all."""
         return cls(sizes[rank], sum(sizes[:rank]), sum(sizes))
 
 
 class Block:
-    """One call of a block.
+    """The state, on one rank, of a single call of a block.
 
     Attributes:
-        heads: of queries that this rank has, while columns of attention have run last.
-        columns: what this rank has of the features of those that ran, by their number.
-        width: features of what goes into columns.
-        is_split: columns have run, and no row has since.
+        heads: share of query heads that this rank has; None unless columns of attention ran last.
+        columns: shares of the features of columns that ran, by number of features.
+        width: number of features that enter the columns.
+        is_split: whether columns have run, and no row has since.
     """
 
     __slots__ = ("columns", "heads", "is_split", "width")
@@ -44,25 +44,25 @@ class Block:
         self.is_split = False
 
     def copy(self) -> Block:
-        """The same moment of the same call."""
+        """Returns a copy of the state."""
         made = Block()
         made.take_over(self)
         return made
 
     def take_over(self, other: Block) -> None:
-        """Goes on where a copy has arrived."""
+        """Takes the state that a copy has reached."""
         self.heads, self.columns = other.heads, dict(other.columns)
         self.width, self.is_split = other.width, other.is_split
 
     def part_of(self, shape: Sequence[int], num_samples: int) -> tuple[Slice | None, str]:
-        """Which part of the whole a tensor of this shape is.
+        """Returns the part of the whole that a tensor of this shape is.
 
         Args:
-            shape: samples first, or several rows for each.
-            num_samples: in it.
+            shape: shape of the tensor: samples first, or several rows for each sample.
+            num_samples: number of samples in the tensor.
 
         Returns:
-            the part (None: it is common); and why that cannot be told, or nothing.
+            the part (None: it is common); and the reason why it cannot be found, or "".
         """
         column = self.columns.get(shape[-1])
         if not self.is_split:

@@ -1,8 +1,8 @@
-"""Where in a model a mask is drawn, in words that no layout changes.
+"""Identifies the place in a model where a mask is drawn, independently of the layout.
 
-A place is one call of one module: the module, which call it is among those of the module around it,
-and so on up to the step function. Masks count in it. The place of the running code is in a context
-variable, so that each microbatch and each call for another rank has its own.
+A place is one call of one module: the module, the number of the call among those of the module
+around it, and so on up to the step function. Masks are counted per place. The place of the running
+code is in a context variable, so that each microbatch and each call for another rank has its own.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ KEY = "layout_independent_dropout"
 
 
 class Place:
-    """One call of a module.
+    """The place of one call of a module.
 
     Args:
-        key: says which call of which module, and of which module around it.
-        samples: that the call computes with.
-        name: of the module, for errors.
-        dim: of tensors along which samples lie; None: nobody knows.
-        split_by: name of the module around it that is split over ranks in a way that the library
-            does not know.
-        of_group: tensors have the samples of all ranks of the tensor-parallel group.
-        block: that a plan splits, around it.
+        key: hash of the module, the call's number, and the key of the place around it.
+        samples: samples that the call computes with.
+        name: name of the module, for errors.
+        dim: dim of tensors along which samples lie; None: not known.
+        split_by: name of the surrounding module that is split over ranks in a way that the library
+            cannot follow.
+        of_group: whether tensors have the samples of all ranks of the tensor-parallel group.
+        block: surrounding block that a plan splits.
     """
 
     __slots__ = (
@@ -66,20 +66,20 @@ class Place:
         self.calls: dict[int, int] = {}
 
     def copy(self) -> Place:
-        """The same place, which counts for itself from now on."""
+        """Returns a copy of the place, whose counters are its own."""
         made = Place(self.key, self.samples, self.name, self.dim, self.split_by, self.of_group)
         made.num_drawn, made.calls = self.num_drawn, dict(self.calls)
         made.block = None if self.block is None else self.block.copy()
         return made
 
     def take_over(self, other: Place) -> None:
-        """Counts on where a copy has arrived."""
+        """Takes the counters that a copy has reached."""
         self.num_drawn, self.calls = other.num_drawn, dict(other.calls)
         if self.block is not None and other.block is not None:
             self.block.take_over(other.block)
 
     def count_call(self, module_key: int) -> int:
-        """How often a module was called here before."""
+        """Returns the number of earlier calls of a module in this place, and counts this one."""
         number = self.calls.get(module_key, 0)
         self.calls[module_key] = number + 1
         return number
@@ -87,14 +87,14 @@ class Place:
     def drop(
         self, x: Tensor, p: float, part: Slice | None = None, of_group: bool | None = None
     ) -> Tensor:
-        """``x`` with some elements 0, and the others divided by ``1 - p``.
+        """Returns ``x`` with some elements 0, and the others divided by ``1 - p``.
 
         Args:
-            x: ``[samples, *]``, or with several rows for each sample one after the other.
-            p: in (0, 1].
-            part: what of the whole tensor this rank has, if not all.
-            of_group: tensors have the samples of all ranks of the tensor-parallel group; None: as
-                everywhere in this place.
+            x: ``[samples, *]``, or several consecutive rows for each sample.
+            p: probability that an element is dropped, in (0, 1].
+            part: part of the whole tensor that this rank has, if not all.
+            of_group: whether tensors have the samples of all ranks of the tensor-parallel group;
+                None: the value of this place.
         """
         if p >= 1.0:
             return x * 0.0
@@ -103,7 +103,7 @@ class Place:
     def mask_of(
         self, x: Tensor, p: float, part: Slice | None = None, of_group: bool | None = None
     ) -> Tensor:
-        """Which elements of a tensor stay, wherever its samples lie; counts as a draw."""
+        """Returns the mask of a tensor's kept elements, samples along `dim`; counts as a draw."""
         dim = self.dim if part is None else 0
         if not dim or x.dim() <= dim:
             return self.mask(x, x.shape, p, part, of_group)
@@ -118,10 +118,10 @@ class Place:
         part: Slice | None = None,
         of_group: bool | None = None,
     ) -> Tensor:
-        """Which elements of a tensor of this shape stay; counts as a draw.
+        """Returns the mask of the kept elements of a tensor of this shape; counts as a draw.
 
         Raises:
-            RuntimeError: the samples in the tensor cannot be told.
+            RuntimeError: the samples in the tensor cannot be found.
         """
         self._check(x, knows_part=part is not None)
         ids = self.samples.ids(self.of_group if of_group is None else of_group)
@@ -170,7 +170,7 @@ class Place:
             )
 
     def refused(self, x: Tensor, why: str, what_to_do: str) -> RuntimeError:
-        """What is raised where a mask would depend on the layout."""
+        """Returns the error to raise where a mask would depend on the layout."""
         where = f"module '{self.name}'" if self.name else "the step function"
         return RuntimeError(
             f"{_C.rank_prefix()}{KEY}: dropout of a tensor of shape {list(x.shape)} in {where}: "
@@ -182,23 +182,23 @@ _place: contextvars.ContextVar[Place | None] = contextvars.ContextVar("smp_place
 
 
 def current() -> Place | None:
-    """Where the running code is; None: masks are those of PyTorch."""
+    """Returns the place of the running code, or None where masks are PyTorch's."""
     return _place.get()
 
 
 def enter(place: Place | None) -> contextvars.Token[Place | None]:
-    """Says where the running code is, until `leave`."""
+    """Sets the place of the running code, until `leave`."""
     return _place.set(place)
 
 
 def leave(token: contextvars.Token[Place | None]) -> None:
-    """The opposite of `enter`."""
+    """Restores the place before `enter`."""
     _place.reset(token)
 
 
 @contextlib.contextmanager
 def at(place: Place | None) -> Iterator[None]:
-    """The block is there."""
+    """Runs the block in a place."""
     token = _place.set(place)
     try:
         yield
@@ -207,12 +207,12 @@ def at(place: Place | None) -> Iterator[None]:
 
 
 def key_of(name: str) -> int:
-    """A number for a name."""
+    """Returns a number for a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
 def refusing(why: str, what_to_do: str) -> Place:
-    """A place where any draw is an error."""
+    """Returns a place where any draw is an error."""
     samples = Samples(BatchTable(0, ()), (), 0, 0, f"{why}; {what_to_do}")
     return Place(0, samples)
 
@@ -223,7 +223,7 @@ def refusing(why: str, what_to_do: str) -> Place:
 class Again:
     """Lets a function run twice at one place, with the masks of its first run.
 
-    Made before the first run; what comes behind it counts on from there.
+    Made before the first run; code after both runs counts on from the end of the first.
     """
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class Again:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Around each run."""
+        """Sets the place for one of the runs."""
         if self._start is None:
             yield
             return
@@ -248,7 +248,7 @@ class Again:
 
 
 class Travelling(NamedTuple):
-    """A place as it goes along with a call to another rank; the same in all microbatches."""
+    """A place that travels with a call to another rank; the same in all microbatches."""
 
     key: int
     name: str
@@ -260,11 +260,11 @@ class Travelling(NamedTuple):
 
 
 def depart(module_keys: Sequence[int], draws: bool = False) -> Travelling | None:
-    """What goes along with a call, which counts as one here.
+    """Returns the place that travels with a call, and counts the call.
 
     Args:
-        module_keys: of the modules that are called; empty for a function.
-        draws: the function draws a mask.
+        module_keys: keys of the modules that are called; empty for a function.
+        draws: whether the function draws a mask.
     """
     place = _place.get()
     if place is None:
@@ -278,11 +278,11 @@ def depart(module_keys: Sequence[int], draws: bool = False) -> Travelling | None
 
 
 def arrive(told: Travelling | None, samples_of: Callable[[], Samples]) -> Place | None:
-    """The place of a caller on another rank.
+    """Returns the place of a caller on another rank.
 
     Args:
-        told: by the caller.
-        samples_of: those of the microbatch.
+        told: place that came with the call.
+        samples_of: returns the samples of the microbatch.
     """
     if told is None:
         return None

@@ -1,9 +1,9 @@
 """Tells the values that a module's own code drew for a parameter from all others.
 
-What ``reset_parameters`` of a module or ``_init_weights`` of the Hugging Face model around it wrote
-last can be drawn again, on other random numbers. What anybody else wrote (a checkpoint, a
-constructor, the user) cannot and has to stay. The last writer is told by a checksum that is taken
-behind the module's own code: version counters miss what is written to ``.data``.
+Values that ``reset_parameters`` of a module, or ``_init_weights`` of the Hugging Face model around
+it, wrote last can be drawn again, on other random numbers. Values of other writers (a checkpoint, a
+constructor, the user) cannot, and have to stay. A checksum taken after the module's own code tells
+the last writer: version counters miss writes to ``.data``.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ INITIALISER = "_init_weights"
 
 
 def is_as_drawn(parameter: Tensor) -> bool:
-    """Is a parameter as its module's own code left it, inside of :func:`noting_draws`?"""
+    """Returns whether a parameter still has the values its own code drew in `noting_draws`."""
     known: _Checksum | None = getattr(parameter, _CHECKSUM, None)
     return known is not None and not parameter.is_meta and _checksum(parameter) == known
 
 
 def forget_draws(parameter: Tensor) -> None:
-    """The values of a parameter are final, whichever code wrote them."""
+    """Declares the values of a parameter final, whichever code wrote them."""
     parameter.__dict__.pop(_CHECKSUM, None)
 
 
 def takes_a_module(initialiser: Callable[..., Any]) -> bool:
-    """Is this bound method an ``_init_weights`` as Hugging Face calls it, with one module?"""
+    """Returns whether a bound ``_init_weights`` takes one module, as Hugging Face calls it."""
     try:
         inspect.signature(initialiser).bind(None)
     except (TypeError, ValueError):
@@ -51,17 +51,17 @@ def takes_a_module(initialiser: Callable[..., Any]) -> bool:
 
 
 def is_in_own_code() -> bool:
-    """Does this thread run the own code of a module, inside of :func:`noting_draws`?"""
+    """Returns whether this thread runs a module's own code, inside of :func:`noting_draws`."""
     return _noting.open.in_own_code
 
 
 def modules_made() -> list[nn.Module]:
-    """Modules that were created or copied in this thread in :func:`noting_draws` that is open."""
+    """Returns the modules that this thread created or copied in the open :func:`noting_draws`."""
     return list(_noting.open.modules)
 
 
 def written_by(func: OpOverload, args: tuple[Any, ...], kwargs: Any) -> list[Tensor]:
-    """Tensors that a call of an operator writes to."""
+    """Returns the tensors that a call of an operator writes to."""
     written: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -87,7 +87,7 @@ def noting_draws() -> Iterator[None]:
 
 
 def _checksum(tensor: Tensor) -> _Checksum:
-    """Reads the tensor once; of any dtype."""
+    """Returns the checksum of a tensor of any dtype; reads the tensor once."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
@@ -108,7 +108,7 @@ class _Open(threading.local):
 
 
 class _Noting:
-    """While a context is open: `nn.Module` and the classes of what is created are wrapped."""
+    """Wraps `nn.Module` and the classes of created modules while a context is open."""
 
     def __init__(self) -> None:
         self.open = _Open()
@@ -131,7 +131,7 @@ class _Noting:
             if self._num_open > 0:
                 return
             for cls, name, original, wrapper in reversed(self._wrapped):
-                # Somebody may have wrapped ours in between; with no context open it does nothing.
+                # Other code may have wrapped ours since; with no context open ours does nothing.
                 if cls.__dict__.get(name) is wrapper:
                     setattr(cls, name, original)
             self._wrapped.clear()
@@ -160,7 +160,7 @@ class _Noting:
         return wrapper
 
     def _at_copy(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A deep copy has the values of its original, but none of the attributes."""
+        """Wraps ``__setstate__``: a deep copy has its original's values, but no attributes."""
 
         @functools.wraps(method)
         def wrapper(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -178,7 +178,7 @@ class _Noting:
         return wrapper
 
     def _watch_class(self, module_cls: type) -> None:
-        """In time: `nn.Module.__init__` runs before there are parameters to initialise."""
+        """Wraps the own code of a class, before any parameter of the new module exists."""
         if module_cls in self._classes:
             return
         with self._lock:
@@ -196,7 +196,7 @@ class _Noting:
             modules = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, nn.Module)]
             if self.open.depth == 0 or self.open.in_own_code or not modules:
                 return method(*args, **kwargs)
-            # An initialiser is called on a model, with the module that is meant as its argument.
+            # An initialiser is called on a model, and its argument is the module to initialise.
             module = modules[-1]
             before = {id(p): _storage(p) for p in module.parameters() if not p.is_meta}
             self.open.in_own_code = True

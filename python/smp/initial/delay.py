@@ -13,24 +13,25 @@ from smp.initial.later_writes import note_value, noting_writes
 
 @contextlib.contextmanager
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
-    """Parameters of modules that are created inside get the same values in every layout.
+    """Makes parameters of modules created inside get the same values in every layout.
 
-    They are initialised by their module's own code, which is ``reset_parameters`` and the
-    ``_init_weights`` of the Hugging Face model around it, on random numbers that depend on the seed
-    of PyTorch when the model is wrapped and on the parameter's name in the model alone.
+    The parameters are initialised by their module's own code: ``reset_parameters`` and the
+    ``_init_weights`` of the Hugging Face model around it. Random numbers depend on the seed of
+    PyTorch when the model is wrapped, and on the parameter's name in the model, alone.
 
-    Delayed, they are on the meta device until the model is partitioned; then each rank allocates
-    its own ones, one module at a time. What constructors make them of, and write to them behind
-    their module's own code, is repeated, on random numbers of seed and name if it draws them; what
-    they compute of other delayed parameters cannot be, and wrapping raises a ``ValueError``.
-    Parameters that come with values after their module was made (``from_pretrained``,
-    ``load_state_dict(assign=True)``) are real and stay. Not delayed, they are real at once; when
-    the model is wrapped, those that are still as their module's own code left them are drawn again,
-    and all others stay: from a checkpoint, by a constructor, changed by the user. Buffers are real
-    at once and stay in any case.
+    Delayed parameters are on the meta device until the model is partitioned; then each rank
+    allocates its own ones, one module at a time. Values that constructors make them of, or write
+    after their module's own code, are computed again; random ones depend on seed and name. Values
+    computed from other delayed parameters cannot be, and wrapping raises a ``ValueError``.
+    Parameters that get values after their module was made (``from_pretrained``,
+    ``load_state_dict(assign=True)``) are real and stay.
+
+    Parameters that are not delayed are real at once. When the model is wrapped, those that still
+    have the values of their module's own code are drawn again; values from a checkpoint, a
+    constructor or the user stay. Buffers are always real at once and stay.
 
     Args:
-        enabled: whether they are delayed.
+        enabled: whether parameters are delayed.
     """
     with noting_draws():
         if enabled:
@@ -42,13 +43,13 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Parameters of modules that are created inside are on the meta device; nothing else."""
+    """Puts the parameters, and only these, of modules created inside on the meta device."""
     original = nn.Module.register_parameter
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         had_one = self.__dict__.get("_parameters", {}).get(name) is not None
         original(self, name, param)
-        # What takes the place of another parameter was loaded, or is shared with a module.
+        # A parameter that replaces another one was loaded, or is shared with a module.
         if param is not None and not param.is_meta and not had_one:
             delayed = nn.Parameter(param.to("meta"), param.requires_grad)
             note_value(param, delayed)

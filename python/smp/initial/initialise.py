@@ -1,10 +1,10 @@
-"""Initial values of parameters, by their module's own code, whatever rank they are on.
+"""Initialises parameters by their module's own code, with values that no rank or layout changes.
 
-A value depends on the seed and the parameter's name: not on the partition, not on what was loaded,
-not on whether the initialisation was delayed (see `own_code`).
+A value depends on the seed and the parameter's name: not on the partition, on loaded parameters, or
+on whether the initialisation was delayed (see `own_code`).
 
-That modules are made on the meta device and initialised later by ``reset_parameters`` is PyTorch's
-convention (``torch.nn.utils.skip_init``, FSDP).
+PyTorch's convention is to make modules on the meta device and to initialise them later by
+``reset_parameters`` (``torch.nn.utils.skip_init``, FSDP).
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ def initialise_delayed(
     seed: int | None = None,
     on_ready: Callable[[nn.Parameter], None] | None = None,
 ) -> None:
-    """Allocates and initialises what is on the meta device: local parameters, and all buffers.
+    """Allocates and initialises local parameters and all buffers that are on the meta device.
 
-    At no time are more parameters whole than those that are ready and those of one module.
+    Besides the finished parameters only those of one module are whole at a time.
 
     Args:
         root: the model; parameters of other ranks stay on the meta device.
         is_local: whether a parameter belongs to this rank.
-        device: of this process.
-        name: of ``root`` in the whole model.
-        seed: of random numbers; PyTorch's if not given.
+        device: device of this process.
+        name: name of ``root`` in the whole model.
+        seed: seed of the random numbers; PyTorch's if not given.
         on_ready: called with each local parameter that was on the meta device, as soon as it has
-            its values; may take its memory away.
+            its values; may free its memory.
 
     Raises:
-        ValueError: names what no code of its module or model initialises, and what a constructor
-            has computed of delayed parameters.
+        ValueError: no code of its module or model initialises a tensor, or a constructor has
+            computed it from delayed parameters. The message has its name.
     """
 
     def is_wanted(parameter: nn.Parameter) -> bool:
@@ -72,7 +72,7 @@ def initialise_delayed(
                     on_ready,
                 )
             )
-        # Whatever has no counterpart in the module of the user is drawn by the distributed one.
+        # Parameters without a counterpart in the user's module are drawn by the distributed one.
         for place, made in replaced:
             Initialisation(made, device, seeds, join_names(name, place)).run(
                 _Delayed(device, is_wanted, {}, on_ready)
@@ -82,15 +82,15 @@ def initialise_delayed(
 
 
 def initialise_again(root: nn.Module, device: torch.device, seed: int | None = None) -> None:
-    """Gives parameters that are as their module's own code left them the values of their names.
+    """Draws parameters that still have the values of their module's own code again, by name.
 
-    That is those of modules which were made in :func:`smp.delay_param_initialization`, see there.
-    Others stay. Not collective.
+    These are parameters of modules made in :func:`smp.delay_param_initialization`. All others
+    stay. Not collective.
 
     Args:
         root: the model as the user made it.
-        device: where random numbers are drawn; parameters stay where they are.
-        seed: of random numbers; PyTorch's if not given.
+        device: device on which random numbers are drawn; parameters stay where they are.
+        seed: seed of the random numbers; PyTorch's if not given.
     """
     drawn = {p for p in root.parameters() if is_as_drawn(p)}
     if drawn:
@@ -101,7 +101,7 @@ def initialise_again(root: nn.Module, device: torch.device, seed: int | None = N
 
 
 class _Delayed:
-    """Parameters on the meta device: of this rank, or such that some of this rank are cut from."""
+    """Meta parameters of this rank, and whole ones that parameters of this rank are cut from."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _Delayed:
 
 
 class _Drawn:
-    """Real parameters that are drawn again; those whose code cannot do so stay."""
+    """Real parameters that are drawn again, unless their module's code fails."""
 
     def __init__(self, device: torch.device, drawn: set[nn.Parameter]) -> None:
         self._device = device

@@ -1,11 +1,10 @@
-"""What constructors give to delayed parameters besides their module's own code, to be done again.
+"""Notes values that constructors write to delayed parameters, and writes them again later.
 
-A parameter on the meta device takes no values. Its module's own code is run when it becomes real;
-what else was written to it while it was made (``nn.init.normal_(layer.weight, std=1e-3)`` behind
-``self.apply(self._init_weights)``) is noted operator by operator and repeated after that. So is
-what it was made of (``nn.Parameter(torch.ones(n))``), unless that is memory that nobody has
-written to (``torch.empty``). As in `creation_values` the last writer counts: own code undoes what
-was written before.
+A parameter on the meta device takes no values. Its module's own code runs when it becomes real.
+Other writes while it was made (``nn.init.normal_(layer.weight, std=1e-3)`` after
+``self.apply(self._init_weights)``) are noted operator by operator and repeated after that. So are
+the values it was made of (``nn.Parameter(torch.ones(n))``), unless its memory was never written to
+(``torch.empty``). As in `creation_values` the last writer counts: own code undoes earlier writes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp.initial.creation_values import is_in_own_code, modules_made, written_by
 
 _WRITES = "_smp_later_writes"
-_MANY = 4096  # storages, among which some may be gone
+_MANY = 4096  # storages; from this number on expired ones are removed
 _COPIES = ("aten::clone", "aten::_to_copy")
 _PAD = "aten::constant_pad_nd"  # transformers pads biases of tied heads, mostly by nothing
 _EMPTY = ("aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
@@ -35,7 +34,7 @@ _UNSET = (*_EMPTY, "aten::empty", "aten::empty_strided")
 
 @dataclass(frozen=True)
 class _View:
-    """A view of the tensor that is written to."""
+    """A view of the parameter that is written to."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -44,7 +43,7 @@ class _View:
 
 @dataclass(frozen=True)
 class _Number:
-    """A tensor that is full of one number, as ``weight[0] = 1.0`` makes one."""
+    """A tensor full of one number, such as ``weight[0] = 1.0`` makes."""
 
     size: tuple[int, ...]
     value: float
@@ -53,13 +52,12 @@ class _Number:
 
 @dataclass(frozen=True)
 class Write:
-    """One operator that writes to a parameter.
+    """An operator call that writes to a parameter.
 
     Attributes:
         func: the operator.
         arguments: positional and keyword arguments, with views in place of the parameter; None if
-            it takes values of other tensors that are delayed, or the parameter is laid out unlike
-            the real one.
+            it reads other delayed tensors, or the parameter's layout differs from the real one's.
     """
 
     func: OpOverload
@@ -67,11 +65,11 @@ class Write:
 
     @property
     def name(self) -> str:
-        """The operator's, for messages."""
+        """Returns the operator's name, for messages."""
         return str(self.func._schema.name).removeprefix("aten::")
 
     def repeat(self, parameter: Tensor) -> None:
-        """Does it again, where ``arguments`` are known.
+        """Repeats the write; ``arguments`` are not None.
 
         Args:
             parameter: real and contiguous.
@@ -93,7 +91,7 @@ class Write:
 
 
 def writes_of(parameter: Tensor) -> list[Write]:
-    """What has to be repeated on a parameter that is on the meta device, in this order."""
+    """Returns the writes to repeat on a parameter on the meta device, in this order."""
     if _watch.mode is not None:
         _watch.mode.settle()
     found: list[Write] = getattr(parameter, _WRITES, [])
@@ -101,17 +99,17 @@ def writes_of(parameter: Tensor) -> list[Write]:
 
 
 def forget_writes(root: nn.Module) -> None:
-    """Lets go of what was noted for the parameters of a model."""
+    """Forgets the writes that were noted for the parameters of a model."""
     for parameter in root.parameters():
         parameter.__dict__.pop(_WRITES, None)
 
 
 def note_value(real: Tensor, delayed: Tensor) -> None:
-    """Notes what a parameter has to be when it leaves its memory for the meta device.
+    """Notes the values of a parameter that leaves its memory for the meta device.
 
     Args:
-        real: with the values that it was made of; kept if they are not all the same.
-        delayed: in its place.
+        real: tensor with the values; kept if they are not all the same.
+        delayed: parameter on the meta device that takes its place.
     """
     if _watch.mode is not None:
         _watch.mode.note_value(real.detach(), delayed)
@@ -119,9 +117,9 @@ def note_value(real: Tensor, delayed: Tensor) -> None:
 
 @contextmanager
 def noting_writes() -> Iterator[None]:
-    """Notes what this thread writes to meta parameters of modules that are made inside.
+    """Notes writes of this thread to meta parameters of modules that are made inside.
 
-    Inside of `creation_values.noting_draws`. May be nested.
+    Used inside of `creation_values.noting_draws`. May be nested.
     """
     if _watch.mode is not None:
         yield
@@ -136,11 +134,11 @@ def noting_writes() -> Iterator[None]:
 
 @dataclass
 class _Record:
-    """Of one storage on the meta device, which it keeps, so that its address is not used again."""
+    """A storage on the meta device, kept so that its address is not used again, and its writes."""
 
     storage: torch.UntypedStorage
     writes: list[Write] = field(default_factory=list)
-    number: float | None = None  # that it was made of
+    number: float | None = None  # number that fills the storage
 
 
 class _Watch(TorchDispatchMode):
@@ -151,7 +149,7 @@ class _Watch(TorchDispatchMode):
         self._unset: dict[int, StorageWeakRef] = {}
 
     def note_value(self, real: Tensor, delayed: Tensor) -> None:
-        """See the function of this name."""
+        """Implements the function of this name."""
         if is_in_own_code() or real.numel() == 0 or real.layout != torch.strided:
             return
         if real.untyped_storage()._cdata in self._unset:
@@ -165,7 +163,7 @@ class _Watch(TorchDispatchMode):
         self._note(delayed, write)
 
     def _note_real(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
-        """Which memory has values."""
+        """Notes which real memory has no values."""
         if func._schema.name in _UNSET and not result.is_meta:
             if len(self._unset) >= _MANY:
                 self._unset = {k: ref for k, ref in self._unset.items() if not ref.expired()}
@@ -175,9 +173,9 @@ class _Watch(TorchDispatchMode):
             self._unset.pop(tensor.untyped_storage()._cdata, None)
 
     def settle(self) -> None:
-        """Leaves with each parameter what has been written to it so far.
+        """Attaches the writes so far to each parameter.
 
-        With the parameter and not with its memory: a cast behind the context exchanges that.
+        They are not kept with its memory, because a cast after the context exchanges that.
         """
         for module in modules_made():
             for parameter in module._parameters.values():
@@ -186,7 +184,7 @@ class _Watch(TorchDispatchMode):
                     if record is None:
                         continue
                     writes = list(record.writes)
-                    if not _is_whole(parameter):  # its views would be other ones
+                    if not _is_whole(parameter):  # its views would differ
                         writes = [Write(write.func, None) for write in writes]
                     setattr(parameter, _WRITES, writes)
 
@@ -219,7 +217,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _write(self, func: OpOverload, args: Any, kwargs: Any, written: Tensor) -> Write:
-        """How an operator that writes to a tensor is repeated on another one."""
+        """Returns the write that repeats an operator's effect on another tensor."""
         storage = written.untyped_storage()._cdata
         is_known = True
 
@@ -242,7 +240,7 @@ class _Watch(TorchDispatchMode):
         return Write(func, arguments if is_known else None)
 
     def _note(self, tensor: Tensor, write: Write | None) -> None:
-        """A write to a tensor; None: by its module's own code."""
+        """Notes a write to a tensor; None, for its module's own code, undoes earlier ones."""
         storage = tensor.untyped_storage()
         if write is None:
             if (known := self._records.get(storage._cdata)) is not None:
@@ -253,7 +251,7 @@ class _Watch(TorchDispatchMode):
     def _note_made(
         self, func: OpOverload, args: tuple[Any, ...], delayed: list[Tensor], result: Any
     ) -> None:
-        """A tensor that was computed may become a parameter."""
+        """Notes a computed tensor, which may become a parameter."""
         sources = {tensor.untyped_storage()._cdata for tensor in delayed}
         for made in pytree.tree_leaves(result):
             if not isinstance(made, Tensor) or not made.is_meta:
@@ -269,7 +267,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _copies(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether the result is the argument again, in memory of its own."""
+    """Returns whether the result is a copy of the argument, in memory of its own."""
     return func._schema.name in _COPIES or (func._schema.name == _PAD and not any(args[1]))
 
 

@@ -17,7 +17,7 @@ import smp._C as _C
 
 @contextmanager
 def random_numbers(device: torch.device, seed: int | None) -> Iterator[Seeds]:
-    """Seeds by name; the generators are as before afterwards, and nothing is recorded."""
+    """Yields seeds by name; generators are restored afterwards, and no gradient is recorded."""
     outside = _C.RandomState.capture(str(device))
     try:
         with torch.no_grad():
@@ -27,7 +27,7 @@ def random_numbers(device: torch.device, seed: int | None) -> Iterator[Seeds]:
 
 
 class SeededByName(TorchDispatchMode):
-    """Makes what is drawn for a tensor depend on its name alone."""
+    """Makes random numbers drawn into a tensor depend on the tensor's name alone."""
 
     def __init__(self, names: Mapping[int, str], seeds: Seeds) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class SeededByName(TorchDispatchMode):
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and isinstance(args[0], Tensor):
             if args[0].is_meta and func._schema.name.endswith("_"):
-                return args[0]  # nothing is drawn there, and to find that out takes PyTorch long
+                return args[0]  # draws nothing; PyTorch takes long to find that out
             name = self._names.get(args[0].untyped_storage()._cdata)
             if name is not None:
                 self._seeds.set(name)
@@ -50,8 +50,8 @@ class Seeds:
     """Random numbers by name.
 
     Args:
-        device: of this process.
-        seed: of all of them.
+        device: device of this process.
+        seed: seed shared by all names.
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
@@ -59,7 +59,7 @@ class Seeds:
         self._base = seed & (2**64 - 1)
 
     def set(self, name: str) -> None:
-        """Seeds the generators for what has this name."""
+        """Seeds the generators for a name."""
         digest = hashlib.sha256(name.encode()).digest()
         seed = _C.mix_seed(self._base, int.from_bytes(digest[:8], "little"))
         _C.seed_generators(seed, self._device)

@@ -1,8 +1,8 @@
-"""Modules whose place distributed ones have taken, as the source of initial values.
+"""Keeps modules that distributed ones have replaced, as the source of initial values.
 
-A distributed module that has no values yet is to get those that the module of the user would have
-got: drawn whole by its code under its name, and cut. So that one is kept, without memory, until
-the values have been made.
+A distributed module without values gets those that the user's module would have got: drawn whole by
+its code under its name, and cut. So the user's module is kept, without memory, until the values
+have been made.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ Translate = Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Original:
-    """Where a distributed module gets its initial values from.
+    """The source of a distributed module's initial values.
 
     Attributes:
-        module: of the user, with parameters on the meta device; None: from its own code.
-        translate: a state dict of it to one of the distributed module, whose entries are views of
-            what it was given; None: the names are equal.
+        module: the user's module, with parameters on the meta device; None: the distributed
+            module's own code is the source.
+        translate: turns the module's state dict into one of the distributed module, whose entries
+            are views of the given ones; None: the names are equal.
     """
 
     module: nn.Module | None
@@ -36,7 +37,7 @@ class Original:
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter to fill, and which view of a whole one it is filled from."""
+    """A parameter to fill, and the view of a whole parameter that fills it."""
 
     target: nn.Parameter
     size: tuple[int, ...]
@@ -44,7 +45,7 @@ class Cut:
     offset: int
 
     def out_of(self, whole: Tensor) -> Tensor:
-        """The part of a tensor with the strides of the one that the view was taken of."""
+        """Returns the target's part of ``whole``, whose strides are those the view was made for."""
         view = whole.as_strided(self.size, self.stride, self.offset)
         return sharding.slice_of(view, sharding.interval_of(self.target))
 
@@ -54,19 +55,19 @@ def keep_original(made: nn.Module, module: nn.Module | None, translate: Translat
 
     Args:
         made: the distributed module.
-        module: whose place it has taken; None: its values are its own.
+        module: module that ``made`` replaces; None: ``made`` draws its own values.
         translate: see :class:`Original`.
     """
     made.__dict__[_ORIGINAL] = Original(module, translate)
 
 
 def distributed_in(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Names and modules that have taken the place of others and wait for their values."""
+    """Returns names and modules that have replaced others and wait for their values."""
     return [(name, module) for name, module in root.named_modules() if _ORIGINAL in module.__dict__]
 
 
 def forget_originals(root: nn.Module) -> None:
-    """Lets go of what was kept for the modules of a model."""
+    """Forgets the originals kept for the modules of a model."""
     for module in root.modules():
         module.__dict__.pop(_ORIGINAL, None)
 
@@ -74,7 +75,7 @@ def forget_originals(root: nn.Module) -> None:
 def cuts_of(
     root: nn.Module, is_wanted: Callable[[nn.Parameter], bool]
 ) -> dict[nn.Parameter, list[Cut]]:
-    """What is cut out of the parameters of originals, by these parameters.
+    """Returns the cuts that fill distributed modules, by the originals' parameters.
 
     Args:
         root: the model.
@@ -110,7 +111,7 @@ def cuts_of(
 
 @contextmanager
 def in_place(root: nn.Module) -> Iterator[nn.Module]:
-    """The model as the user made it; distributed modules are back on exit."""
+    """Yields the model as the user made it; distributed modules are back on exit."""
     behind_root = _module_behind(root)
     if behind_root is not None:
         yield behind_root

@@ -1,9 +1,9 @@
 """Runs the own code of modules that initialises their parameters, one module at a time.
 
-The parameters of one module are real, those of all others are on the meta device, so that whatever
-code does to these comes to nothing. Then the own code of the module runs, and that of all modules
-above it, because a model may treat its parts specially. Random numbers are those of the parameter's
-name. So no value depends on what else is there.
+The parameters of one module are real; all others are on the meta device, so that writes to them
+have no effect. The own code of the module runs, and then that of all modules above it, because a
+model may treat its parts specially. Random numbers depend on the parameter's name. So no value
+depends on the rest of the model.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Unit:
     """Tensors that are initialised together: those that a module is the first to hold.
 
     Attributes:
-        name: of the module.
-        module: it.
+        name: name of the module.
+        module: the module.
         parameters: name in the model and parameter.
         buffers: names in the module of those on the meta device.
         holders: all modules that hold one of the parameters.
-        later: what is written to parameters after all own code.
+        later: writes to parameters that follow all own code.
     """
 
     name: str
@@ -45,27 +45,27 @@ class Unit:
 
 
 class Task(Protocol):
-    """What is initialised, and what becomes of it."""
+    """Chooses the tensors to initialise, and takes the results."""
 
     def wants(self, parameter: nn.Parameter) -> bool: ...
     def wants_buffer(self, buffer: Tensor) -> bool: ...
     def begin(self, parameter: nn.Parameter) -> None:
-        """Makes it a tensor that is full of :func:`filler`."""
+        """Fills the parameter with :func:`filler`."""
 
     def finish(self, parameter: nn.Parameter) -> None:
-        """It has its values."""
+        """Takes a parameter that has its values."""
 
     def fail(self, unit: Unit, error: Exception) -> None:
-        """It has not, nor has the rest of its unit; raises or puts everything back."""
+        """Restores all parameters of a unit whose initialisation failed, or raises."""
 
 
 @dataclass(frozen=True)
 class _Code:
-    """Own code of one module.
+    """The own code of one module.
 
     Attributes:
-        name, module: whose.
-        calls: that initialise it.
+        name, module: the module and its name.
+        calls: calls that initialise it.
     """
 
     name: str
@@ -74,13 +74,13 @@ class _Code:
 
 
 class Initialisation:
-    """Of one model.
+    """Initialises one model's parameters.
 
     Args:
         root: the model.
-        device: of random numbers.
-        seeds: of them.
-        name: of the root in the whole model.
+        device: device on which random numbers are drawn.
+        seeds: random numbers by name.
+        name: name of the root in the whole model.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, seeds: Seeds, name: str = "") -> None:
@@ -113,7 +113,7 @@ class Initialisation:
         self._codes.append(_Code(name, module, tuple(calls)))
 
     def run(self, task: Task) -> None:
-        """Initialises all that the task wants."""
+        """Initialises all tensors that the task wants."""
         units = list(self._units(task))
         if not units:
             return
@@ -166,8 +166,8 @@ class Initialisation:
             self._call(codes, tensors, unit.later)
             if not flags:
                 return
-            # Flags have no third value: what stays what it was filled with, both times, was not
-            # set.
+            # Flags have no third value. A flag that keeps its filling both times was not set, and
+            # a second run with the other filling shows it.
             before = [flag.clone() for flag in flags]
             for flag in flags:
                 flag.fill_(True)
@@ -182,7 +182,7 @@ class Initialisation:
                     raise _not_initialised(unit, name)
 
     def _codes_for(self, unit: Unit) -> list[_Code]:
-        """Own code of all modules that have a tensor of the unit in them, children first."""
+        """Returns the own code of all modules that contain a tensor of the unit, children first."""
         found: set[nn.Module] = set()
         waiting = [unit.module, *unit.holders]
         while waiting:
@@ -245,7 +245,7 @@ def _not_initialised(unit: Unit, name: str) -> ValueError:
 
 
 class _Hidden:
-    """Parameters of a model but those of one unit, behind others on the meta device."""
+    """Hides all parameters of a model but one unit's behind others on the meta device."""
 
     def __init__(self, root: nn.Module) -> None:
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -279,9 +279,9 @@ class _Hidden:
 
     @contextmanager
     def buffers(self, unit: Unit, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Keeps the buffers of modules as they are, but those of the unit.
+        """Preserves the buffers of modules, except the unit's, against their own code.
 
-        Modules with tensors in the unit may read their own; of the others they are hidden.
+        Modules with tensors in the unit see copies of their buffers; the others see none.
         """
         readers = {unit.module, *unit.holders}
         kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
@@ -302,7 +302,7 @@ class _Hidden:
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     if parameter.is_meta:
         return parameter
-    # Without to("meta"), which would copy the strides of placeholders.
+    # Not to("meta"), which would copy the strides of placeholders.
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     hidden = nn.Parameter(empty, parameter.requires_grad)
     hidden.__dict__.update(parameter.__dict__)

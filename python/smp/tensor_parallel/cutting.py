@@ -1,4 +1,4 @@
-"""Parts of tensors: cut out of a whole tensor, and put together again."""
+"""Cuts parts out of whole tensors, and puts them together again."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from smp.tensor_parallel.sharding import interval_of
 
 
 def part_of(tensor: Tensor, begin: int = 0, numel: int | None = None) -> Part:
-    """Elements of what this tensor-parallel rank has of a parameter, as part of the whole.
+    """Returns elements of this tensor-parallel rank's slice of a parameter as part of the whole.
 
     Args:
         tensor: parameter of the model, or a buffer.
-        begin, numel: of the flattened slice; all of it if not given.
+        begin, numel: range of the flattened slice; all of it if not given.
     """
     size = tensor.numel() if numel is None else numel
     return Part.of_slice(tensor.shape, interval_of(tensor), begin, size)
 
 
 def cut(whole: Tensor, part: Part) -> Tensor:
-    """The elements of a part, flat; without a copy where they lie behind each other."""
+    """Returns the elements of a part, flat; a view if they are contiguous."""
     seen = whole if part.view is None else whole.view(part.view)
     if part.dim == -1:
         seen = seen.reshape(-1).narrow(0, part.begin, part.end - part.begin)
@@ -35,12 +35,12 @@ def cut(whole: Tensor, part: Part) -> Tensor:
 
 
 def join(pieces: Sequence[tuple[Tensor, Part]], shape: Sequence[int]) -> Tensor:
-    """A new tensor out of all its parts.
+    """Joins all parts of a tensor into a new one.
 
     Args:
-        pieces: elements, of any sizes and devices, and which ones they are; in any order. Those
-            that several pieces have are taken from the first; all slices are of one dim.
-        shape: of the whole tensor.
+        pieces: elements, of any sizes and devices, and the parts that they are; in any order. If
+            several pieces have an element, the first counts; all slices are of one dim.
+        shape: shape of the whole tensor.
 
     Returns:
         the tensor, on the device of the first piece.
@@ -49,7 +49,7 @@ def join(pieces: Sequence[tuple[Tensor, Part]], shape: Sequence[int]) -> Tensor:
         ValueError: elements are missing.
     """
     device = pieces[0][0].device
-    # A rank may hold nothing of a tensor, as of the experts of another one.
+    # A rank may hold nothing of a tensor, for example of another rank's experts.
     pieces = [piece for piece in pieces if piece[1].flat_numel] or pieces
     first = pieces[0][1]
     view = shape if first.view is None else first.view
@@ -78,7 +78,7 @@ def join(pieces: Sequence[tuple[Tensor, Part]], shape: Sequence[int]) -> Tensor:
 
 
 def _in_a_row(pieces: Sequence[tuple[Tensor, Part]], sizes: Sequence[int]) -> list[Tensor]:
-    """Flat tensors that make up a slice, out of pieces of it in the order of their begins."""
+    """Returns flat tensors that make up a slice, from its pieces in the order of their begins."""
     elements: list[Tensor] = []
     end = 0
     for tensor, part in pieces:

@@ -1,4 +1,4 @@
-"""State dicts of which every rank has a part: how they say so, and how they become whole."""
+"""Marks state dicts of which every rank has a part, and merges them into whole ones."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from smp.tensor_parallel.sharding import Interval, PackedInterval, interval_of
 
 #: Marks a dict as the part of one rank.
 PARTIAL_MARK = "_smp_is_partial"
-#: In such a dict: which slice an entry is, by key, as ``(dim, begin, end, extent)``; of packed
-#: matrices with the sizes of the whole in which ``dim`` counts, as a fifth.
+#: In such a dict: the slice that an entry is, by key, as ``(dim, begin, end, extent)``; for packed
+#: matrices with the sizes of the whole, in which ``dim`` counts, as a fifth item.
 SHARDS_MARK = "_smp_shards"
-#: In such a dict: which elements of the flattened slice an entry has, by key, as
-#: ``(begin, numel, shape of the slice)``. Only entries that are cut so have one.
+#: In such a dict: the elements of the flattened slice that an entry has, by key, as
+#: ``(begin, numel, shape of the slice)``. Only entries that are cut further are listed.
 FLAT_MARK = "_smp_flat"
 #: In such a dict of a file: ``(pp, tp, rdp)`` degrees of the job that wrote it, with rdp 0 where
-#: the replicas share a file. Ranks of another layout see from it that they need all files.
+#: the replicas share a file. It shows ranks of another layout that they need all files.
 LAYOUT_MARK = "_smp_layout"
-#: Keys of a partial dict that are no entries.
+#: Keys of a partial dict that are marks, not entries.
 MARKS = frozenset({PARTIAL_MARK, SHARDS_MARK, FLAT_MARK, LAYOUT_MARK})
 
-# What files hold: plain tuples, which `torch.load(..., weights_only=True)` takes.
+# The types in files: plain tuples, which `torch.load(..., weights_only=True)` takes.
 Slice = tuple[int, int, int, int] | tuple[int, int, int, int, tuple[int, ...]]
 Flat = tuple[int, int, tuple[int, ...]]
 _Marked = tuple[Any, Slice | None, Flat | None]
 
 
 def slices_of(named: Iterable[tuple[Any, Any]]) -> dict[Any, Slice]:
-    """The slices that this rank holds of split parameters, by key."""
+    """Returns the slices that this rank holds of split parameters, by key."""
     return slice_marks((key, interval_of(p)) for key, p in named if isinstance(p, Tensor))
 
 
 def slice_marks(intervals: Iterable[tuple[Any, Interval | None]]) -> dict[Any, Slice]:
-    """The marks of slices, by key; None: held whole."""
+    """Returns the marks of slices, by key; whole tensors (None) get none."""
     return {key: _mark(interval) for key, interval in intervals if interval is not None}
 
 
@@ -50,11 +50,11 @@ def _mark(i: Interval) -> Slice:
 
 
 def marks_of(slices: Mapping[Any, Slice], flat: Mapping[Any, Flat] | None) -> dict[str, Any]:
-    """What a partial dict says of itself.
+    """Returns the marks of a partial dict.
 
     Args:
-        slices: entries that are slices.
-        flat: those that are cut further; None: none can be.
+        slices: slices of the entries that are slices.
+        flat: ranges of the entries that are cut further; None: no entry can be.
     """
     return {
         PARTIAL_MARK: True,
@@ -64,12 +64,12 @@ def marks_of(slices: Mapping[Any, Slice], flat: Mapping[Any, Flat] | None) -> di
 
 
 def merge(states: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-    """The whole out of the dicts of several ranks.
+    """Merges the dicts of several ranks into a whole one.
 
     Args:
-        states: tensors, or an optimizer's entries of tensors, with their marks. Of entries that
-            several have and that are not marked, the first counts, and so do elements that several
-            have.
+        states: tensors, or an optimizer's entries of tensors, with their marks. Among unmarked
+            entries with the same key the first counts, and so it does among elements that several
+            dicts have.
 
     Raises:
         ValueError: elements are missing.
@@ -98,7 +98,7 @@ def merge(states: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
 
 
 def _joined(pieces: Sequence[_Marked]) -> Any:
-    """A whole tensor, or an entry in which those that are one number per element are whole."""
+    """Returns a whole tensor, or an entry whose tensors with a number per element are whole."""
     first = pieces[0][0]
     if isinstance(first, Mapping):
         return {
@@ -115,10 +115,10 @@ def _joined(pieces: Sequence[_Marked]) -> Any:
 def _part(
     value: Any, slice_: Slice | None, flat: Flat | None
 ) -> tuple[Part, tuple[int, ...]] | None:
-    """Which part of the whole a marked tensor is, and the sizes of the whole.
+    """Returns the part of the whole that a marked tensor is, and the sizes of the whole.
 
     Returns:
-        None: the tensor has not one number per element.
+        part and sizes; None if the tensor does not have one number per element.
     """
     if not isinstance(value, Tensor):
         return None

@@ -1,4 +1,4 @@
-"""Which elements of a whole tensor a rank has. Imports no torch."""
+"""Describes the elements of a whole tensor that a rank has. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 class Part:
     """Elements of a tensor that one rank holds.
 
-    Of the tensor, seen with sizes ``view``, the slice ``[begin, end)`` of ``dim`` (which has
-    ``extent`` indices; -1: of the flattened tensor); of that slice, flattened row-major, the
-    elements ``[flat_begin, flat_begin + flat_numel)``.
+    The tensor is seen with sizes ``view``. The slice is ``[begin, end)`` of its dim ``dim``, which
+    has ``extent`` indices (dim -1: the flattened tensor). The elements are ``[flat_begin,
+    flat_begin + flat_numel)`` of that slice, flattened row-major.
 
     Attributes:
-        view: None for the tensor's own sizes; others, of equal numel, where rows are grouped
+        view: None for the tensor's own sizes; otherwise sizes, of equal numel, with rows in groups
             (query, key and value in one matrix, each cut alike: ``(3, n, k)`` cut at dim 1).
     """
 
@@ -38,13 +38,13 @@ class Part:
 
     @classmethod
     def flat(cls, shape: Iterable[int], begin: int, numel: int) -> Part:
-        """``numel`` elements of the flattened tensor, from ``begin`` on."""
+        """Returns ``numel`` elements of the flattened tensor, from ``begin`` on."""
         extent = math.prod(shape)
         return cls(-1, 0, extent, extent, begin, numel)
 
     @classmethod
     def share(cls, shape: Iterable[int], idx: int, num_parts: int) -> Part:
-        """One of equal parts of the flattened tensor; at its end they are smaller, or empty."""
+        """Returns an equal part of the flattened tensor; parts at its end are smaller or empty."""
         numel = math.prod(sizes := tuple(shape))
         step = -(-numel // num_parts)
         begin = min(numel, idx * step)
@@ -54,11 +54,13 @@ class Part:
     def of_slice(
         cls, shape: Sequence[int], slice_: Interval | None, begin: int, numel: int
     ) -> Part:
-        """Elements of the flattened slice of a dim.
+        """Returns elements of the flattened slice of a dim.
 
         Args:
-            shape: of the slice.
-            slice_: None: of the whole tensor.
+            shape: shape of the slice.
+            slice_: the slice; None: the whole tensor.
+            begin: first element.
+            numel: number of elements.
         """
         if slice_ is None or slice_.size == slice_.extent:
             return cls.flat(shape, begin, numel)
@@ -66,7 +68,7 @@ class Part:
         return cls(slice_.dim, slice_.begin, slice_.end, slice_.extent, begin, numel, view)
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """Raises ValueError when it is no part of a tensor of sizes ``shape``."""
+        """Raises a ValueError if this is no part of a tensor of sizes ``shape``."""
         view = shape if self.view is None else self.view
         if math.prod(view) != math.prod(shape):
             raise ValueError(f"seen as {list(view)}, but the tensor is {list(shape)}")
@@ -82,6 +84,6 @@ class Part:
             )
 
     def sizes_of_slice(self, view: Sequence[int]) -> list[int]:
-        """Sizes of the slice, of which these are elements; ``view`` is that of the whole."""
+        """Returns the sizes of the slice; ``view`` has those of the whole tensor."""
         size = self.end - self.begin
         return [size] if self.dim == -1 else [*view[: self.dim], size, *view[self.dim + 1 :]]

@@ -1,9 +1,9 @@
-"""Split parameters that code outside of their module reads: it gets them whole.
+"""Gives whole parameters to code that reads split ones from outside of their module.
 
 Models read weights of their children: a tied decoder, attention that multiplies by the weight of a
 projection, a norm. Such code was written for whole weights, and all ranks of a tensor-parallel
-group run it alike. So it gets a stand-in with the whole shape, whose values are gathered from the
-ranks when they are used for the first time, and whose gradient goes back to where the parts are.
+group run it alike. So it gets a stand-in with the whole shape. Its values are gathered from the
+ranks when they are used for the first time, and its gradient is sent back to the ranks' parts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _said: set[str] = set()
 
 
 class _Here(threading.local):
-    """How many forwards of split modules this thread is in."""
+    """The number of forwards of split modules that this thread is in."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -45,14 +45,14 @@ _here = _Here()
 
 @dataclass(frozen=True)
 class Split:
-    """How a parameter is split.
+    """The way in which a parameter is split.
 
     Attributes:
-        name: of the parameter in the model.
-        dim: along which.
-        sizes: of the parts, by rank.
-        has_own_batches: the ranks apply it to different samples.
-        num_packed: matrices that lie behind each other in that dim, each of them split so.
+        name: name of the parameter in the model.
+        dim: dim along which it is split.
+        sizes: sizes of the parts, by rank.
+        has_own_batches: whether the ranks apply it to different samples.
+        num_packed: number of consecutive matrices in that dim, each of which is split so.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Split:
     num_packed: int = 1
 
     def gather(self, part: Tensor) -> Tensor:
-        """The whole parameter, differentiable. Collective over the group."""
+        """Gathers the whole parameter, differentiably. Collective over the group."""
         grad: Literal["sum", "own"] = "sum" if self.has_own_batches else "own"
         if self.num_packed == 1:
             return regions.gather(part, self.dim, self._uneven(), grad=grad)
@@ -71,7 +71,7 @@ class Split:
         return whole.flatten(self.dim, self.dim + 1)
 
     def own_part(self, grad: Tensor) -> Tensor:
-        """This rank's part of a gradient of the whole. Collective where batches differ."""
+        """Returns this rank's part of a gradient of the whole. Collective where batches differ."""
         apart = grad.unflatten(self.dim, (self.num_packed, -1))
         if self.has_own_batches:
             own = regions.reduce_scatter(apart, self.dim + 1, self._uneven())
@@ -85,7 +85,7 @@ class Split:
 
 
 def own_code(forward: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The forward of a module that reads its parts as such."""
+    """Wraps the forward of a module that expects its parts, not whole parameters."""
 
     @functools.wraps(forward)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -99,14 +99,14 @@ def own_code(forward: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def is_own_code() -> bool:
-    """Does this thread run the forward of a module that reads its parts as such?"""
+    """Returns whether this thread runs a forward that expects parts (see `own_code`)."""
     return _here.depth > 0
 
 
 def is_outside() -> bool:
-    """Does the caller's caller run as part of a model, and not in `own_code`?
+    """Returns whether the caller's caller runs as part of a model, and not in `own_code`.
 
-    Scripts, optimizers and checkpoints, which run in no module and no step, want the parts.
+    Scripts, optimizers and checkpoints, which run in no module and no step, expect the parts.
     """
     if _here.depth > 0:
         return False
@@ -125,13 +125,13 @@ _RECOMPUTES = frozenset({"torch.utils.checkpoint", "smp.activations.recompute"})
 
 
 def whole(part: Tensor, split: Split) -> Tensor:
-    """What code outside of a module gets for a parameter of which this rank holds a part."""
+    """Returns the stand-in that outside code gets for a parameter of which this rank has a part."""
     made: Tensor = _Standing.apply(part, split)
     return made
 
 
 class _Standing(torch.autograd.Function):
-    """A part of a parameter to a stand-in for the whole."""
+    """Turns a part of a parameter into a stand-in for the whole."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, split: Split) -> Tensor:
@@ -157,9 +157,9 @@ _METADATA: frozenset[Any] = frozenset(
 
 
 class WholeParameter(Tensor):
-    """Stands for a split parameter, or a view of it, with the shape of the whole.
+    """A stand-in for a split parameter, or for a view of it, with the shape of the whole.
 
-    Its shape, dtype and device are known without communication. It cannot be written to.
+    Reading its shape, dtype and device needs no communication. It cannot be written to.
     """
 
     _split: Split
@@ -176,7 +176,7 @@ class WholeParameter(Tensor):
         shape = list(like.shape)
         if values is None:
             shape[split.dim] = split.num_packed * sum(split.sizes)
-        # A view says how it lies in memory: operators choose by that what they may do with it.
+        # Operators check the strides of a view before they choose an algorithm.
         strides = None if values is None else values.stride()
         self: WholeParameter = Tensor._make_wrapper_subclass(
             cls, shape, strides, dtype=like.dtype, device=like.device
@@ -191,7 +191,7 @@ class WholeParameter(Tensor):
         return f"WholeParameter('{self._split.name}', {list(self.shape)})"
 
     def whole(self) -> Tensor:
-        """The whole; gathered once. Collective the first time."""
+        """Returns the whole parameter; gathers it once. Collective the first time."""
         if self._whole is None:
             assert self._part is not None
             if is_placeholder(self._part):
@@ -207,7 +207,7 @@ class WholeParameter(Tensor):
         if func in _METADATA or not is_recorded():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        # A trace has to see which code reads what.
+        # A trace has to see each read of the parameter.
         seen = pytree.tree_map_only(WholeParameter, WholeParameter._seen, (args, kwargs or {}))
         return func(*seen[0], **seen[1])
 
@@ -235,7 +235,7 @@ class WholeParameter(Tensor):
         args, kwargs = pytree.tree_map_only(WholeParameter, WholeParameter.whole, (args, kwargs))
         result = func(*args, **kwargs)
         if any(r.alias_info is not None for r in func._schema.returns):
-            # Writing to a view of the values would be lost.
+            # A write to a view of the values would be lost.
             split = standing[0]._split
             return pytree.tree_map_only(Tensor, lambda t: cls(split, values=t), result)
         return result

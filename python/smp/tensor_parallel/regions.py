@@ -1,10 +1,10 @@
-"""Borders between what a rank of a tensor-parallel group has and what its group has together.
+"""Borders between tensors of one rank of a tensor-parallel group and tensors of the whole group.
 
 Each function here works on the tensor-parallel group of the running `smp.init` and is collective
 over it: all its ranks call the same functions in one order, forward and backward. In a group of one
-they are the identity. No region has a second derivative.
+rank they are the identity. No region has a second derivative.
 
-`sizes` are the extents of the parts of the ranks along a dim, in the order of the ranks, for uneven
+`sizes` are the extents of the ranks' parts along a dim, in the order of the ranks, for uneven
 splits; without it all parts are alike.
 """
 
@@ -31,7 +31,7 @@ _R = TypeVar("_R")
 
 
 def _of_data(region: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A region that handles of tensors on other pipeline ranks enter as what they stand for."""
+    """Makes a region accept handles of remote tensors, and refuse nested ones and torch.func."""
 
     @wraps(region)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -53,7 +53,7 @@ def _of_data(region: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _refused(what: str, why: str) -> RuntimeError:
-    layer = _C.exchange_layer_name("")  # who named it puts the name before back
+    layer = _C.exchange_layer_name("")  # the function that set the name restores the previous one
     named = f"the split layer '{layer}'" if layer else "a split layer"
     return RuntimeError(
         f"{_C.rank_prefix()}{named} {what}, and its ranks {why}; or leave it whole by "
@@ -62,10 +62,10 @@ def _refused(what: str, why: str) -> RuntimeError:
 
 
 def in_layer(name: str, call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Calls a function whose regions are those of a layer.
+    """Calls a function whose regions belong to a layer.
 
-    Ranks whose data choose different layers of one shape would compute on each other's samples;
-    the regions of a forward raise where the names of the ranks differ.
+    Ranks whose data choose different layers of one shape would compute on each other's samples. So
+    the regions of a forward raise if the ranks' layer names differ.
     """
     before = _C.exchange_layer_name(name)
     try:
@@ -83,26 +83,26 @@ def _sizes(sizes: Sizes) -> list[int]:
 
 
 def rank() -> int:
-    """Place of this process in its tensor-parallel group."""
+    """Returns the place of this process in its tensor-parallel group."""
     return _group().group_rank
 
 
 def size() -> int:
-    """Number of ranks of the tensor-parallel group."""
+    """Returns the number of ranks of the tensor-parallel group."""
     return _group().size
 
 
 def traffic() -> tuple[int, int]:
-    """Collectives so far, and the bytes that this rank had to send at the least for them."""
+    """Returns the number of collectives so far, and the least bytes this rank had to send."""
     return _group().traffic()
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Regions of this thread communicate with nobody: for a trial run of a model on one rank.
+    """Stops communication of this thread's regions, for a trial run of a model on one rank.
 
     Results have the right shapes; values are as if all ranks held the same, and sums are not
-    taken. Tensors without data (meta, fake) are treated so everywhere.
+    taken. Tensors without data (meta, fake) are always treated so.
     """
     before = _C.set_tensor_parallel_alone(True)
     _trial.depth += 1
@@ -114,7 +114,7 @@ def alone() -> Iterator[None]:
 
 
 class _Trial(threading.local):
-    """In how many `alone` this thread is."""
+    """The number of `alone` contexts that this thread is in."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -124,32 +124,33 @@ _trial = _Trial()
 
 
 def is_alone() -> bool:
-    """Does this thread communicate with nobody, see `alone`?"""
+    """Returns whether this thread's regions do not communicate, see `alone`."""
     return _trial.depth > 0
 
 
 @_of_data
 def copy(x: Tensor) -> Tensor:
-    """The same tensor, which all ranks have alike. Backward: sum over the ranks."""
+    """Returns a tensor that all ranks have alike, unchanged. Backward: sum over the ranks."""
     return _group().copy(x)
 
 
 @_of_data
 def reduce(x: Tensor) -> Tensor:
-    """Sum over the ranks. Backward: the same gradient."""
+    """Sums over the ranks. Backward: the same gradient."""
     return _group().reduce(x)
 
 
 @_of_data
 def gather(x: Tensor, dim: int, sizes: Sizes = None, grad: Literal["sum", "own"] = "sum") -> Tensor:
-    """The parts of all ranks, concatenated.
+    """Concatenates the parts of all ranks.
 
     Args:
-        x: the part of this rank.
-        dim: along which.
-        sizes: of the parts.
-        grad: what backward does. "sum": each rank went on with other weights, so its gradient is
-            a part of a sum (reduce-scatter). "own": all ranks went on alike (own slice).
+        x: part of this rank.
+        dim: dim of the concatenation.
+        sizes: sizes of the parts.
+        grad: backward of the region. "sum": the ranks use the result with different weights, so
+            each gradient is a part of a sum (reduce-scatter). "own": all ranks use it alike (own
+            slice).
     """
     if grad not in ("sum", "own"):
         raise ValueError(f"gather: grad must be 'sum' or 'own', got {grad!r}")
@@ -158,14 +159,14 @@ def gather(x: Tensor, dim: int, sizes: Sizes = None, grad: Literal["sum", "own"]
 
 @_of_data
 def gathered(x: Tensor, whole: Tensor) -> Tensor:
-    """What `gather` has made of a tensor, for those who go on with other weights on each rank.
+    """Returns the result of an earlier `gather`, to be used with other weights on each rank.
 
-    Backward: reduce-scatter, as of `gather` with `grad="sum"`; it goes to `x` and not to `whole`.
-    Forward communicates nothing.
+    Backward: reduce-scatter, as in `gather` with `grad="sum"`; the gradient is that of `x`, and
+    `whole` gets none. Forward communicates nothing.
 
     Args:
-        x: the part of this rank along dim 0; all parts are alike.
-        whole: what `gather` gave for it; unchanged since.
+        x: part of this rank along dim 0; all parts have one shape.
+        whole: result of `gather` for `x`, unchanged since.
 
     Raises:
         ValueError: the part is not one of this whole.
@@ -175,7 +176,7 @@ def gathered(x: Tensor, whole: Tensor) -> Tensor:
             f"{_C.rank_prefix()}gathered: expected the tensors of {size()} ranks of shape "
             f"{list(x.shape)} along dim 0, got {list(whole.shape)}"
         )
-    # Without an edge to the whole: the gradient takes one way.
+    # No edge to the whole: the gradient takes one way.
     result: Tensor = _Gathered.apply(x, whole.detach())
     return result
 
@@ -195,13 +196,13 @@ class _Gathered(torch.autograd.Function):
 
 @_of_data
 def reduce_scatter(x: Tensor, dim: int, sizes: Sizes = None) -> Tensor:
-    """The part of this rank of the sum over the ranks. Backward: all-gather."""
+    """Returns this rank's part of the sum over the ranks. Backward: all-gather."""
     return _group().reduce_scatter(x, dim, _sizes(sizes))
 
 
 @_of_data
 def scatter(x: Tensor, dim: int, sizes: Sizes = None) -> Tensor:
-    """The part of this rank of what all have alike. Backward: all-gather."""
+    """Returns this rank's part of a tensor that all ranks have alike. Backward: all-gather."""
     return _group().scatter(x, dim, _sizes(sizes))
 
 
@@ -213,12 +214,12 @@ def exchange(
     split_sizes: Sizes = None,
     concat_sizes: Sizes = None,
 ) -> Tensor:
-    """All-to-all: one dim is split from now on, another one whole. Backward: the inverse.
+    """Splits one dim and makes another one whole, by an all-to-all. Backward: the inverse.
 
     Args:
         x: whole along `split_dim`, the part of this rank along `concat_dim`.
         split_dim, concat_dim: two different dims.
-        split_sizes, concat_sizes: of the parts along them.
+        split_sizes, concat_sizes: sizes of the parts along these dims.
     """
     return _group().exchange(x, split_dim, concat_dim, _sizes(split_sizes), _sizes(concat_sizes))
 
@@ -231,7 +232,7 @@ def gathered_linears(
     dim: int | None,
     sizes: Sizes = None,
 ) -> list[Tensor]:
-    """Products of one gathered input with several weights.
+    """Multiplies one gathered input by several weights.
 
     Only the part of this rank is kept for backward, where it is gathered again; the sum of the
     input gradients is reduce-scattered once.
@@ -240,9 +241,9 @@ def gathered_linears(
         x: [..., features]; the part of this rank along `dim`.
         weights: each [out, features].
         biases: one for each weight, or None.
-        dim: along which `x` is gathered, not the last; None: all ranks have `x` alike, and its
+        dim: dim along which `x` is gathered, not the last; None: all ranks have `x` alike, and its
             gradient is summed over the ranks.
-        sizes: of the parts along `dim`.
+        sizes: sizes of the parts along `dim`.
 
     Returns:
         One [..., out] for each weight.
@@ -254,10 +255,10 @@ def gathered_linears(
 def vocabulary_embedding(
     ids: Tensor, table: Tensor, begin: int, padding_id: int | None = None
 ) -> Tensor:
-    """Rows of a table that is split along the vocabulary; not summed over the ranks.
+    """Looks up rows of a table that is split along the vocabulary; not summed over the ranks.
 
     Args:
-        ids: integers of any shape; those of other ranks give rows of zeros and no gradient.
+        ids: integers of any shape; ids of other ranks give rows of zeros and no gradient.
         table: [rows, features] of this rank.
         begin: id of its first row.
         padding_id: id whose row gets no gradient.
@@ -275,9 +276,9 @@ def vocabulary_cross_entropy(
     *,
     vocab_size: int,
 ) -> Tensor:
-    """Cross entropy of logits whose vocabulary is split over the ranks.
+    """Computes the cross entropy of logits whose vocabulary is split over the ranks.
 
-    The logits stay where they are; three numbers per token are exchanged in forward, nothing in
+    The logits are not moved: the ranks exchange three numbers per token in forward, nothing in
     backward.
 
     Args:
@@ -285,7 +286,7 @@ def vocabulary_cross_entropy(
         targets: int64 [tokens], the same on all ranks.
         begin: first entry of this rank.
         ignore_index: target of tokens without a loss.
-        label_smoothing: as in `torch.nn.functional.cross_entropy`.
+        label_smoothing: amount of smoothing, as in `torch.nn.functional.cross_entropy`.
         vocab_size: entries of all ranks.
 
     Returns:
@@ -305,17 +306,17 @@ def vocabulary_cross_entropy(
 
 
 def all_say(says: bool, what: str) -> bool:
-    """Do all ranks say so? Only hosts talk, so that no device is waited for.
+    """Returns whether all ranks pass True. Only hosts communicate, so no device is waited for.
 
     Args:
-        says: this rank does.
+        says: answer of this rank.
         what: words for errors.
     """
     return _group().all_say(says, what)
 
 
 def own_seed() -> int:
-    """Seed that differs on each rank of the group: for dropout of what is split.
+    """Returns a seed that differs on each rank of the group: for dropout of split tensors.
 
     Draws from the default generator once; not collective.
     """
@@ -323,7 +324,7 @@ def own_seed() -> int:
 
 
 def common_seed() -> int:
-    """Seed that is the same on each rank of the group: for dropout of what all have.
+    """Returns a seed that is the same on each rank of the group: for dropout of common tensors.
 
     Draws from the default generator once, on every rank.
     """

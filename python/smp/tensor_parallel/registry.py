@@ -1,4 +1,4 @@
-"""Which module classes have a distributed form, and how calls and arguments are translated."""
+"""Registers the distributed forms of module classes, and translations of calls and arguments."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ Translator = Callable[..., dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Declined:
-    """What an init hook returns when a module cannot be distributed.
+    """The result of an init hook for a module that cannot be distributed.
 
     Attributes:
-        reason: for people: the field, its value and what is supported.
+        reason: text for users: the field, its value and the supported values.
     """
 
     reason: str
 
 
 class Unsupported(ValueError):
-    """A distributed module cannot have these sizes or options; the text says why."""
+    """Raised if a distributed module cannot have these sizes or options; the text has a reason."""
 
 
 class Adapter(Protocol):
-    """Stands between the callers of a replaced module and its distributed form, for one call."""
+    """Translates one call between the callers of a replaced module and its distributed form."""
 
     def forward_args(self, *args: Any, **kwargs: Any) -> Arguments:
-        """Arguments of the distributed ``forward`` out of those of the original."""
+        """Returns arguments of the distributed ``forward`` for those of the original."""
         ...
 
     def wrap(self, output: Any) -> Any:
-        """What the original's caller expects."""
+        """Returns the output in the form that the original's caller expects."""
         ...
 
 
 class HookAdapter:
-    """Hooks of the public interface as an adapter.
+    """An adapter made of hooks of the public interface.
 
     Args:
-        forward_hook: arguments of the original's ``forward`` to those of the distributed one.
-        return_hook: output of the distributed ``forward`` to that of the original.
+        forward_hook: maps arguments of the original's ``forward`` to those of the distributed one.
+        return_hook: maps the output of the distributed ``forward`` to that of the original.
     """
 
     def __init__(
@@ -68,29 +68,28 @@ class HookAdapter:
 
 @dataclass(frozen=True)
 class Registration:
-    """How modules of exactly one class are replaced.
+    """The way in which modules of exactly one class are replaced.
 
     Attributes:
         module_cls: class of the original.
         dist_module: class of its replacement.
-        init_hook: arguments of the original's ``__init__`` to ``(args, kwargs)`` of the distributed
-            one; ``Declined`` or None to leave the module alone.
+        init_hook: maps arguments of the original's ``__init__`` to ``(args, kwargs)`` of the
+            distributed one; ``Declined`` or None to leave the module alone.
         adapter: makes the :class:`Adapter` of one call of the distributed module that it is given;
             None: calls stay as they are.
-        translators: of state dicts: distributed to original, original to distributed; None: the
-            names are equal, or there are no weights to take over.
-        options_of: further keyword arguments of the distributed ``__init__``, which only the module
-            itself tells, not the arguments it was made with.
-        arguments_of: arguments of ``__init__`` out of a module; None: they are recorded when the
-            module is made.
-        deduced_from: the same for modules without a record, as they are copies or were made before
-            the class was registered; out of a module and those around it, nearest first; None where
-            that does not tell.
-        problem_in: why a module cannot be distributed where it is, out of it and the modules around
-            it, nearest first; None where it can.
-        was_initialised: whether a module's weights are worth taking over; None: they are when they
-            are real.
-        family: of models, for messages.
+        translators: translators of state dicts: distributed to original, original to distributed;
+            None: the names are equal, or there are no weights to copy.
+        options_of: returns further keyword arguments of the distributed ``__init__``, which depend
+            on the module itself, not on the arguments it was made with.
+        arguments_of: returns arguments of ``__init__`` for a module; None: they are recorded when
+            the module is made.
+        deduced_from: the same for modules without a record, because they are copies or were made
+            before the class was registered; takes a module and those around it, nearest first;
+            returns None if these do not suffice.
+        problem_in: returns the reason why a module cannot be distributed, or None; takes it and the
+            modules around it, nearest first.
+        was_initialised: returns whether a module's weights are worth copying; None: real ones are.
+        family: family of models, for messages.
     """
 
     module_cls: type[nn.Module]
@@ -107,9 +106,9 @@ class Registration:
 
     @property
     def is_complete(self) -> bool:
-        """Does the distributed form have all that the original has, under names that we know?
+        """Returns whether the distributed form has all of the original's tensors, by known names.
 
-        What users register may have parameters of its own, and leave others out.
+        Classes that users register may have parameters of their own, and leave others out.
         """
         return self.family is not None or self.arguments_of is not None
 
@@ -122,35 +121,35 @@ _RECORDED = "_smp_records_arguments"
 
 
 def register(registration: Registration) -> None:
-    """Adds a registration, or replaces that of the same class."""
+    """Adds a registration, or replaces the registration of the same class."""
     _registrations[registration.module_cls] = registration
     if registration.arguments_of is None:
         _record_arguments(registration.module_cls)
 
 
 def is_registered(module_cls: type[nn.Module]) -> bool:
-    """Whether modules of exactly this class have a distributed form."""
+    """Returns whether modules of exactly this class have a distributed form."""
     return module_cls in _registrations
 
 
 def distributed_classes() -> set[type[nn.Module]]:
-    """The classes that take the place of registered ones."""
+    """Returns the classes that replace registered ones."""
     return {registration.dist_module for registration in _registrations.values()}
 
 
 def registration_of(module: nn.Module) -> Registration | None:
-    """The registration of a module's very class; those of its bases do not count."""
+    """Returns the registration of a module's exact class; those of its bases do not count."""
     return _registrations.get(type(module))
 
 
 def registered_base(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The class with a distributed form that this one derives from, and which is not it."""
+    """Returns the nearest base with a distributed form of a class that has none itself, or None."""
     bases = (base for base in cls.__mro__[1:] if base in _registrations)
     return None if cls in _registrations else next(bases, None)
 
 
 def reason_of_class(cls: type[nn.Module]) -> str:
-    """Why modules of a class are not distributed, as the end of a sentence."""
+    """Returns the reason why modules of a class are not distributed, as the end of a sentence."""
     base = registered_base(cls)
     if base is None:
         return "has no distributed form; register one by smp.tp_register_with_module"
@@ -161,11 +160,11 @@ def reason_of_class(cls: type[nn.Module]) -> str:
 
 
 def arguments_of(module: nn.Module, around: Sequence[nn.Module] = ()) -> Arguments | None:
-    """With which arguments a module was made, by reference; None if nobody knows.
+    """Returns the arguments that a module was made with, by reference; None if they are unknown.
 
     Args:
-        module: of a registered class.
-        around: the modules that it is in, nearest first.
+        module: module of a registered class.
+        around: modules that contain it, nearest first.
     """
     registration = _registrations[type(module)]
     if registration.arguments_of is not None:
@@ -177,9 +176,9 @@ def arguments_of(module: nn.Module, around: Sequence[nn.Module] = ()) -> Argumen
 
 
 def own_hooks_of(module: nn.Module) -> frozenset[int]:
-    """Ids of the hooks in a module that its own ``__init__`` has put there, if that was recorded.
+    """Returns ids of the hooks that a module's own ``__init__`` has set, if that was recorded.
 
-    Its class has them, so the author of a distributed form has thought of them.
+    They belong to its class, so the author of a distributed form has considered them.
     """
     return _own_hooks.get(module, frozenset())
 
@@ -192,7 +191,7 @@ def _hooks_in(module: nn.Module) -> Iterator[int]:
 
 
 def _record_arguments(cls: type[nn.Module]) -> None:
-    """Wraps ``__init__`` of a class, once, so that it notes what it was called with."""
+    """Wraps ``__init__`` of a class, once, so that it records its arguments."""
     if _RECORDED in cls.__dict__:
         return
     original = cls.__init__

@@ -1,4 +1,4 @@
-"""Tokens that go to the ranks of a tensor-parallel group where their experts are, and come back.
+"""Sends tokens to the ranks of a tensor-parallel group where their experts are, and back.
 
 Like the functions of `regions` these work on the group of the running `smp.init` and are collective
 over it, forward and backward, also for ranks without tokens.
@@ -15,31 +15,31 @@ from smp.tensor_parallel.regions import _group
 
 
 def route(experts: Tensor, sizes: Sequence[int]) -> _C.TokenRoutes:
-    """Finds out which tokens go where. The hosts exchange how many, and wait for a device once.
+    """Finds the destinations of tokens. The hosts exchange counts, and wait for a device once.
 
     Args:
-        experts: int64 [tokens, k], numbers of experts of the whole layer; tokens may be none.
-        sizes: experts of each rank, in their order.
+        experts: int64 [tokens, k], numbers of experts of the whole layer; there may be no tokens.
+        sizes: number of experts of each rank, in the order of the ranks.
 
     Raises:
-        ValueError: numbers of experts that no rank has; ranks that disagree on sizes or k.
+        ValueError: no rank has an expert of some number, or ranks disagree on sizes or k.
     """
     return _group().route(experts, list(sizes))
 
 
 def dispatch(tensors: Sequence[Tensor], routes: _C.TokenRoutes) -> list[Tensor]:
-    """Rows of tokens on the ranks of their experts, once on each, however many are there.
+    """Sends rows of tokens to the ranks of their experts, once to each, however many it has.
 
     Args:
         tensors: [tokens, *] each; integers have no gradient.
-        routes: of the tokens.
+        routes: routes of the tokens.
 
     Returns:
-        [rows, *] each, in the order of the ranks that they come from.
+        [rows, *] each, in the order of the ranks that sent them.
     """
     return _group().dispatch(list(tensors), routes)
 
 
 def combine(rows: Tensor, routes: _C.TokenRoutes) -> Tensor:
-    """The sums [tokens, *] of the results [rows, *] of each token, on the rank that it is of."""
+    """Returns the sums [tokens, *] of each token's results [rows, *], on the token's rank."""
     return _group().combine(rows, routes)

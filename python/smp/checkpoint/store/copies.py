@@ -1,4 +1,4 @@
-"""Copies between stores and folders by hand, and what a store has. Imports no torch."""
+"""Copies checkpoints between stores and folders on request. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATIENCE_S = 600.0
 
 
 def newest_complete(store: ObjectStore, tag: str | None) -> Key | None:
-    """The newest complete generation, or of a tag; None: there is none."""
+    """Returns the newest complete generation, or a tag's newest one; None if there is none."""
     keys = store.generations()
     while (key := plan.newest(keys, tag, folders.PARTIAL_SUFFIX)) is not None:
         if store.look(key).is_complete:
@@ -29,10 +29,10 @@ def newest_complete(store: ObjectStore, tag: str | None) -> Key | None:
 
 
 def find(store: ObjectStore, tag: str | None) -> Key:
-    """As `newest_complete`.
+    """Returns the same as `newest_complete`, or raises.
 
     Raises:
-        FileNotFoundError: there is none; names those that there are.
+        FileNotFoundError: there is none; the text names the existing ones.
     """
     key = newest_complete(store, tag)
     if key is None:
@@ -45,18 +45,20 @@ def find(store: ObjectStore, tag: str | None) -> Key:
 
 
 def look(store: ObjectStore) -> list[Stored]:
-    """All generations, complete or not, oldest first."""
+    """Returns all generations, complete or not, oldest first."""
     return [store.look(key) for key in store.generations()]
 
 
 def fetched(address: Address, root: Path, tag: str | None) -> Fetched:
-    """A checkpoint of a store as a folder that fills.
+    """Returns a checkpoint of a store as a folder that fetches files on demand.
 
     Args:
+        address: address of the store.
         root: `settings.store_root` of this machine.
+        tag: tag of the checkpoint; None: the newest.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such checkpoint.
     """
     store = ObjectStore(address)
     return Fetched(store, find(store, tag), names.local_folder(root, address), _PATIENCE_S)
@@ -66,7 +68,7 @@ def fetch(address: Address, tag: str | None, target: Path) -> Manifest:
     """Copies a checkpoint of a store into a new folder.
 
     Raises:
-        FileExistsError: ``target`` is there.
+        FileExistsError: ``target`` exists.
         FileNotFoundError: there is no such checkpoint.
         ManifestError: an object is damaged.
     """
@@ -87,16 +89,18 @@ def fetch(address: Address, tag: str | None, target: Path) -> Manifest:
 def send(
     source: Path, address: Address, told: Callable[[str], None] = lambda _: None
 ) -> tuple[Key, list[str]]:
-    """Copies a checkpoint folder into a store; what is there already is left alone.
+    """Copies a checkpoint folder into a store; files that the store has already are skipped.
 
     Args:
-        told: is given the name of each file that has been sent.
+        source: checkpoint folder.
+        address: address of the store.
+        told: called with the name of each file that has been sent.
 
     Returns:
-        its key, and the files that were sent.
+        the key of the checkpoint, and the files that were sent.
 
     Raises:
-        FileNotFoundError: it is no complete checkpoint.
+        FileNotFoundError: ``source`` is no complete checkpoint.
         ManifestError: a file is damaged or missing.
         ValueError: an older release wrote it, whose generations have no order.
     """
@@ -128,7 +132,7 @@ def _name(source: Path) -> str:
 
 
 def problems(store: ObjectStore, key: Key) -> Iterator[str]:
-    """What is wrong with a checkpoint in a store; reads all of it once, file by file."""
+    """Yields the problems of a checkpoint in a store; reads it once, file by file."""
     with tempfile.TemporaryDirectory(prefix="smp-verify-") as temporary:
         try:
             source = Fetched(store, key, Path(temporary), _PATIENCE_S)
@@ -153,10 +157,10 @@ def problems(store: ObjectStore, key: Key) -> Iterator[str]:
 
 
 def prune(store: ObjectStore, keep: int) -> list[Key]:
-    """Deletes complete checkpoints beyond the newest ones, and older ones that were never
-    completed and have not changed for an hour.
+    """Deletes complete checkpoints beyond the newest ``keep``, and older incomplete ones that have
+    not changed for an hour.
 
     Raises:
-        FileNotFoundError: nothing is complete.
+        FileNotFoundError: no checkpoint is complete.
     """
     return sending.prune(store, find(store, None), keep, set())

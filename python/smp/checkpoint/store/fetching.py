@@ -1,7 +1,7 @@
-"""Fetches files of a generation into a folder of this machine, when they are needed.
+"""Fetches files of a generation into a folder of this machine on demand.
 
-Imports no torch. Any number of processes may do so at the same time: each file is fetched by one of
-them, if that does not take too long, and what one of them reads is not deleted.
+Imports no torch. Any number of processes may do so at the same time: one of them fetches each file,
+if that does not take too long, and generations in use are not deleted.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _DELETE_S = 300.0
 
 
 class Fetched:
-    """A generation of a store as a folder that fills when files are asked for.
+    """A generation of a store as a folder that fetches files on demand.
 
-    As long as this object lives the folder stays.
+    The folder stays as long as this object lives.
 
     Args:
-        store: that has it.
-        key: of the generation, which is complete.
+        store: store that has the generation.
+        key: key of the generation, which is complete.
         root: folder of the checkpoints of this address on this machine.
-        patience_s: after so long a file that another process fetches is fetched here, too. A rank
-            that waits longer would count as stuck, and the other process may be stopped.
+        patience_s: seconds after which this process fetches a file that another one is fetching. A
+            rank that waits longer would count as stuck, and the other process may be stopped.
 
     Attributes:
-        key: of the generation.
-        folder: has the manifest, and files that were asked for.
-        manifest: of the generation.
+        key: key of the generation.
+        folder: folder with the manifest and the files fetched so far.
+        manifest: manifest of the generation.
         fetched: names of files that this object has fetched.
 
     Raises:
-        FileNotFoundError: the store does not have it any more.
+        FileNotFoundError: the store does not have the generation any more.
     """
 
     def __init__(self, store: ObjectStore, key: Key, root: Path, patience_s: float) -> None:
@@ -62,10 +62,10 @@ class Fetched:
             raise
 
     def get(self, name: str) -> Path:
-        """A file of the manifest, whole, with the checksums that the manifest has for it.
+        """Returns the path of a file of the manifest, complete and checked when it was fetched.
 
         Raises:
-            FileNotFoundError: the store does not have it any more.
+            FileNotFoundError: the store does not have the file any more.
             ManifestError: the object is damaged.
         """
         record = self.manifest.files[name]
@@ -82,19 +82,19 @@ class Fetched:
         return path
 
     def get_all(self) -> None:
-        """All files, for what reads everything."""
+        """Fetches all files."""
         for name in self.manifest.files:
             self.get(name)
 
     def close(self) -> None:
-        """From now on the folder may be deleted."""
+        """Permits deletion of the folder from now on."""
         self._use.end()
 
     def _read_manifest(self) -> Manifest:
         path = self.folder / FILE_NAME
         if not path.exists():
             text = self._read(FILE_NAME)
-            Manifest.from_text(text, self._where(FILE_NAME))  # or raises
+            Manifest.from_text(text, self._where(FILE_NAME))  # raises if the text is damaged
             file_system.write_file(path, text, secrets.token_hex(4))
         return manifests.read(self.folder)
 
@@ -136,7 +136,7 @@ class Fetched:
         self.fetched.append(name)
 
     def _lock(self, name: str) -> OwnerLock | None:
-        """Waits for another process that fetches a file; None: for long enough."""
+        """Takes the lock of a file; returns None if another process has it for too long."""
         path = _work(self.folder) / f"{name}{_LOCK}"
         deadline = time.monotonic() + self._patience_s
         while (lock := OwnerLock.take(path)) is None and time.monotonic() < deadline:
@@ -149,10 +149,10 @@ def tidy(root: Path, keep: Key | None) -> list[str]:
 
     Args:
         root: folder of the checkpoints of an address.
-        keep: one that stays.
+        keep: key of a generation that stays, or None.
 
     Returns:
-        their names.
+        names of the deleted generations.
     """
     parent, deleted = root / FOLDER, []
     for name in sorted(os.listdir(parent)) if parent.is_dir() else ():
@@ -162,7 +162,7 @@ def tidy(root: Path, keep: Key | None) -> list[str]:
         descriptor = os.open(_use_path(folder), os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # it is used, or nobody can tell
+        except OSError:  # it is in use, or there are no locks
             os.close(descriptor)
             continue
         try:
@@ -176,7 +176,7 @@ def tidy(root: Path, keep: Key | None) -> list[str]:
 
 
 class _Use:
-    """A shared lock on a folder: as long as it is held the folder is not deleted."""
+    """A shared lock on a folder: while it is held the folder is not deleted."""
 
     def __init__(self, folder: Path) -> None:
         path = _use_path(folder)
@@ -204,7 +204,7 @@ class _Use:
 
 
 def _work(folder: Path) -> Path:
-    """Locks of its files, and files that are not whole yet; the folder itself has neither."""
+    """Returns the folder beside it for locks of its files, and for incomplete files."""
     return folder.with_name(f"{folder.name}{_WORK}")
 
 

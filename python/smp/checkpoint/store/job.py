@@ -1,4 +1,4 @@
-"""The stores that a job uses: one object per address and `smp.init`."""
+"""Holds the stores that a job uses: one object per address and `smp.init`."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _stores = weakref.WeakKeyDictionary()
 
 
 class JobStore:
-    """Checkpoints of one address, as this rank sees them.
+    """The checkpoints of one address, seen from this rank.
 
     Args:
-        address: of the store.
-        rank: of this process.
+        address: address of the store.
+        rank: rank of this process.
 
     Attributes:
-        root: folder on this machine in which they are complete first.
+        root: folder on this machine in which checkpoints are completed before they are sent.
 
     Raises:
-        ValueError: the store is of one process, and there are several.
-        ImportError: a package is missing; says which.
+        ValueError: the store belongs to one process, and there are several.
+        ImportError: a package is missing; the text names it.
     """
 
     def __init__(self, address: Address, rank: Rank) -> None:
@@ -68,14 +68,15 @@ class JobStore:
         self._has_gone_on = False
         self._last_ns = 0
 
-    # ---- what an earlier job left
+    # ---- generations left by earlier jobs
 
     def look(self) -> list[str]:
-        """Looks at the store and at what is pending, the first time. First rank; else nothing.
+        """Reads the store and finds unsent generations of ended jobs, the first time.
+
+        Only the first rank looks, and only before :meth:`go_on`; the result is empty otherwise.
 
         Returns:
-            the folders of generations that ended jobs have not sent; all ranks give them to
-            :meth:`go_on`.
+            the folders of these generations; all ranks give them to :meth:`go_on`.
         """
         if not self._is_first or self._has_gone_on:
             return []
@@ -88,7 +89,7 @@ class JobStore:
         return [one.key.folder() for one, _ in self._left]
 
     def go_on(self, left: Iterable[str]) -> None:
-        """Sends what an ended job has left. On all ranks, with what the first one found."""
+        """Sends generations that ended jobs have left; on all ranks, with the first one's list."""
         self._has_gone_on = True
         locks = {one.key: lock for one, lock in self._left or ()}
         for name in left:
@@ -102,7 +103,7 @@ class JobStore:
     # ---- saving
 
     def new_generation(self) -> str:
-        """Later than all that the store has, whatever the clock says."""
+        """Returns a generation later than all in the store, whatever the clock shows."""
         self._last_ns = max(time.time_ns(), self._last_ns + 1)
         return f"{self._last_ns:016x}{secrets.token_hex(4)}"
 
@@ -111,29 +112,31 @@ class JobStore:
         return pending.hold(self.root, source, key)[1]
 
     def let_go(self, key: Key, lock: OwnerLock) -> None:
-        """It did not get its name. First rank."""
+        """Deletes the pending copy of a checkpoint that did not get its name. First rank."""
         Pending.of(self.root, key).delete()
         lock.release(delete=True)
 
     def send(self, key: Key, lock: OwnerLock | None, keep: int | None) -> None:
-        """Sends this rank's share in the background. On all ranks, once it has its name.
+        """Sends this rank's share in the background; on all ranks, once the checkpoint is named.
 
         Args:
-            lock: that of `hold`, on the first rank.
+            key: key of the checkpoint.
+            lock: lock of `hold` on the first rank, else None.
+            keep: number of complete generations that stay in the store; None: all.
         """
         self._uploader.add(Upload(Pending.of(self.root, key), lock, keep))
 
     # ---- loading
 
     def find(self, tag: str | None, what: str) -> Path | Fetched:
-        """What a job resumes from. Collective.
+        """Returns the checkpoint that a job resumes from. Collective.
 
         Args:
-            tag: of the checkpoint; None: the newest.
-            what: the public function, for errors.
+            tag: tag of the checkpoint; None: the newest.
+            what: name of the public function, for errors.
 
         Returns:
-            a complete folder, or one that fills.
+            a complete folder, or a folder that fetches files on demand.
 
         Raises:
             FileNotFoundError: there is no such checkpoint, in the store nor in the folder.
@@ -205,7 +208,7 @@ class JobStore:
 
 
 def store_of(current: runtime.Runtime, path: str) -> JobStore:
-    """That of an address; made when it is used for the first time. Not collective."""
+    """Returns the store of an address; makes it the first time. Not collective."""
     address = names.parse(path)
     known = _stores.setdefault(current, {})
     if address not in known:
@@ -216,12 +219,12 @@ def store_of(current: runtime.Runtime, path: str) -> JobStore:
 
 
 def stores_in_use(current: runtime.Runtime) -> list[JobStore]:
-    """Those that this process has used since `smp.init`."""
+    """Returns the stores that this process has used since `smp.init`."""
     return list(_stores.get(current, {}).values())
 
 
 def local_keys(root: Path) -> list[Key]:
-    """Generations that are complete in a folder."""
+    """Returns the keys of generations that are complete in a folder."""
     keys = []
     for path in folders.partial_checkpoints(root):
         try:
@@ -234,10 +237,10 @@ def local_keys(root: Path) -> list[Key]:
 
 
 def _end(current: runtime.Runtime) -> None:
-    """At shutdown: waits, unless the job has failed."""
+    """Waits for the stores at shutdown, unless the job has failed."""
     errors = []
     try:
-        finish_running(current)  # which gives its checkpoint to a store when it has its name
+        finish_running(current)  # a store gets its checkpoint once that has its name
     except RuntimeError as error:
         errors.append(str(error))
     for store in stores_in_use(current):

@@ -1,4 +1,4 @@
-"""Addresses of stores, and what objects in them are called. Pure; imports no torch."""
+"""Parses addresses of stores, and names the objects in them. Pure; imports no torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-#: What is understood, and what other name fsspec has for it.
+#: Supported protocols, under fsspec's names.
 PROTOCOLS = ("s3", "gs", "file", "memory")
-#: Of an object or file that is not complete yet; stores without renames never have one.
+#: Suffix of an object or file that is not complete yet; stores without renames never have one.
 SENDING_SUFFIX = ".sending"
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)\Z", re.DOTALL)
@@ -21,11 +21,11 @@ _SAFE = "+=@,-_ "
 
 @dataclass(frozen=True)
 class Address:
-    """Where checkpoints are kept in a store: ``s3://bucket/prefix``.
+    """The place of checkpoints in a store: ``s3://bucket/prefix``.
 
     Attributes:
         protocol: one of `PROTOCOLS`.
-        path: without the protocol and without a slash at the end.
+        path: path without the protocol and without a slash at the end.
     """
 
     protocol: str
@@ -35,18 +35,18 @@ class Address:
         return f"{self.protocol}://{self.path}"
 
     def local_name(self) -> str:
-        """A name for the folder of this address: for people, and different for each address."""
+        """Returns a readable name for the folder of this address; each address has its own."""
         words = re.sub(r"[^A-Za-z0-9.-]+", "-", self.path).strip("-.")[-40:].lstrip("-.")
         return f"{self.protocol}-{words}-{zlib.crc32(str(self).encode()):08x}"
 
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """One generation of a checkpoint. Keys are ordered by the time of the save.
+    """A generation of a checkpoint. Keys are ordered by the time of the save.
 
     Attributes:
         generation: 24 hexadecimal digits that begin with the time, see `folder.new_generation`.
-        name: of the folder, ``<tag>_partial``.
+        name: name of the folder, ``<tag>_partial``.
     """
 
     generation: str
@@ -54,16 +54,16 @@ class Key:
 
     @property
     def time_s(self) -> float:
-        """When it was saved, in seconds since 1970."""
+        """Returns the time of the save, in seconds since 1970."""
         return int(self.generation[:16], 16) / 1e9
 
     def folder(self) -> str:
-        """The name of its folder in the store."""
+        """Returns the name of its folder in the store."""
         return f"{quote(self.name, safe=_SAFE)}.{self.generation}"
 
     @classmethod
     def of_folder(cls, folder: str) -> Key | None:
-        """The key with this `folder`; None: it is somebody else's."""
+        """Returns the key with this `folder`; None if the folder is no generation."""
         name, dot, generation = folder.rpartition(".")
         if not dot or not name or not is_ordered(generation):
             return None
@@ -72,20 +72,20 @@ class Key:
 
 
 def is_ordered(generation: str) -> bool:
-    """Do generations like this one tell which of two was saved later?"""
+    """Returns whether a generation begins with the time of its save."""
     return _GENERATION.match(generation) is not None
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
-    """Is this an address of a store, and not a folder?"""
+    """Returns whether a path is an address of a store, not a folder."""
     return isinstance(path, str) and _ADDRESS.match(path) is not None
 
 
 def parse(text: str) -> Address:
-    """The address that a text names.
+    """Parses an address.
 
     Raises:
-        ValueError: no store that is known, or no place in it.
+        ValueError: the store is unknown, or the place in it is invalid.
     """
     match = _ADDRESS.match(text)
     if match is None:
@@ -108,10 +108,10 @@ def parse(text: str) -> Address:
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
-    """What all ranks compare: the address or folder as it was given."""
+    """Returns the text that all ranks compare: the address or folder as it was given."""
     return os.fspath(path)
 
 
 def local_folder(root: Path, address: Address) -> Path:
-    """Where checkpoints of an address lie on the machine, before they are sent."""
+    """Returns the folder on the machine where an address's checkpoints lie before they are sent."""
     return root / address.local_name()

@@ -1,4 +1,4 @@
-"""Objects of a store by name, on fsspec. Imports no torch."""
+"""Reads and writes objects of a store by name, on fsspec. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _TIMES = ("LastModified", "mtime", "updated", "created")
 
 
 class Stopped(Exception):
-    """A transfer was ended because nobody waits for it any more."""
+    """Raised by a transfer whose result is not needed any more."""
 
 
 class ObjectStore:
     """The generations below one address. Any thread may use it.
 
     Args:
-        address: of the checkpoints.
-        is_stopped: asked while bytes go; True ends the transfer with `Stopped`.
+        address: address of the checkpoints.
+        is_stopped: called during transfers; True ends them with `Stopped`.
 
     Raises:
-        ImportError: the packages for this store are not there; says which to install.
+        ImportError: packages for this store are missing; the text names them.
     """
 
     def __init__(self, address: Address, is_stopped: Callable[[], bool] = lambda: False) -> None:
@@ -45,22 +45,22 @@ class ObjectStore:
     # ---- reading
 
     def generations(self) -> list[Key]:
-        """All that there are, complete or not, oldest first."""
+        """Returns all generations, complete or not, oldest first."""
         keys = [Key.of_folder(name) for name, entry in self._list("").items() if _is_folder(entry)]
         return sorted(key for key in keys if key is not None)
 
     def look(self, key: Key) -> Stored:
-        """What there is of a generation; nothing if it is not there."""
+        """Returns the objects of a generation; none if it does not exist."""
         entries = {n: e for n, e in self._list(key.folder()).items() if not _is_folder(e)}
         sizes = {name: int(entry["size"]) for name, entry in entries.items()}
         changed_s = max((_changed_s(entry) for entry in entries.values()), default=0.0)
         return Stored(key, sizes, changed_s)
 
     def read(self, key: Key, name: str) -> bytes:
-        """The bytes of a small object.
+        """Returns the bytes of a small object.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: the object does not exist.
         """
         content: bytes = self._fs.cat_file(self._path(key, name))
         return content
@@ -69,7 +69,7 @@ class ObjectStore:
         """Writes an object into a file.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: the object does not exist.
         """
         self._fs.get_file(self._path(key, name), str(target), callback=self._callback(None))
 
@@ -81,7 +81,10 @@ class ObjectStore:
         """Makes an object of a file: all of it, or none.
 
         Args:
-            progress: is given numbers of bytes as they go.
+            key: key of the generation.
+            name: name of the object.
+            source: the file.
+            progress: called with the number of bytes of each piece that was sent.
         """
         path = self._path(key, name)
         if self.address.protocol == "memory":
@@ -91,7 +94,7 @@ class ObjectStore:
         else:
             num_bytes = source.stat().st_size
             part_bytes = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS))
-            # Gives an upload up if it fails in the middle, unlike a file that is closed.
+            # Unlike closing a file, put_file aborts the upload if it fails in the middle.
             options = {"max_concurrency": _PARTS_AT_ONCE} if self.address.protocol == "s3" else {}
             self._fs.put_file(
                 str(source), path, callback=self._callback(progress), chunksize=part_bytes,
@@ -102,7 +105,7 @@ class ObjectStore:
             progress(source.stat().st_size)
 
     def _put_by_rename(self, path: str, source: Path) -> None:
-        """A file system shows a file while it is written, so it is written under another name."""
+        """Writes a file under a temporary name, so that no reader sees it incomplete."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
         temporary = f"{path}.{secrets.token_hex(4)}{SENDING_SUFFIX}"
         try:
@@ -126,7 +129,7 @@ class ObjectStore:
             pass
 
     def delete_folder(self, key: Key, names: list[str]) -> None:
-        """Deletes a generation, of which nothing is left but what these names say."""
+        """Deletes a generation that has only the objects of these names."""
         for name in names:
             self.delete(key, name)
         self.end_uploads(key)
@@ -134,16 +137,16 @@ class ObjectStore:
             try:
                 self._fs.rmdir(self._root + "/" + key.folder())
             except (FileNotFoundError, OSError):
-                pass  # somebody has deleted it, or put something into it
+                pass  # another process has deleted it, or put an object into it
 
     def end_uploads(self, key: Key) -> int:
-        """Gives up multipart uploads that dead senders of a generation left; nothing shows them.
+        """Aborts multipart uploads that dead senders of a generation left; no listing shows them.
 
         Returns:
-            how many there were.
+            number of these uploads.
         """
         if self.address.protocol != "s3":
-            return 0  # GCS ends them by itself after a week, others have none
+            return 0  # GCS ends them itself after a week; others have none
         bucket, _, prefix = self._path(key, "").partition("/")
         count, more = 0, True
         while more:
@@ -202,7 +205,7 @@ def _open(address: Address) -> Any:
             ) from error
     import fsspec
 
-    # Others of the process may have one with other settings.
+    # Other code of the process may have a cached one with other settings.
     return fsspec.filesystem(address.protocol, skip_instance_cache=True)
 
 

@@ -1,8 +1,8 @@
-"""What waits in a folder to be sent: links to complete checkpoints. Imports no torch.
+"""Keeps links to complete checkpoints that wait in a folder to be sent. Imports no torch.
 
 Beside the checkpoints of a folder lies ``.sending/<name>.<generation>/`` with hard links to the
 files of each generation that is not in the store yet. So a checkpoint may be pruned or replaced
-while it is sent, and what a job that was killed has left is found by the next one.
+while it is sent, and the next job finds the generations that a killed job has left.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Pending:
     """A generation that is to be sent. All ranks see it; the first one owns it.
 
     Attributes:
-        key: of the generation.
-        folder: with links to all its files and to its manifest, and what ranks say besides.
+        key: key of the generation.
+        folder: folder with links to its files and its manifest, and with messages of ranks.
     """
 
     key: Key
@@ -39,18 +39,19 @@ class Pending:
 
     @classmethod
     def of(cls, root: Path, key: Key) -> Pending:
-        """That of a key, whether it is there or not.
+        """Returns the pending generation of a key, whether its folder exists or not.
 
         Args:
             root: folder of the checkpoints.
+            key: key of the generation.
         """
         return cls(key, root / FOLDER / key.folder())
 
     def wait_until_seen(self) -> None:
-        """Until this host sees what the first rank has made.
+        """Waits until this host sees the folder that the first rank has made.
 
         Raises:
-            FileNotFoundError: it does not within seconds.
+            FileNotFoundError: this host does not see it within seconds.
         """
         deadline = time.monotonic() + _SEE_SECONDS
         while not self.folder.is_dir():
@@ -61,7 +62,7 @@ class Pending:
             time.sleep(0.05)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes by name, as the manifest tells them; without the manifest.
+        """Returns the files' sizes in bytes by name, from the manifest, which is left out.
 
         Raises:
             FileNotFoundError: the generation is not pending any more.
@@ -70,25 +71,25 @@ class Pending:
         return {name: record.num_bytes for name, record in manifest.files.items()}
 
     def is_there(self) -> bool:
-        """Whether it still waits; it does not once it is in the store."""
+        """Returns whether the generation still waits; it does not once it is in the store."""
         return self.folder.is_dir()
 
     def say_sending(self, rank: int) -> None:
-        """Says that bytes of a rank are going; for :meth:`last_sign_s`."""
+        """Records that a rank's transfer goes on; for :meth:`last_sign_s`."""
         try:
             (self.folder / f"sending_{rank}").touch()
         except FileNotFoundError:
-            pass  # it is over
+            pass  # the generation is not pending any more
 
     def last_sign_s(self) -> float:
-        """When a rank said last that its bytes are going; changes, no more can be told of it."""
+        """Returns the last time of a rank's sign, by some host's clock; only changes count."""
         try:
             return max(file.stat().st_mtime for file in self.folder.glob("sending_*"))
         except (FileNotFoundError, ValueError):
             return 0.0
 
     def say_failed(self, rank: int, reason: str) -> None:
-        """Says that a rank cannot send its share; the first rank gives up then."""
+        """Records that a rank cannot send its share; the first rank gives up then."""
         try:
             file_system.write_file(
                 self.folder / f"failed_{rank}.txt", reason.encode(), f"{rank}-{os.getpid()}"
@@ -97,7 +98,7 @@ class Pending:
             pass  # it is in the store, or was given up and deleted
 
     def failures(self) -> dict[int, str]:
-        """Ranks that said :meth:`say_failed`, and why."""
+        """Returns reasons by rank that called :meth:`say_failed`."""
         result = {}
         try:
             for name in os.listdir(self.folder):
@@ -109,13 +110,13 @@ class Pending:
         return dict(sorted(result.items()))
 
     def forget_failures(self) -> None:
-        """Before it is tried again. First rank."""
+        """Deletes recorded failures before another attempt. First rank."""
         for rank in self.failures():
             (self.folder / f"failed_{rank}.txt").unlink(missing_ok=True)
 
     def delete(self) -> None:
-        """It is in the store, or not wanted any more. First rank."""
-        # In one step, so that nobody sees half of it.
+        """Deletes a generation that is in the store, or not wanted any more. First rank."""
+        # In one step, so that no process sees half of it.
         gone = self.folder.with_name(f"{_LINKING}{self.key.folder()}")
         try:
             self.folder.rename(gone)
@@ -125,7 +126,7 @@ class Pending:
 
 
 def lock_path(root: Path, key: Key) -> Path:
-    """Locked by the process that sends it: the first rank's."""
+    """Returns the path of the lock of the sending process, the first rank's."""
     return root / FOLDER / f"{key.folder()}.lock"
 
 
@@ -134,7 +135,8 @@ def hold(root: Path, source: Path, key: Key) -> tuple[Pending, OwnerLock]:
 
     Args:
         root: folder of the checkpoints.
-        source: with the files and the manifest, all of them synchronised.
+        source: folder with the files and the manifest, all of them synchronised.
+        key: key of the checkpoint.
 
     Raises:
         RuntimeError: the file system has no hard links.
@@ -174,7 +176,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def left_by_the_dead(root: Path) -> list[tuple[Pending, OwnerLock]]:
-    """What jobs that have ended did not send, oldest first, with their locks. First rank."""
+    """Returns unsent generations of ended jobs, oldest first, with their locks. First rank."""
     parent = root / FOLDER
     names = sorted(os.listdir(parent)) if parent.is_dir() else []
     result = []
@@ -186,7 +188,7 @@ def left_by_the_dead(root: Path) -> list[tuple[Pending, OwnerLock]]:
             continue
         key = Key.of_folder(name.removesuffix(".lock"))
         if key is None or (name.endswith(".lock") and key.folder() in names):
-            continue  # with its folder
+            continue  # another name covers it, or it is no generation
         pending = Pending.of(root, key)
         linking = parent / f"{_LINKING}{key.folder()}"
         lock = take_from_the_dead(lock_path(root, key), [pending.folder, linking])

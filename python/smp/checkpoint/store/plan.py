@@ -1,4 +1,4 @@
-"""What is to be sent, deleted and loaded, from what is where. Pure; imports no torch."""
+"""Decides which files to send, delete and load. Pure; imports no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from smp.checkpoint.store.names import Key
 
 @dataclass(frozen=True)
 class Stored:
-    """One generation as it lies in a store.
+    """A generation in a store.
 
     Attributes:
+        key: key of the generation.
         sizes: bytes of its objects by name, the manifest included.
-        changed_s: when the last of them came, by the clock of the store; 0: unknown.
+        changed_s: time of its last change, by the clock of the store; 0: unknown.
     """
 
     key: Key
@@ -24,12 +25,12 @@ class Stored:
 
     @property
     def is_complete(self) -> bool:
-        """The manifest comes last, so that all is there if it is."""
+        """Returns whether all files have been sent: the manifest comes last."""
         return FILE_NAME in self.sizes
 
 
 def missing(wanted: Mapping[str, int], there: Mapping[str, int]) -> list[str]:
-    """Files that are not in the store with all their bytes.
+    """Returns files that are not in the store with all their bytes.
 
     Args:
         wanted, there: bytes by name.
@@ -38,10 +39,10 @@ def missing(wanted: Mapping[str, int], there: Mapping[str, int]) -> list[str]:
 
 
 def shares(wanted: Mapping[str, int], num_ranks: int) -> list[list[str]]:
-    """Which rank sends which files: the largest first, each to the rank with the fewest bytes.
+    """Returns the files that each rank sends: the largest first, each to the least loaded rank.
 
-    Files are in a folder that all ranks see, so that any rank can send any of them; so a job of
-    another size can go on with what an earlier one has left.
+    All ranks see the folder of the files, so any rank can send any of them. So a job of another
+    size can send the files that an earlier one has left.
     """
     totals = [0] * num_ranks
     result: list[list[str]] = [[] for _ in range(num_ranks)]
@@ -53,7 +54,7 @@ def shares(wanted: Mapping[str, int], num_ranks: int) -> list[list[str]]:
 
 
 def surplus(there: Iterable[str], wanted: Mapping[str, int]) -> list[str]:
-    """Objects in a generation's folder that do not belong to it."""
+    """Returns objects in a generation's folder that do not belong to it."""
     return sorted(name for name in there if name not in wanted and name != FILE_NAME)
 
 
@@ -65,16 +66,18 @@ def doomed(
     now_s: float,
     quiet_s: float,
 ) -> list[Key]:
-    """What is deleted after a generation has become complete.
+    """Returns the generations to delete after one has become complete.
 
-    Complete ones beyond the newest ``keep``, and those that were never completed: they are older
-    than the one that is complete now, and nothing of them has changed for ``quiet_s``.
+    They are complete ones beyond the newest ``keep``, and incomplete ones that are older than the
+    one completed now and have not changed for ``quiet_s``.
 
     Args:
-        done: the one that has become complete; it stays.
-        keep: None: complete ones stay.
-        held: that this job still sends or reads; they stay.
-        now_s: by the clock of the store, as near as is known.
+        found: generations in the store.
+        done: generation that has become complete; it stays.
+        keep: number of complete generations that stay; None: all.
+        held: generations that this job still sends or reads; they stay.
+        now_s: time by the clock of the store, approximately, in seconds.
+        quiet_s: seconds without a change after which an incomplete generation counts as dead.
     """
     found = list(found)
     complete = sorted(one.key for one in found if one.is_complete)
@@ -88,7 +91,7 @@ def doomed(
 
 
 def newest(found: Iterable[Key], tag: str | None, suffix: str) -> Key | None:
-    """The newest generation, or the newest of a tag, with or without its suffix."""
+    """Returns the newest generation, or the newest of a tag, with or without its suffix."""
     names = None if tag is None else (tag, tag + suffix)
     return max((key for key in found if names is None or key.name in names), default=None)
 
@@ -96,11 +99,13 @@ def newest(found: Iterable[Key], tag: str | None, suffix: str) -> Key | None:
 def choose(
     stored: Iterable[Key], local: Sequence[Iterable[Key]], tag: str | None, suffix: str
 ) -> tuple[Key, bool] | None:
-    """What a job loads: the newest that the store has, or that every rank sees in its folder.
+    """Returns the newest generation in the store, or in the folder that every rank sees.
 
     Args:
-        stored: complete in the store.
-        local: complete in the folder that each rank sees, by rank.
+        stored: complete generations in the store.
+        local: complete generations in the folder, as each rank sees it, by rank.
+        tag: tag of the generation; None: any.
+        suffix: suffix that a tag may lack.
 
     Returns:
         the generation, and whether it is loaded from the folder; None: there is none.

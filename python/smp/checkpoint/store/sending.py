@@ -12,25 +12,25 @@ from smp.checkpoint.store.names import Key
 from smp.checkpoint.store.objects import ObjectStore, Stopped
 from smp.checkpoint.store.pending import Pending
 
-#: What was never completed counts as dead when nothing of it has changed for so long.
+#: An incomplete generation counts as dead when no object of it has changed for so long.
 QUIET_S = 3600.0
 _SAY_S = 5.0
 _PAUSES_S = (1.0, 4.0, 15.0, 60.0, 120.0)
-#: No later attempt helps.
+#: Errors after which a later attempt cannot succeed.
 _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 
 
 class NotSent(RuntimeError):
-    """A generation is not complete in the store; says why."""
+    """Raised if a generation is not complete in the store; the text has the reason."""
 
 
 @dataclass
 class Progress:
-    """What one rank has of a generation to send.
+    """The progress of one rank with its share of a generation.
 
     Attributes:
-        total_bytes: of this rank's share, what the store had already left out.
-        sent_bytes: so far; what is tried again counts again.
+        total_bytes: bytes of this rank's share, without files that the store had already.
+        sent_bytes: bytes sent so far; repeated attempts count again.
         sent: files that this process has sent.
         skipped: files of the share that the store had already.
     """
@@ -49,14 +49,19 @@ def send_share(
     progress: Progress,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Sends what one rank has to send; files that are in the store already are left alone.
+    """Sends one rank's share; files that are in the store already are skipped.
 
     Args:
+        store: store to send to.
+        pending: generation to send.
+        rank: global rank of this process.
+        num_ranks: number of ranks that share the files.
+        progress: progress, which this call updates.
         pause: waits for so many seconds before another attempt; may raise `Stopped`.
 
     Raises:
-        NotSent: a file could not be sent; names it.
-        Stopped: nobody waits any more.
+        NotSent: a file could not be sent; the text names it.
+        Stopped: the transfer is not needed any more.
         FileNotFoundError: the generation is not pending any more.
     """
     sizes = pending.sizes()
@@ -118,11 +123,13 @@ def complete(
     """Writes the manifest when the files of all ranks are in the store. First rank.
 
     Args:
-        wait: called while files are missing; raises if it is of no use to go on.
-        timeout_s: for so long no file may come, and no rank say that its bytes are going.
+        store: store to send to.
+        pending: generation to complete.
+        wait: called while files are missing; raises to give up.
+        timeout_s: seconds after which to give up if no file arrives and no rank sends bytes.
 
     Raises:
-        NotSent: a rank has failed, or nothing came any more.
+        NotSent: a rank has failed, or no file arrived any more.
     """
     sizes = pending.sizes()
     seen: tuple[list[str], float] | None = None
@@ -150,10 +157,10 @@ def complete(
 def prune(
     store: ObjectStore, done: Key, keep: int | None, held: Set[Key], quiet_s: float = QUIET_S
 ) -> list[Key]:
-    """Deletes old generations and those that were never completed. First rank.
+    """Deletes old generations, and incomplete ones that count as dead. First rank.
 
     Returns:
-        what was deleted.
+        keys of the deleted generations.
     """
     found = {key: store.look(key) for key in store.generations()}
     keys = plan.doomed(found.values(), done, keep, held, time.time(), quiet_s)
@@ -163,7 +170,7 @@ def prune(
 
 
 def delete(store: ObjectStore, key: Key, names: Iterable[str]) -> None:
-    """Deletes a generation; it is none from the first moment on."""
+    """Deletes a generation, beginning with its manifest, so that it is incomplete at once."""
     names = list(names)
     if FILE_NAME in names:
         store.delete(key, FILE_NAME)  # half a checkpoint would still have its manifest

@@ -1,4 +1,4 @@
-"""The thread of a rank that sends generations, one after the other."""
+"""Runs the thread of a rank that sends generations, one after the other."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _JOIN_S = 5.0
 
 @dataclass
 class Upload:
-    """One generation on its way, as this rank sees it.
+    """A generation that this rank sends its share of.
 
     Attributes:
-        pending: what is sent.
-        lock: of the first rank, else None.
-        keep: complete generations that stay in the store; None: all.
+        pending: generation to send.
+        lock: lock of the generation on the first rank, else None.
+        keep: number of complete generations that stay in the store; None: all.
+        progress: progress of this rank.
     """
 
     pending: Pending
@@ -38,15 +39,15 @@ class Upload:
 
 
 class Uploader:
-    """Sends in the background; ranks meet in the folder and in the store only.
+    """Sends generations in the background; ranks communicate through folder and store only.
 
     Args:
-        store: to send to; stops its transfers when `is_stopped` of this object says so.
-        rank, num_ranks: of this process.
-        prefix: in front of what is logged.
-        timeout_s: for so long nothing may happen.
-        fault: says why the job ends; None: it does not.
-        held: generations that this job reads.
+        store: store to send to; stops its transfers when `is_stopped` returns True.
+        rank, num_ranks: global rank of this process, and number of ranks.
+        prefix: text in front of log messages.
+        timeout_s: seconds without progress after which a generation is given up.
+        fault: returns the reason why the job ends, or None.
+        held: returns the generations that this job reads.
     """
 
     def __init__(
@@ -71,33 +72,33 @@ class Uploader:
         self._thread: threading.Thread | None = None
 
     def add(self, upload: Upload) -> None:
-        """Sends it after those that were added before."""
+        """Queues a generation to be sent after those that were added before."""
         with self._changed:
             self._queue.append(upload)
             if self._thread is None:
-                # Not in the way of the end of the process; smp.shutdown waits for it.
+                # A daemon, so that it does not hold up the end of the process; smp.shutdown waits.
                 self._thread = threading.Thread(target=self._run, name="smp-store", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def is_stopped(self) -> bool:
-        """Asked by transfers."""
+        """Returns whether transfers are to stop."""
         return self._stop.is_set() or self._fault() is not None
 
     def waiting(self) -> list[Key]:
-        """Generations that are not complete in the store, as far as this rank knows."""
+        """Returns generations that this rank has not seen complete in the store."""
         with self._changed:
             return [upload.pending.key for upload in (*self._given_up, *self._queue)]
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits until all that was added is complete in the store.
+        """Waits until all added generations are complete in the store.
 
         Returns:
-            False: it is not after ``timeout_s``, or the job has failed.
+            True; False if some are not after ``timeout_s``, or if the job has failed.
 
         Raises:
-            RuntimeError: a generation was given up since the last call, and no newer one is
-                complete that takes its place; says why.
+            RuntimeError: a generation was given up since the last call, and no newer complete one
+                replaces it; the text has the reason.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
@@ -113,7 +114,7 @@ class Uploader:
         return is_over
 
     def stop(self) -> None:
-        """Ends what runs; what is not complete stays for the next job."""
+        """Ends running transfers; incomplete generations stay for the next job."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
@@ -121,11 +122,11 @@ class Uploader:
         if thread is not None:
             thread.join(_JOIN_S)
             if thread.is_alive():
-                return  # it has its locks until the process ends
+                return  # the thread keeps its locks until the process ends
         with self._changed:
             for upload in (*self._given_up, *self._queue):
                 if upload.lock is not None:
-                    upload.lock.release(delete=False)  # with the lock the next job finds it
+                    upload.lock.release(delete=False)  # the lock shows the next job what is left
             self._queue.clear()
             self._given_up.clear()
 
@@ -143,7 +144,7 @@ class Uploader:
                 self._settle(upload, self._outcome(upload))
             except Stopped:
                 return
-            except Exception as error:  # of the folder: what failed cannot even be noted
+            except Exception as error:  # the folder fails, so the failure cannot be recorded there
                 with self._changed:
                     self._errors.append(f"{upload.pending.folder}: {type(error).__name__}: {error}")
             with self._changed:
@@ -151,7 +152,7 @@ class Uploader:
                 self._changed.notify_all()
 
     def _outcome(self, upload: Upload) -> str | None:
-        """Sends; why it could not, or None."""
+        """Sends a generation; returns the reason if it could not, else None."""
         try:
             self._send(upload)
         except Stopped:
@@ -169,7 +170,7 @@ class Uploader:
             else:
                 self._done.append(upload.pending.key)
                 if upload.keep is not None:
-                    self._errors.clear()  # of older ones, which a warning has told
+                    self._errors.clear()  # errors of older ones, which were logged
             dropped = self._superseded(upload.keep)
         for old in dropped:
             if old.lock is not None:
@@ -178,7 +179,7 @@ class Uploader:
                 old.lock = None
 
     def _superseded(self, keep: int | None) -> list[Upload]:
-        """Takes out what was given up and would be pruned now; else its links fill the disk."""
+        """Removes given-up generations that would be pruned now: their links fill the disk."""
         if keep is None:
             return []
         keys = sorted([*self._done, *(upload.pending.key for upload in self._given_up)])
@@ -213,7 +214,7 @@ class Uploader:
         try:
             held = {*self._held(), *self.waiting()}
             sending.prune(self._store, upload.pending.key, upload.keep, held)
-        except Exception as error:  # what was saved is there; the next one tries again
+        except Exception as error:  # the new generation is complete; the next save prunes again
             _log.warning(
                 "%sold checkpoints in %s could not be deleted: %s: %s",
                 self._prefix,
@@ -223,7 +224,7 @@ class Uploader:
             )
 
     def _wait_for_first(self, pending: Pending) -> None:
-        """The first rank deletes it when it is complete, or says that it has given up."""
+        """Waits until the first rank deletes the pending generation or records a failure."""
         while pending.is_there():
             if 0 in (failures := pending.failures()):
                 raise NotSent(f"global_rank 0: {failures[0]}")
