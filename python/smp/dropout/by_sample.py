@@ -213,7 +213,6 @@ class DrawsBySample(TorchDispatchMode):
         if not _has_values(x) or not x.is_floating_point():
             return x
         self._num_rounded += 1
-@@@MORE<<<<<<< HEAD
         first = _C.mix_seed(self._rounds or 0, self._num_rounded) % _NUM_ROUNDINGS
         known = _roundings(x.dtype, x.device)
         times = (first + x.numel()) // _NUM_ROUNDINGS + 1
@@ -223,11 +222,11 @@ class DrawsBySample(TorchDispatchMode):
 
 @functools.lru_cache(maxsize=8)
 def _roundings(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Factors around 1, as roundings are."""
+    """Returns random factors around 1 whose distances from it are roundings of a dtype."""
     is_coarse = device.type == "cuda" and dtype == torch.float32
     is_coarse &= torch.backends.cuda.matmul.allow_tf32
     eps = 2.0**-11 if is_coarse else torch.finfo(dtype).eps
-    # From a generator of its own: another one belongs to the script.
+    # A generator of its own: the others belong to the script.
     generator = torch.Generator().manual_seed(1)
     noise = torch.rand(_NUM_ROUNDINGS, generator=generator, dtype=torch.float64)
     return (1 + eps * (2 * noise - 1)).to(dtype).to(device)
@@ -240,18 +239,6 @@ def _storage(x: Tensor) -> int:
 
 def _has_values(x: Tensor) -> bool:
     return type(x) is Tensor and x.layout == torch.strided and not x.is_meta
-=======
-        info = torch.finfo(x.dtype)
-        eps = info.eps
-        if x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-            eps = 2.0**-11
-        # A generator of its own: the others belong to the script.
-        generator = torch.Generator(x.device)
-        generator.manual_seed(_C.mix_seed(self._rounds or 0, self._num_rounded) >> 1)
-        noise = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
-        moved = (x.double() * (1 + eps * (2 * noise.double() - 1))).to(x.dtype)
-        return torch.where(x.abs() < info.max / 4, moved, x)
->>>>>>> e3
 
 
 def _row(value: Any, row: int) -> Any:
