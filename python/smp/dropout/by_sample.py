@@ -74,7 +74,7 @@ class Drawn:
     others: set[int] = field(default_factory=set)
 
     def is_like(self, whole: Drawn, number: int) -> bool:
-        """Were the draws, in so many pieces, those of the whole?"""
+        """Returns whether the draws of ``number`` pieces are those of the whole."""
         shapes = {shape: count * number for shape, count in whole.shapes.items()}
         return self.shapes == shapes and self.others == whole.others
 
@@ -199,7 +199,7 @@ class DrawsBySample(TorchDispatchMode):
         is_view = any(value.alias_info is not None for value in schema.returns)
         if is_view or schema.is_mutable or torch.Tag.pointwise in func.tags:
             return result
-        # What is made of no tensor, or is not yet written, adds nothing up.
+        # Results that are made of no tensor, or not written yet, are no sums.
         given = pytree.tree_leaves((args, kwargs))
         own = {_storage(leaf) for leaf in given if isinstance(leaf, Tensor)}
         if not own or "empty" in func._opname:
@@ -209,7 +209,7 @@ class DrawsBySample(TorchDispatchMode):
         )
 
     def _moved(self, x: Tensor) -> Tensor:
-        # Tensors without values stand for those of another rank.
+        # A tensor without values represents one of another rank.
         if not _has_values(x) or not x.is_floating_point():
             return x
         self._num_rounded += 1
