@@ -11,7 +11,7 @@
 namespace smp::mailbox {
 namespace {
 
-constexpr const char* kVariable = "SMP_TEST_DELAYS";
+constexpr const char* kDelaysVariable = "SMP_TEST_DELAYS";
 // Longer ones look like ranks that hang.
 constexpr int64_t kMaxUs = 1'000'000;
 
@@ -24,7 +24,7 @@ uint64_t mixed(uint64_t value) {
 }
 
 void read_environment() {
-  const auto text = env_string(kVariable);
+  const auto text = env_string(kDelaysVariable);
   if (!text) return;
   const char* const end = text->data() + text->size();
   uint64_t seed = 0;
@@ -37,7 +37,7 @@ void read_environment() {
     is_read = second.ec == std::errc() && second.ptr == end;
   }
   SMP_CHECK_VALUE(is_read && max_us >= 0 && max_us <= kMaxUs,
-                  "environment variable ", kVariable,
+                  "environment variable ", kDelaysVariable,
                   " must be '<seed>:<max_us>', two numbers >= 0, the second at "
                   "most ",
                   kMaxUs, "; got '", *text, "'");
