@@ -71,6 +71,9 @@ def train(rank: int, sizes: Sizes, num_stages: int) -> dict[str, Any]:
     """Seconds of a step with and without backward, and the losses; of one stage or two."""
     import smp
 
+    if "SMP_TEST_LANES" in os.environ:
+        import smp_testing  # noqa: F401 - has the lanes that it asks for
+
     config = {"pipeline_parallel_degree": num_stages, "microbatches": sizes.microbatches}
     smp.init({**config, "auto_partition": False, "default_partition": 0})
     device = "cpu" if os.environ["SMP_DEVICE"] == "cpu" else "cuda"

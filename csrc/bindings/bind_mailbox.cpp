@@ -21,7 +21,6 @@
 #include "csrc/mailbox/link_probe.h"
 #include "csrc/mailbox/mailbox.h"
 #include "csrc/mailbox/object_exchange.h"
-#include "csrc/mailbox/test_delays.h"
 #include "csrc/shm/shared_memory.h"
 
 namespace py = pybind11;
@@ -206,9 +205,6 @@ void bind_messages(py::module_& m) {
 
 void bind_mailbox(py::module_& m) {
   bind_messages(m);
-  m.def("set_delays", &mailbox::TestDelays::set, py::arg("seed"),
-        py::arg("max_us"),
-        "Random pauses in the transport of this process; 0 ends them.");
 
   py::class_<ObjectExchange, std::shared_ptr<ObjectExchange>>(
       m, "ObjectExchange", "Byte strings between ranks; every call blocks.")

@@ -117,12 +117,6 @@ void bind_host_memory(py::module_& m) {
       "Blocks that came from the system and that were used again; bytes in "
       "use and free; of the last time that there was no memory, what was asked "
       "for and was in use.");
-  m.def(
-      "limit_host_memory",
-      [](int64_t num_bytes) { HostAllocator::instance().set_limit(num_bytes); },
-      py::arg("num_bytes"),
-      "A testing aid: large CPU tensors find no memory beyond so much; 0: no "
-      "limit.");
 }
 
 void bind_recompute(py::module_& m) {

@@ -4,8 +4,6 @@
 
 #include "csrc/common/check.h"
 #include "csrc/common/log.h"
-#include "csrc/lanes/fake_copies.h"
-#include "csrc/lanes/fake_meeting.h"
 
 namespace smp::lanes {
 namespace {
@@ -22,47 +20,34 @@ LaneTable::LaneTable(const LaneOptions& options, int global_rank,
       device_(options.device),
       global_rank_(global_rank),
       host_(options.device) {
-  const auto& fake = options.fake;
-  SMP_CHECK_VALUE(!fake || device_.is_cpu(),
-                  "a fake lane carries tensors of the CPU, this rank works on ",
-                  device_, "; unset SMP_TEST_LANES");
-  why_no_nccl_ = "this build of torch has no NCCL";
-  if (fake) {
-    make_fakes(faults, receipts);
-  } else if (options.mode != "host") {
-    if (auto copies = make_cuda_copies(device_, why_no_ipc_)) {
-      ipc_ = std::make_unique<IpcLane>(std::move(copies), options.ring,
-                                       global_rank, faults, receipts);
-    }
-    if (options.groups.make) {
-      nccl_ = std::make_unique<NcclLane>(
-          make_group_copies(device_, global_rank, options.groups, faults),
-          WayOptions{}, device_, global_rank, faults);
-      why_no_nccl_.clear();
-    }
+  LaneParts parts = options.source ? options.source->make(device_, global_rank,
+                                                          faults, receipts)
+                                   : parts_of_device(faults);
+  if (parts.copies) {
+    ipc_ = std::make_unique<IpcLane>(std::move(parts.copies), parts.ring,
+                                     global_rank, faults, receipts);
   }
+  if (parts.meetings) {
+    nccl_ = std::make_unique<NcclLane>(std::move(parts.meetings), parts.ways,
+                                       device_, global_rank, faults);
+  }
+  other_ = std::move(parts.other);
+  why_no_ipc_ = std::move(parts.why_no_copies);
+  why_no_nccl_ = std::move(parts.why_no_meetings);
 }
 
-void LaneTable::make_fakes(const std::shared_ptr<health::FaultBoard>& faults,
-                           const DeviceLane::SendReceipt& receipts) {
-  const FakeOptions& fake = *options_.fake;
-  if (fake.has_ring) {
-    ipc_ = std::make_unique<IpcLane>(
-        make_fake_copies(fake, global_rank_, faults),
-        RingOptions{.num_slots = fake.num_slots, .slot_bytes = fake.slot_bytes},
-        global_rank_, faults, receipts);
-  } else {
-    why_no_ipc_ = "the lanes of this test map no memory";
+LaneParts LaneTable::parts_of_device(
+    const std::shared_ptr<health::FaultBoard>& faults) const {
+  LaneParts parts{.ring = options_.ring};
+  parts.why_no_meetings = "this build of torch has no NCCL";
+  if (options_.mode == "host") return parts;
+  parts.copies = make_cuda_copies(device_, parts.why_no_copies);
+  if (options_.groups.make) {
+    parts.meetings =
+        make_group_copies(device_, global_rank_, options_.groups, faults);
+    parts.why_no_meetings.clear();
   }
-  if (fake.has_meeting) {
-    nccl_ = std::make_unique<NcclLane>(
-        make_fake_meeting(fake, global_rank_, faults),
-        WayOptions{.num_ways = fake.num_slots}, device_, global_rank_, faults);
-    why_no_nccl_.clear();
-  }
-  if (!ipc_ && !nccl_) {
-    fake_ = std::make_unique<FakeLane>(fake, global_rank_, faults, receipts);
-  }
+  return parts;
 }
 
 void LaneTable::agree(const LaneExchange& exchange) {
@@ -103,12 +88,12 @@ Posted LaneTable::post(int dst, const at::Tensor& data, bool is_stable) {
 // Over a lane with slots, if there is one to `dst`, room, and enough to carry.
 std::optional<Posted> LaneTable::post_to_device(int dst, const at::Tensor& data,
                                                 bool is_stable) {
-  DeviceLane* lane = fake_.get();
+  DeviceLane* lane = other_.get();
   const bool has_ring = ipc_ && ipc_->reaches(dst);
   if (has_ring || (nccl_ && nccl_->reaches(dst))) {
     const auto num_bytes = static_cast<int64_t>(data.nbytes());
     // Those of tests take all, so that small models show what goes wrong.
-    if (num_bytes < kMinSlotBytes && !options_.fake) return std::nullopt;
+    if (num_bytes < kMinSlotBytes && !options_.source) return std::nullopt;
     if (has_ring && !ipc_->fits(num_bytes)) {
       if (times_too_large_++ == 0) tell_too_large(num_bytes);
       return std::nullopt;
@@ -126,7 +111,7 @@ std::optional<Posted> LaneTable::post_to_device(int dst, const at::Tensor& data,
 }
 
 void LaneTable::tell_too_large(int64_t num_bytes) {
-  if (options_.fake) return;
+  if (options_.source) return;
   SMP_LOG(kWarning, "a tensor of ", num_bytes,
           " bytes for another rank is larger than a slot between devices (",
           options_.ring.slot_bytes,
@@ -140,10 +125,9 @@ DeviceLane& LaneTable::lane_of(LaneKind kind) {
     case LaneKind::kHost:
       return host_;
     case LaneKind::kFake:
-      SMP_CHECK(fake_,
-                "a tensor comes over a fake lane, which this rank does not "
-                "have; set SMP_TEST_LANES on all ranks or on none");
-      return *fake_;
+      SMP_CHECK(other_,
+                "a tensor comes over a lane that this rank does not have");
+      return *other_;
     case LaneKind::kIpc:
       SMP_CHECK(ipc_,
                 "a tensor comes through memory of another rank's device, which "
@@ -179,7 +163,7 @@ void LaneTable::acknowledge(int src, const Receipt& receipt) {
 
 void LaneTable::stop() {
   host_.stop();
-  if (fake_) fake_->stop();
+  if (other_) other_->stop();
   if (ipc_) ipc_->stop();
   if (nccl_) nccl_->stop();
 }

@@ -6,13 +6,13 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 
 #include "csrc/health/fault_board.h"
 #include "csrc/lanes/device_lane.h"
-#include "csrc/lanes/fake_lane.h"
 #include "csrc/lanes/group_copies.h"
 #include "csrc/lanes/host_lane.h"
 #include "csrc/lanes/ipc_lane.h"
@@ -21,22 +21,44 @@
 
 namespace smp::lanes {
 
+/// What the lanes of one rank are made of beside the host's; null: it has none.
+struct LaneParts {
+  std::unique_ptr<DeviceCopies> copies = {};     ///< of an IpcLane
+  std::unique_ptr<MeetingCopies> meetings = {};  ///< of an NcclLane
+  std::unique_ptr<DeviceLane> other = {};  ///< takes what these two do not
+  RingOptions ring = {};
+  WayOptions ways = {};
+  std::string why_no_copies = {};
+  std::string why_no_meetings = {};
+};
+
+/// Makes parts that replace those of a device.
+struct LaneSource {
+  std::function<LaneParts(c10::Device device, int global_rank,
+                          const std::shared_ptr<health::FaultBoard>& faults,
+                          const DeviceLane::SendReceipt& receipts)>
+      make;
+  /// Whether ranks have to agree on these lanes.
+  bool needs_agreement = false;
+};
+
 struct LaneOptions {
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< of this rank
-  std::optional<FakeOptions> fake = {};                    ///< for tests
-  std::string mode = "auto";                               ///< SMP_LANE
-  GroupOptions groups = {};                                ///< of NCCL
-  std::string nccl_host = {};                              ///< NCCL_HOSTID
-  std::string machine = {};  ///< equal on ranks of one host
-  int pipeline = 0;          ///< equal on ranks that send tensors to each other
+  /// Replaces the lanes of the device.
+  std::optional<LaneSource> source = {};
+  std::string mode = "auto";   ///< SMP_LANE
+  GroupOptions groups = {};    ///< of NCCL
+  std::string nccl_host = {};  ///< NCCL_HOSTID
+  std::string machine = {};    ///< equal on ranks of one host
+  int pipeline = 0;  ///< equal on ranks that send tensors to each other
   RingOptions ring = {};
   std::chrono::milliseconds timeout = std::chrono::minutes(30);  ///< to agree
 
   /// Tensors of GPUs use them; all others travel in messages.
-  bool has_lanes() const { return fake.has_value() || device.is_cuda(); }
+  bool has_lanes() const { return source.has_value() || device.is_cuda(); }
   /// Whether ranks have to agree on them (`LaneTable::agree`).
   bool needs_agreement() const {
-    return fake ? fake->has_ring || fake->has_meeting : device.is_cuda();
+    return source ? source->needs_agreement : device.is_cuda();
   }
 };
 
@@ -69,8 +91,8 @@ class LaneTable {
   LaneCounters counters() const;
 
  private:
-  void make_fakes(const std::shared_ptr<health::FaultBoard>& faults,
-                  const DeviceLane::SendReceipt& receipts);
+  LaneParts parts_of_device(
+      const std::shared_ptr<health::FaultBoard>& faults) const;
   DeviceLane& lane_of(LaneKind kind);
   std::optional<Posted> post_to_device(int dst, const at::Tensor& data,
                                        bool is_stable);
@@ -80,9 +102,9 @@ class LaneTable {
   const c10::Device device_;
   const int global_rank_;
   HostLane host_;
-  std::unique_ptr<FakeLane> fake_;  // null: there is none
-  std::unique_ptr<IpcLane> ipc_;    // likewise
-  std::unique_ptr<NcclLane> nccl_;  // likewise
+  std::unique_ptr<IpcLane> ipc_;       // null: there is none
+  std::unique_ptr<NcclLane> nccl_;     // likewise
+  std::unique_ptr<DeviceLane> other_;  // likewise
   std::string why_no_ipc_;
   std::string why_no_nccl_;
   LaneChoices choices_;

@@ -11,7 +11,7 @@
 
 #include "csrc/health/fault_board.h"
 #include "csrc/mailbox/message.h"
-#include "csrc/mailbox/test_delays.h"
+#include "csrc/mailbox/substitutes.h"
 
 namespace smp::lanes {
 class LaneTable;
@@ -33,8 +33,7 @@ struct LinkOwner {
   std::shared_ptr<health::FaultBoard> faults;
   /// Runs the handler of the message's channel; any thread.
   std::function<void(Message&&)> deliver;
-  /// Outlives the link.
-  TestDelays* delays = nullptr;
+  Pause pause = {};
   /// Of this rank: that of all threads of the link.
   c10::Device device = c10::Device(c10::DeviceType::CPU);
   /// Of tensors that come over lanes; outlives the link. Null: there are none.

@@ -20,7 +20,7 @@
 #include "csrc/mailbox/self_link.h"
 #include "csrc/mailbox/shared_memory_link.h"
 #include "csrc/mailbox/socket_link.h"
-#include "csrc/mailbox/test_delays.h"
+#include "csrc/mailbox/substitutes.h"
 
 namespace smp::mailbox {
 namespace {
@@ -59,7 +59,7 @@ struct Mailbox::Impl {
   const std::shared_ptr<health::FaultBoard> faults;
   const int self;
   const health::ForkGuard fork_guard;
-  TestDelays delays;
+  const Pause pause;
   std::array<Inbox, static_cast<size_t>(Channel::kCount)> inboxes;
 
   std::vector<std::unique_ptr<Link>> links;
@@ -82,12 +82,14 @@ Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
     : world(std::move(the_world)),
       faults(std::move(the_faults)),
       self(world->group_rank()),
-      delays(self),
+      pause(substitutes().pause ? substitutes().pause(self) : Pause{}),
       link_of(world->size(), nullptr) {
   LinkOwner owner{self, faults,
                   [this](Message&& message) { deliver(std::move(message)); },
-                  &delays, lanes.device};
-  if (!lanes.fake) lanes.fake = lanes::FakeOptions::from_environment();
+                  pause, lanes.device};
+  if (!lanes.source && substitutes().lanes) {
+    lanes.source = substitutes().lanes();
+  }
   SMP_CHECK_VALUE(
       (lanes.mode != "ipc" && lanes.mode != "nccl") || lanes.needs_agreement(),
       "SMP_LANE=", lanes.mode, " needs CUDA devices, and this rank works on ",
@@ -142,7 +144,7 @@ Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
 
 void Mailbox::Impl::post(int dst, Message message) {
   fork_guard.check("the mailbox");
-  delays.pause(TestDelays::Place::kPost);
+  if (pause) pause(PausePlace::kPost);
   SMP_CHECK(dst >= 0 && dst < world->size(), "cannot send to global_rank ", dst,
             ": ranks are 0 to ", world->size() - 1);
   std::shared_lock lock(gate);
@@ -170,7 +172,7 @@ bool Mailbox::Impl::receive_from_lanes(Message& message) {
 }
 
 void Mailbox::Impl::deliver(Message&& message) {
-  delays.pause(TestDelays::Place::kDeliver);
+  if (pause) pause(PausePlace::kDeliver);
   if (lane_posts && message.source_rank != self &&
       !receive_from_lanes(message)) {
     return;

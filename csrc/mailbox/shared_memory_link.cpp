@@ -99,7 +99,7 @@ void SharedMemoryLink::post(int dst, Message message) {
 
 // Lets the peer see what was written.
 void SharedMemoryLink::publish(Peer& peer) {
-  owner_.delays->pause(TestDelays::Place::kPublish);
+  if (owner_.pause) owner_.pause(PausePlace::kPublish);
   peer.to.publish();
 }
 

@@ -95,7 +95,7 @@ void* HostAllocator::map_or_note(int64_t size) {
   try {
     const int64_t limit = limit_bytes_;
     SMP_CHECK(limit == 0 || stats().live_bytes + size <= limit, "expected ",
-              size, " bytes of host memory, and SMP_TEST_HOST_MB has no more");
+              size, " bytes of host memory, and the limit has no more");
     return map_pages(size);
   } catch (...) {
     const std::lock_guard lock(mutex_);

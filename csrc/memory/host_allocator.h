@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/common/check.h"
+
 namespace smp::memory {
 
 // Note [Memory of the host]
@@ -44,7 +46,7 @@ class HostAllocator final : public c10::Allocator {
   };
 
   /// The one of this process; lives as long as it.
-  static HostAllocator& instance();
+  SMP_EXPORT static HostAllocator& instance();
 
   /// From here on PyTorch uses it. May be called again.
   void install();
@@ -64,7 +66,7 @@ class HostAllocator final : public c10::Allocator {
 
   Stats stats() const;
 
-  /// A testing aid: large tensors find no memory beyond so much; 0: no limit.
+  /// Large tensors find no memory beyond so much; 0: no limit. For tests.
   void set_limit(int64_t num_bytes) { limit_bytes_ = num_bytes; }
 
  private:

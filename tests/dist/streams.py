@@ -58,7 +58,7 @@ class Trained:
 @contextlib.contextmanager
 def streamed() -> Iterator[Any]:
     """Communicators that `smp.init` makes inside look like those of a device."""
-    import smp_communicator_suite as suite
+    import smp_testing as suite
 
     make_plain = groups.make_on_device
 

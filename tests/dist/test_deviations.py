@@ -95,7 +95,7 @@ class Deviating(nn.Module):
 
 def train_deviating(rank: int, pp: int, static: bool, delays: int) -> Record:
     import smp
-    from smp import _C
+    import smp_testing
 
     smp.init(
         {
@@ -106,11 +106,11 @@ def train_deviating(rank: int, pp: int, static: bool, delays: int) -> Record:
             "static_mode": static,
         }
     )
-    _C.set_delays(7, delays)
+    smp_testing.set_delays(7, delays)
     try:
         return _train_deviating(pp, smp)
     finally:
-        _C.set_delays(0, 0)
+        smp_testing.set_delays(0, 0)
         smp.shutdown()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.dist.pool import Pool
+from tests.host_limit import host_memory
 
 WIDTH, SAMPLES, NUM_LAYERS = 512, 8192, 8
 
@@ -18,7 +19,6 @@ def train_pipeline(rank: int, limits_mb: tuple[int, int], keys: dict[str, Any]) 
     """Two steps over two pipeline ranks; the text of the error of a rank that has one."""
     import smp
 
-    os.environ["SMP_TEST_HOST_MB"] = str(limits_mb[rank])
     os.environ["SMP_CHECK_FIRST_STEP"] = "0"  # needs memory of its own
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "ddp": True, **keys})
     torch.manual_seed(1)
@@ -31,8 +31,9 @@ def train_pipeline(rank: int, limits_mb: tuple[int, int], keys: dict[str, Any]) 
         model.backward(loss)
         return loss
 
-    for _ in range(2):
-        train_step(torch.ones(SAMPLES, WIDTH))
+    with host_memory(limits_mb[rank]):
+        for _ in range(2):
+            train_step(torch.ones(SAMPLES, WIDTH))
     return "fits"
 
 
@@ -57,7 +58,6 @@ def train_replicas(rank: int, limit_mb: int, keys: dict[str, Any]) -> str:
     """Two steps of two replicas whose state is what is large."""
     import smp
 
-    os.environ["SMP_TEST_HOST_MB"] = str(limit_mb)
     smp.init({"microbatches": 1, "ddp": True, **keys})
     torch.manual_seed(1)
     model = smp.DistributedModel(nn.Sequential(*(nn.Linear(1536, 1536) for _ in range(4))))
@@ -69,10 +69,11 @@ def train_replicas(rank: int, limit_mb: int, keys: dict[str, Any]) -> str:
         model.backward(loss)
         return loss
 
-    for _ in range(2):
-        train_step(torch.ones(4, 1536))
-        optimizer.step()
-        optimizer.zero_grad()
+    with host_memory(limit_mb):
+        for _ in range(2):
+            train_step(torch.ones(4, 1536))
+            optimizer.step()
+            optimizer.zero_grad()
     return "fits"
 
 

@@ -118,6 +118,12 @@ def shift_monotonic(seconds: str) -> None:
             raise OSError(ctypes.get_errno(), "setns to another time")
 
 
+def load_substitutes() -> None:
+    """Makes SMP_TEST_LANES and SMP_TEST_DELAYS count in this process, if one of them is set."""
+    if os.environ.keys() & {"SMP_TEST_LANES", "SMP_TEST_DELAYS"}:
+        importlib.import_module("smp_testing")
+
+
 class Zygote:
     """Forks on command; a fork leaves `serve` with the job of the child."""
 
@@ -190,6 +196,7 @@ class Script:
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
         os.environ.update(self._env)
+        load_substitutes()
         redirect_output(self._output)
         if host_pid := os.environ.pop(HOST_VARIABLE, None):
             enter_host(host_pid)
@@ -228,6 +235,7 @@ class Worker:
         os.environ.update(task["env"])
         outcome: dict[str, Any] = {"error": None}
         try:
+            load_substitutes()
             function: Any = importlib.import_module(task["module"])
             for part in task["qualname"].split("."):
                 function = getattr(function, part)

@@ -11,6 +11,7 @@ from torch import nn
 
 import smp
 from smp.observe.memory.failure import is_out_of_memory
+from tests.host_limit import host_memory
 
 WIDTH, SAMPLES, NUM_LAYERS = 512, 8192, 8  # a result of a layer has 16 MiB
 
@@ -21,9 +22,8 @@ def _ends() -> Iterator[None]:
     smp.shutdown()
 
 
-def train(microbatches: int, limit_mb: int, monkeypatch: pytest.MonkeyPatch) -> float:
+def train(microbatches: int, limit_mb: int) -> float:
     live_mb = smp._C.host_memory_stats()["live_bytes"] >> 20
-    monkeypatch.setenv("SMP_TEST_HOST_MB", str(live_mb + limit_mb))
     smp.init({"microbatches": microbatches})
     torch.manual_seed(1)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(NUM_LAYERS)]
@@ -37,16 +37,15 @@ def train(microbatches: int, limit_mb: int, monkeypatch: pytest.MonkeyPatch) -> 
         return loss
 
     batch = torch.ones(SAMPLES, WIDTH)
-    loss = train_step(batch).reduce_mean()
-    optimizer.step()
+    with host_memory(live_mb + limit_mb):
+        loss = train_step(batch).reduce_mean()
+        optimizer.step()
     return float(loss)
 
 
-def test_error_says_what_was_held_and_what_it_proposes_fits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_error_says_what_was_held_and_what_it_proposes_fits() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        train(1, 150, monkeypatch)
+        train(1, 150)
     text = str(caught.value)
     assert re.search(r"out of memory in step '.*train_step': \d+\.\d MiB was asked for, ", text)
     held = dict(re.findall(r"^  ([a-z ]+)(?:\(tensors.*\))?: (\d+\.\d MiB|0 bytes)", text, re.M))
@@ -60,9 +59,9 @@ def test_error_says_what_was_held_and_what_it_proposes_fits(
     assert proposed, text
     smp.shutdown()
     del caught
-    whole = train(1, 4096, monkeypatch)
+    whole = train(1, 4096)
     smp.shutdown()
-    assert train(int(proposed[1]), 150, monkeypatch) == pytest.approx(whole)
+    assert train(int(proposed[1]), 150) == pytest.approx(whole)
 
 
 def test_error_without_a_limit_of_ours_is_explained_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from tests.conftest import REPO
 from tests.installed import python_path
 
 HERE = "tests.unit.test_smp_doctor"
+#: Of `sitecustomize`, which ranks of the doctor import.
+SUBSTITUTES = REPO / "tests" / "substitutes"
 
 
 # Probes of the tests; they run in processes of their own.
@@ -103,7 +105,9 @@ def test_transport_is_measured_between_two_ranks() -> None:
 
 
 def test_lane_of_each_pair_is_told_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", python_path())
+    import smp_testing  # noqa: F401 - what the ranks import; skips where there is none
+
+    monkeypatch.setenv("PYTHONPATH", python_path(SUBSTITUTES))
     settings = {"SMP_TEST_LANES": "1:0:4:ring"}
     section = transports.measure_lanes(settings, 3, 1 << 14)
     assert not section.problems

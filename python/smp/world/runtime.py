@@ -297,7 +297,6 @@ def _start(runtime: Runtime, notes: Sequence[str]) -> None:
     _current, rank = runtime, runtime.rank
     thread_device.enter(rank.device)
     _C.use_host_allocator(rank.settings.host_pool and rank.device.type == "cpu")
-    _C.limit_host_memory(rank.settings.test_host_mb << 20)
     process_hooks.make_log_visible(logger)
     first_rank_log.begin(rank.global_rank)
     for note in (*notes, *host_advice(rank.grid.groups("tp"), rank.launch.hosts)):

@@ -44,8 +44,6 @@ class Settings:
     """`SMP_HANG_S`: ranks wait and nothing moves for so long: report it; 0: never."""
     metrics_every: int = DEFAULT_METRICS_EVERY
     """`SMP_METRICS_EVERY`: training steps of a line of figures in the log; 0: no lines."""
-    test_host_mb: int = 0
-    """`SMP_TEST_HOST_MB`: a testing aid, large CPU tensors find no more MiB; 0: no limit."""
     hang_action: str = "raise"
     """`SMP_HANG_ACTION`: raise ends the run after twice that time, report does not."""
     preemption_path: str | None = None
@@ -84,7 +82,6 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         lane_slot_mb=_mib(env, "SMP_LANE_SLOT_MB", DEFAULT_SLOT_MB, MAX_SLOT_MB),
         hang_s=_seconds(env, "SMP_HANG_S", DEFAULT_HANG_S, allows_zero=True),
         metrics_every=_count(env, "SMP_METRICS_EVERY", DEFAULT_METRICS_EVERY),
-        test_host_mb=_count(env, "SMP_TEST_HOST_MB", 0),
         hang_action=_choice(env, "SMP_HANG_ACTION", "raise", "report"),
         preemption_path=env.get("SMP_PREEMPTION_PATH") or None,
         store_root=Path(env.get("SMP_STORE_FOLDER") or Settings.store_root),

@@ -5,10 +5,10 @@
 #include <string>
 #include <thread>
 
-#include "csrc/comm/local_world.h"
 #include "csrc/comm/mpi_communicator.h"
 #include "csrc/common/check.h"
 #include "tests/cpp/comm/communicator_suite.h"
+#include "tests/cpp/comm/local_world.h"
 #include "tests/cpp/comm/run_ranks.h"
 #include "tests/cpp/common/expectations.h"
 

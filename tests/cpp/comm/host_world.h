@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "csrc/comm/hierarchical_communicator.h"
-#include "csrc/comm/local_world.h"
+#include "tests/cpp/comm/local_world.h"
 
 namespace smp::comm {
 

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "csrc/comm/local_world.h"
+#include "tests/cpp/comm/local_world.h"
 
 namespace smp::comm {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "csrc/comm/group_wait.h"
-#include "csrc/comm/local_world.h"
+#include "tests/cpp/comm/local_world.h"
 #include "tests/cpp/common/expectations.h"
 #include "tests/cpp/health/liveness_world.h"
 

@@ -1,4 +1,4 @@
-#include "csrc/lanes/fake_lane.h"
+#include "tests/cpp/lanes/fake_lane.h"
 
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
@@ -15,6 +15,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/lanes/lane_table.h"
+#include "tests/cpp/lanes/fake_source.h"
 
 namespace smp::lanes {
 namespace {
@@ -177,7 +178,7 @@ TEST(FakeLane, the_environment_is_read_or_refused) {
 
 TEST(LaneTable, what_finds_no_slot_goes_through_the_host) {
   const auto board = std::make_shared<health::FaultBoard>(0);
-  LaneTable table({.fake = FakeOptions{.num_slots = 1}}, 0, board,
+  LaneTable table({.source = fake_source({.num_slots = 1})}, 0, board,
                   [](int, const Receipt&) {});
   ASSERT_TRUE(table.takes(number(1)));
   EXPECT_EQ(table.post(1, number(1), false).descriptor.lane, LaneKind::kFake);
@@ -198,7 +199,7 @@ TEST(LaneTable, what_finds_no_slot_goes_through_the_host) {
 
 TEST(LaneTable, the_cpu_has_lanes_in_tests_only) {
   EXPECT_FALSE(LaneOptions{}.has_lanes());
-  EXPECT_TRUE(LaneOptions{.fake = FakeOptions{}}.has_lanes());
+  EXPECT_TRUE(LaneOptions{.source = fake_source({})}.has_lanes());
   EXPECT_TRUE(
       LaneOptions{.device = c10::Device(c10::DeviceType::CUDA, 0)}.has_lanes());
 }

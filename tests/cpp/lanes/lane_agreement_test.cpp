@@ -14,8 +14,8 @@
 
 #include "csrc/common/check.h"
 #include "csrc/lanes/byte_strings.h"
-#include "csrc/lanes/fake_meeting.h"
 #include "csrc/lanes/nccl_lane.h"
+#include "tests/cpp/lanes/fake_meeting.h"
 #include "tests/cpp/lanes/lane_facts.h"
 #include "tests/cpp/lanes/meeting_pair.h"
 #include "tests/cpp/lanes/ring_pair.h"

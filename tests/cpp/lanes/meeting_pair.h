@@ -4,8 +4,8 @@
 #include <memory>
 #include <string>
 
-#include "csrc/lanes/fake_meeting.h"
 #include "csrc/lanes/nccl_lane.h"
+#include "tests/cpp/lanes/fake_meeting.h"
 
 namespace smp::lanes {
 

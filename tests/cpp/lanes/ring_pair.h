@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/lanes/fake_copies.h"
 #include "csrc/lanes/ipc_lane.h"
+#include "tests/cpp/lanes/fake_copies.h"
 
 namespace smp::lanes {
 

@@ -83,7 +83,7 @@ TEST(HeldArrivals, what_other_ranks_send_does_not_wait) {
 TEST(HeldArrivals, receipts_do_not_wait) {
   FakeOptions one_slot = kBlocked;
   one_slot.num_slots = 1;
-  LanePosts posts({.fake = one_slot},
+  LanePosts posts({.source = lanes::fake_source(one_slot)},
                   {.global_rank = 1,
                    .faults = std::make_shared<health::FaultBoard>(1),
                    .deliver = {}},

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "csrc/mailbox/mailbox.h"
+#include "tests/cpp/lanes/fake_source.h"
 
 namespace smp::mailbox {
 
@@ -26,7 +27,7 @@ class LaneRank {
            std::optional<lanes::FakeOptions> fake,
            const shm::SharedMemoryPtr& memory = nullptr)
       : board(std::make_shared<health::FaultBoard>(self)),
-        mailbox(world, board, memory, {.fake = fake}) {
+        mailbox(world, board, memory, options_of(fake)) {
     mailbox.set_handler(Channel::kPipeline, [this](Message&& message) {
       std::lock_guard lock(mutex_);
       messages_.push_back(std::move(message));
@@ -51,6 +52,13 @@ class LaneRank {
   Mailbox mailbox;
 
  private:
+  static lanes::LaneOptions options_of(
+      const std::optional<lanes::FakeOptions>& fake) {
+    lanes::LaneOptions options;
+    if (fake) options.source = lanes::fake_source(*fake);
+    return options;
+  }
+
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Message> messages_;

@@ -13,9 +13,9 @@
 #include <thread>
 #include <utility>
 
-#include "csrc/comm/local_world.h"
 #include "csrc/mailbox/mailbox.h"
 #include "csrc/mailbox/wire.h"
+#include "tests/cpp/comm/local_world.h"
 #include "tests/cpp/common/expectations.h"
 
 namespace smp::mailbox {

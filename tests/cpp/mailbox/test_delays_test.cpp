@@ -1,4 +1,4 @@
-#include "csrc/mailbox/test_delays.h"
+#include "tests/cpp/mailbox/test_delays.h"
 
 #include <gtest/gtest.h>
 
@@ -78,7 +78,7 @@ TEST_F(TestDelaysTest, delayed_messages_keep_their_order) {
 milliseconds time_of_pauses(int global_rank) {
   TestDelays delays(global_rank);
   const auto begin = Clock::now();
-  for (int i = 0; i < 100; ++i) delays.pause(TestDelays::Place::kPost);
+  for (int i = 0; i < 100; ++i) delays.pause(PausePlace::kPost);
   return std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
 }
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "csrc/lanes/lane_table.h"
+#include "tests/cpp/lanes/fake_source.h"
 
 namespace smp::mailbox::wire {
 namespace {
@@ -73,8 +74,8 @@ Message rich_message() {
 // Neither small tensors nor large ones of such a lane are in the message.
 TEST(Wire, a_tensor_beside_its_message_is_announced_without_its_bytes) {
   lanes::LaneTable table(
-      {.fake = lanes::FakeOptions{.has_ring = true, .has_meeting = true}}, 0,
-      std::make_shared<health::FaultBoard>(0),
+      {.source = lanes::fake_source({.has_ring = true, .has_meeting = true})},
+      0, std::make_shared<health::FaultBoard>(0),
       [](int, const lanes::Receipt&) {});
   for (const auto& [size, kind] :
        {std::pair{2, lanes::LaneKind::kIpc},

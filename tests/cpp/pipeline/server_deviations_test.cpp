@@ -12,7 +12,7 @@
 #include <stdexcept>
 
 #include "csrc/common/check.h"
-#include "csrc/mailbox/test_delays.h"
+#include "tests/cpp/mailbox/test_delays.h"
 #include "tests/cpp/pipeline/server_ranks.h"
 
 namespace smp::pipeline {

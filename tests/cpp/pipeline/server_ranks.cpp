@@ -101,6 +101,17 @@ void Ranks::tell(int rank, const health::Fault& fault) {
   boards.at(rank)->report(fault);
 }
 
+namespace {
+
+lanes::LaneOptions lane_options(const RankSettings& settings,
+                                c10::Device device) {
+  lanes::LaneOptions options{.device = device};
+  if (settings.lanes) options.source = lanes::fake_source(*settings.lanes);
+  return options;
+}
+
+}  // namespace
+
 Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
     : rank(the_rank),
       w(make_weight(the_rank).detach().to(ranks.settings.device_of(the_rank))),
@@ -108,7 +119,7 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
   w.set_requires_grad(true);
   mailbox = std::make_shared<mailbox::Mailbox>(
       world, ranks.boards[rank], std::exchange(ranks.memories[rank], nullptr),
-      lanes::LaneOptions{.device = device(), .fake = ranks.settings.lanes});
+      lane_options(ranks.settings, device()));
   const RankSettings& settings = ranks.settings;
   Server::Options options;
   options.global_rank = rank;

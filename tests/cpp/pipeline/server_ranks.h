@@ -15,6 +15,7 @@
 #include "csrc/pipeline/server.h"
 #include "csrc/shm/shared_memory.h"
 #include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/lanes/fake_source.h"
 #include "tests/cpp/memory/fake_device.h"
 
 namespace smp::pipeline {

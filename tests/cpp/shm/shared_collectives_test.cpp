@@ -9,8 +9,8 @@
 
 #include <mutex>
 
-#include "csrc/comm/local_world.h"
 #include "tests/cpp/comm/communicator_suite.h"
+#include "tests/cpp/comm/local_world.h"
 #include "tests/cpp/comm/run_ranks.h"
 #include "tests/cpp/common/expectations.h"
 

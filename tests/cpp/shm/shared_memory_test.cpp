@@ -12,9 +12,9 @@
 #include <iterator>
 #include <string>
 
-#include "csrc/comm/local_world.h"
 #include "csrc/common/check.h"
 #include "csrc/shm/shared_segment.h"
+#include "tests/cpp/comm/local_world.h"
 #include "tests/cpp/comm/run_ranks.h"
 
 namespace smp::shm {

@@ -157,19 +157,19 @@ def run_distributed(rank: int, texts: list[str], delay_seed: int | None = None) 
     How they run (pipeline size, schedule, ...) is as the first of them says.
     """
     import smp
-    from smp import _C
+    import smp_testing
 
     programs = [Program.from_text(text) for text in texts]
     if delay_seed is not None:
         Interpreter.delays = Delays(delay_seed, rank, MAX_DELAY_US)
-        _C.set_delays(delay_seed, MAX_TRANSPORT_DELAY_US)
+        smp_testing.set_delays(delay_seed, MAX_TRANSPORT_DELAY_US)
     torch.manual_seed(77)
     try:
         _init(programs[0])
         return _train(programs, smp.DistributedModel(Bundle([_make_root(p) for p in programs])))
     finally:
         Interpreter.delays = no_delays
-        _C.set_delays(0, 0)
+        smp_testing.set_delays(0, 0)
         smp.shutdown()
 
 

@@ -16,11 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-import smp_communicator_suite
 import torch
 import torch.distributed
 
-from smp import _C
+import smp._C as _C
+import smp_testing
 
 
 def gloo_communicator(folder: Path, rank: int, size: int) -> _C.Communicator:
@@ -38,10 +38,10 @@ def report(comm: _C.Communicator, text: str) -> None:
 
 
 def run_all(comm: _C.Communicator) -> None:
-    for name in smp_communicator_suite.check_names():
+    for name in smp_testing.check_names():
         begin = time.monotonic()
         try:
-            smp_communicator_suite.run_check(comm, name)
+            smp_testing.run_check(comm, name)
         except Exception as error:
             report(comm, f"FAILED {name}: {error}")
             raise
@@ -106,7 +106,7 @@ def main() -> None:
     if checks == "abort":
         # A collective that was given up cannot be taken back from MPI. Nothing is finalized:
         # mpirun sees a failed job, as it should.
-        smp_communicator_suite.check_abort_ends_waits(comm, kind != "mpi")
+        smp_testing.check_abort_ends_waits(comm, kind != "mpi")
         report(comm, "aborted")
         leave_together(comm, folder)
         return

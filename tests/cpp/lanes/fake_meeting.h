@@ -3,8 +3,8 @@
 #include <memory>
 
 #include "csrc/health/fault_board.h"
-#include "csrc/lanes/fake_times.h"
 #include "csrc/lanes/meeting_copies.h"
+#include "tests/cpp/lanes/fake_times.h"
 
 namespace smp::lanes {
 

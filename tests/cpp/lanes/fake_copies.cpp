@@ -1,4 +1,4 @@
-#include "csrc/lanes/fake_copies.h"
+#include "tests/cpp/lanes/fake_copies.h"
 
 #include <ATen/ops/empty.h>
 
@@ -17,7 +17,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/health/thread_name.h"
-#include "csrc/lanes/shared_file.h"
+#include "tests/cpp/lanes/shared_file.h"
 
 namespace smp::lanes {
 namespace {

@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "csrc/mailbox/substitutes.h"
+
 namespace smp::mailbox {
 
 /// Random pauses of the transport of one rank, so that tests meet orders of
@@ -11,13 +13,11 @@ namespace smp::mailbox {
 /// or the environment does: SMP_TEST_DELAYS="<seed>:<max_us>".
 class TestDelays {
  public:
-  enum class Place { kPost, kDeliver, kPublish };
-
   /// @throws ValueError when SMP_TEST_DELAYS is set to something else
   explicit TestDelays(int global_rank);
 
   /// Costs one relaxed load while there are no delays.
-  void pause(Place place) {
+  void pause(PausePlace place) {
     if (max_us_.load(std::memory_order_relaxed) > 0) [[unlikely]]
       sleep(place);
   }
@@ -30,7 +30,7 @@ class TestDelays {
  private:
   static constexpr int kNumPlaces = 3;
 
-  void sleep(Place place);
+  void sleep(PausePlace place);
 
   static std::atomic<uint64_t> seed_;
   static std::atomic<int64_t> max_us_;

@@ -1,4 +1,4 @@
-#include "csrc/lanes/fake_lane.h"
+#include "tests/cpp/lanes/fake_lane.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>

@@ -1,11 +1,14 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
+#include "csrc/memory/host_allocator.h"
 #include "tests/cpp/comm/communicator_suite.h"
 #include "tests/cpp/comm/stream_group.h"
+#include "tests/cpp/mailbox/test_delays.h"
 
 namespace py = pybind11;
 using smp::comm::Communicator;
@@ -37,12 +40,21 @@ void bind_stream_groups(py::module_& m) {
         [](bool allows) { log_of_process()->allows_waits = allows; });
 }
 
-}  // namespace
+void bind_substitutes(py::module_& m) {
+  m.def("set_delays", &smp::mailbox::TestDelays::set, py::arg("seed"),
+        py::arg("max_us"),
+        "Random pauses in the transport of this process; 0 ends them.");
+  m.def(
+      "limit_host_memory",
+      [](int64_t num_bytes) {
+        smp::memory::HostAllocator::instance().set_limit(num_bytes);
+      },
+      py::arg("num_bytes"),
+      "Large CPU tensors find no memory beyond so much; 0: no limit.");
+}
 
-// Import smp._C first: it defines the Python type of Communicator.
-PYBIND11_MODULE(smp_communicator_suite, m) {
+void bind_suite(py::module_& m) {
   namespace suite = smp::comm::suite;
-  bind_stream_groups(m);
   m.def("check_names", [] {
     py::list names;
     for (const suite::Check& one : suite::all_checks()) names.append(one.name);
@@ -63,4 +75,15 @@ PYBIND11_MODULE(smp_communicator_suite, m) {
         suite::check_abort_ends_waits(*comm, with_collective);
       },
       py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+// Import smp._C first: it defines the Python type of Communicator. With this
+// module mailboxes have the lanes and the delays that SMP_TEST_LANES and
+// SMP_TEST_DELAYS ask for (substitutes_of_tests.cpp).
+PYBIND11_MODULE(smp_testing, m) {
+  bind_stream_groups(m);
+  bind_substitutes(m);
+  bind_suite(m);
 }

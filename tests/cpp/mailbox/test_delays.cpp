@@ -1,4 +1,4 @@
-#include "csrc/mailbox/test_delays.h"
+#include "tests/cpp/mailbox/test_delays.h"
 
 #include <charconv>
 #include <chrono>
@@ -11,7 +11,7 @@
 namespace smp::mailbox {
 namespace {
 
-constexpr const char* kVariable = "SMP_TEST_DELAYS";
+constexpr const char* kDelaysVariable = "SMP_TEST_DELAYS";
 // Longer ones look like ranks that hang.
 constexpr int64_t kMaxUs = 1'000'000;
 
@@ -24,7 +24,7 @@ uint64_t mixed(uint64_t value) {
 }
 
 void read_environment() {
-  const auto text = env_string(kVariable);
+  const auto text = env_string(kDelaysVariable);
   if (!text) return;
   const char* const end = text->data() + text->size();
   uint64_t seed = 0;
@@ -37,7 +37,7 @@ void read_environment() {
     is_read = second.ec == std::errc() && second.ptr == end;
   }
   SMP_CHECK_VALUE(is_read && max_us >= 0 && max_us <= kMaxUs,
-                  "environment variable ", kVariable,
+                  "environment variable ", kDelaysVariable,
                   " must be '<seed>:<max_us>', two numbers >= 0, the second at "
                   "most ",
                   kMaxUs, "; got '", *text, "'");
@@ -61,7 +61,7 @@ void TestDelays::set(uint64_t seed, int64_t max_us) {
   max_us_ = max_us;
 }
 
-void TestDelays::sleep(Place place) {
+void TestDelays::sleep(PausePlace place) {
   const auto place_idx = static_cast<uint64_t>(place);
   const uint64_t count = num_pauses_.at(place_idx).fetch_add(1);
   uint64_t random = mixed(seed_.load());

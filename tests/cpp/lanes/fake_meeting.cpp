@@ -1,4 +1,4 @@
-#include "csrc/lanes/fake_meeting.h"
+#include "tests/cpp/lanes/fake_meeting.h"
 
 #include <ATen/ops/empty.h>
 
@@ -19,7 +19,7 @@
 #include "csrc/common/check.h"
 #include "csrc/health/thread_name.h"
 #include "csrc/lanes/byte_strings.h"
-#include "csrc/lanes/shared_file.h"
+#include "tests/cpp/lanes/shared_file.h"
 
 namespace smp::lanes {
 namespace {

@@ -1,4 +1,4 @@
-#include "csrc/comm/local_world.h"
+#include "tests/cpp/comm/local_world.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/maximum.h>

@@ -1,4 +1,4 @@
-#include "csrc/lanes/fake_times.h"
+#include "tests/cpp/lanes/fake_times.h"
 
 #include <array>
 #include <charconv>

@@ -4,7 +4,7 @@
 
 #include "csrc/health/fault_board.h"
 #include "csrc/lanes/device_copies.h"
-#include "csrc/lanes/fake_times.h"
+#include "tests/cpp/lanes/fake_times.h"
 
 namespace smp::lanes {
 

@@ -1,4 +1,4 @@
-#include "csrc/lanes/shared_file.h"
+#include "tests/cpp/lanes/shared_file.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -12,8 +12,8 @@
 
 #include "csrc/health/fault_board.h"
 #include "csrc/lanes/device_lane.h"
-#include "csrc/lanes/fake_times.h"
 #include "csrc/lanes/slot_ring.h"
+#include "tests/cpp/lanes/fake_times.h"
 
 namespace smp::lanes {
 
