@@ -89,7 +89,7 @@ grid: extension  ## all of what the tests run samples of, and thousands of rando
 	$(RUN) SMP_NUM_PROGRAMS=5000 SMP_GRID=all $(PY) -m pytest $(PYTEST_ARGS)
 
 .PHONY: lint
-lint: $(SETUP)  ## check format (clang-format, ruff) and types (mypy)
+lint: extension  ## check format (clang-format, ruff) and types (mypy)
 	$(WITH_VENV) scripts/lint.sh $(PY)
 
 .PHONY: format

@@ -42,5 +42,8 @@ function(smp_add_bindings)
     PREFIX "" SUFFIX ".so"
     LIBRARY_OUTPUT_DIRECTORY ${SMP_PYTHON_DIR}
     INSTALL_RPATH "$ORIGIN/../torch/lib;$ORIGIN/../../..")
+  add_custom_command(TARGET _C POST_BUILD VERBATIM
+    COMMAND ${Python_EXECUTABLE} ${CMAKE_SOURCE_DIR}/cmake/write_stubs.py
+      ${SMP_PYTHON_DIR})
   install(TARGETS _C LIBRARY DESTINATION smp)
 endfunction()

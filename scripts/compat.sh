@@ -52,7 +52,7 @@ export PATH="$PWD/$venv/bin:$PATH"
 rm -rf "$build/python"
 mkdir -p "$build"
 cp -rs "$PWD/python" "$build/python"
-rm -f "$build"/python/smp/_C.so "$build"/python/smp/_build_info.py
+rm -f "$build"/python/smp/_C.{so,pyi} "$build"/python/smp/_build_info.py
 
 scripts/build.sh "$build" "$PWD/$venv/bin/python" \
   -DSMP_PYTHON_DIR="$PWD/$build/python/smp"

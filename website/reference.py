@@ -35,8 +35,7 @@ class Page:
     modules: tuple[str, ...] = ()
 
 
-#: The second one has what the first names by hand; the other parts are in the first.
-_STUBS = ("smp._C", "smp._C_pipeline")
+_STUBS = ("smp._C",)
 _KINDS = ("mp", "dp", "pp", "tp", "rdp")
 
 PAGES = (
@@ -79,7 +78,7 @@ PAGES = (
     Page("integrations", "Hugging Face", "Trainer and Accelerate.", (),
          ("smp.integrations.trainer", "smp.integrations.accelerator")),
     Page("extension", "The extension",
-         "Types of the C++ core, from its stubs. It is no public interface: names change without "
+         "Types of the C++ core, from its stub. It is no public interface: names change without "
          "notice. What they mean is written in `csrc/bindings`.", (),
          _STUBS),
 )  # fmt: skip

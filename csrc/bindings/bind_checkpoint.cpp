@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/bindings/bytes.h"
 #include "csrc/checkpoint/crc32.h"
 #include "csrc/checkpoint/file_reader.h"
 #include "csrc/checkpoint/file_writer.h"
@@ -69,9 +70,9 @@ void bind_plans(py::module_& m) {
 void bind_files(py::module_& m) {
   m.def(
       "crc32",
-      [](std::string_view data, uint32_t crc) {
+      [](Bytes data, uint32_t crc) {
         py::gil_scoped_release release;
-        return checkpoint::crc32(bytes_of(data), crc);
+        return checkpoint::crc32(bytes_of(data.view), crc);
       },
       py::arg("data"), py::arg("crc") = 0, "As zlib.crc32.");
   m.def("copy_tensor", &checkpoint::copy_tensor, py::arg("into"),
@@ -89,9 +90,9 @@ void bind_files(py::module_& m) {
            py::arg("chunk_bytes"))
       .def(
           "append",
-          [](FileWriter& writer, std::string_view data) {
+          [](FileWriter& writer, Bytes data) {
             py::gil_scoped_release release;
-            writer.append(bytes_of(data));
+            writer.append(bytes_of(data.view));
           },
           py::arg("data"))
       .def("append_tensor", &checkpoint::append_tensor, py::arg("tensor"),

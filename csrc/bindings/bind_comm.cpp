@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "csrc/bindings/bytes.h"
 #include "csrc/bindings/end_without_gil.h"
 #include "csrc/bindings/waits.h"
 #include "csrc/comm/agreement.h"
@@ -58,12 +59,11 @@ comm::CommunicatorPtr make_c10d(c10::intrusive_ptr<c10d::Backend> backend,
 
 std::shared_ptr<comm::PeerSockets> make_sockets(int global_rank,
                                                 std::string address,
-                                                std::string secret,
-                                                int world_size) {
+                                                Bytes secret, int world_size) {
   const py::gil_scoped_release released;
   comm::PeerSockets::Options options;
   options.address = std::move(address);
-  options.secret = std::move(secret);
+  options.secret = secret.copy();
   options.door.max_half_open += static_cast<size_t>(world_size);
   return end_without_gil(
       new comm::PeerSockets(global_rank, std::move(options)));

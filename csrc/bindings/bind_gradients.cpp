@@ -1,6 +1,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
+
 #include "csrc/bindings/waits.h"
 #include "csrc/gradients/reducer.h"
 #include "csrc/gradients/shard_layout.h"
@@ -40,7 +42,8 @@ ParameterRecord make_record(int index, std::string name,
 
 std::shared_ptr<Reducer> make_reducer(
     std::vector<at::Tensor> params, std::vector<ParameterRecord> records,
-    CommunicatorPtr dp, std::optional<std::vector<MaybeTensor>> targets,
+    std::optional<CommunicatorPtr> dp,
+    std::optional<std::vector<MaybeTensor>> targets,
     std::optional<Sharding> sharding, CommunicatorPtr control, FaultsPtr faults,
     std::vector<int> dp_ranks, int64_t bucket_cap_bytes, bool overlap,
     bool average_over_microbatches, double num_batches,
@@ -65,7 +68,7 @@ std::shared_ptr<Reducer> make_reducer(
     }
   }
   return std::make_shared<Reducer>(std::move(params), std::move(masters),
-                                   std::move(records), std::move(dp),
+                                   std::move(records), dp.value_or(nullptr),
                                    std::move(options));
 }
 

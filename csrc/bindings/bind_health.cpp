@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/bindings/bytes.h"
 #include "csrc/bindings/end_without_gil.h"
 #include "csrc/bindings/waits.h"
 #include "csrc/health/fault_board.h"
@@ -92,8 +93,7 @@ py::dict activity(FaultBoard& board) {
 }
 
 std::shared_ptr<LivenessHub> make_hub(int world_size,
-                                      const std::string& address,
-                                      std::string secret,
+                                      const std::string& address, Bytes secret,
                                       double deadlock_after_s,
                                       double hang_after_s, bool hang_raises) {
   LivenessHub::Options options;
@@ -101,11 +101,11 @@ std::shared_ptr<LivenessHub> make_hub(int world_size,
   options.hang_after = to_ms(hang_after_s);
   options.hang_raises = hang_raises;
   return end_without_gil(
-      new LivenessHub(world_size, address, std::move(secret), options));
+      new LivenessHub(world_size, address, secret.copy(), options));
 }
 
 std::shared_ptr<LivenessClient> make_client(
-    const std::string& host, int port, std::string secret, int global_rank,
+    const std::string& host, int port, Bytes secret, int global_rank,
     std::shared_ptr<FaultBoard> board, double connect_timeout_s,
     std::shared_ptr<StopAgreement> stops,
     std::optional<std::array<int, 3>> stacks_signals, int stacks_fd,
@@ -130,7 +130,7 @@ std::shared_ptr<LivenessClient> make_client(
   }
   py::gil_scoped_release release;
   return end_without_gil(new LivenessClient(
-      host, port, std::move(secret), global_rank, std::move(board), options));
+      host, port, secret.copy(), global_rank, std::move(board), options));
 }
 
 void bind_fault_board(py::module_& m) {
@@ -184,9 +184,10 @@ void bind_fault_board(py::module_& m) {
 }
 
 // The bytes of the handshake among those that came, and what to send.
-py::tuple advance(Handshake& handshake, const std::string& received) {
+py::typing::Tuple<py::int_, py::bytes> advance(Handshake& handshake,
+                                               Bytes received) {
   std::string out;
-  const size_t used = handshake.advance(received, out);
+  const size_t used = handshake.advance(received.view, out);
   return py::make_tuple(used, py::bytes(out));
 }
 
@@ -194,10 +195,18 @@ void bind_handshake(py::module_& m) {
   py::class_<Handshake>(
       m, "Handshake",
       "One side of the proof that both ends of a connection know the secret.")
-      .def_static("listener", &Handshake::listener, py::arg("secret"),
-                  py::arg("purpose"))
-      .def_static("caller", &Handshake::caller, py::arg("secret"),
-                  py::arg("purpose"), py::arg("number"))
+      .def_static(
+          "listener",
+          [](Bytes secret, std::string purpose) {
+            return Handshake::listener(secret.copy(), std::move(purpose));
+          },
+          py::arg("secret"), py::arg("purpose"))
+      .def_static(
+          "caller",
+          [](Bytes secret, std::string purpose, int32_t number) {
+            return Handshake::caller(secret.copy(), std::move(purpose), number);
+          },
+          py::arg("secret"), py::arg("purpose"), py::arg("number"))
       .def("advance", &advance, py::arg("received"),
            "Takes bytes; how many belong to it, and the bytes to send. "
            "RuntimeError when the other side does not know the secret.")

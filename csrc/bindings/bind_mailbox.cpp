@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/bindings/bytes.h"
 #include "csrc/bindings/end_without_gil.h"
 #include "csrc/bindings/waits.h"
 #include "csrc/comm/communicator.h"
@@ -154,14 +155,15 @@ py::bytes recv(ObjectExchange& exchange, int src) {
   return bytes;
 }
 
-py::list all_gather(ObjectExchange& exchange, const std::vector<int>& ranks,
-                    std::string bytes, const std::string& what) {
+py::typing::List<py::bytes> all_gather(ObjectExchange& exchange,
+                                       const std::vector<int>& ranks,
+                                       Bytes data, const std::string& what) {
   std::vector<std::string> gathered;
   {
     py::gil_scoped_release release;
-    gathered = exchange.all_gather(ranks, std::move(bytes), what);
+    gathered = exchange.all_gather(ranks, data.copy(), what);
   }
-  py::list result;
+  py::typing::List<py::bytes> result;
   for (const std::string& one : gathered) result.append(py::bytes(one));
   return result;
 }
@@ -216,13 +218,21 @@ void bind_mailbox(py::module_& m) {
             exchange.set_timeout(to_ms(timeout_s));
           },
           py::arg("timeout_s"), release_gil())
-      .def("send", &ObjectExchange::send, release_gil(), py::arg("dst"),
-           py::arg("data"), "Returns when dst has called recv.")
+      .def(
+          "send",
+          [](ObjectExchange& exchange, int dst, Bytes data) {
+            exchange.send(dst, data.copy());
+          },
+          release_gil(), py::arg("dst"), py::arg("data"),
+          "Returns when dst has called recv.")
       .def("recv", &recv, py::arg("src"),
            "The next object that src sent or broadcast.")
-      .def("broadcast", &ObjectExchange::broadcast, release_gil(),
-           py::arg("ranks"), py::arg("data"),
-           "By the sender only; returns when all others have called recv.")
+      .def(
+          "broadcast",
+          [](ObjectExchange& exchange, const std::vector<int>& ranks,
+             Bytes data) { exchange.broadcast(ranks, data.copy()); },
+          release_gil(), py::arg("ranks"), py::arg("data"),
+          "By the sender only; returns when all others have called recv.")
       .def("all_gather", &all_gather, py::arg("ranks"), py::arg("data"),
            py::arg("what") = "all_gather",
            "Collective: the bytes of all, in the order of ranks.")

@@ -50,14 +50,15 @@ memory::RecomputedFunction checkpointed(py::function function) {
   };
 }
 
-Tensors recompute(py::function function, const Tensors& inputs, bool needs_grad,
-                  bool preserve_random_state, const std::string& device,
-                  std::shared_ptr<memory::ActivationStore> store) {
+Tensors recompute(
+    py::function function, const Tensors& inputs, bool needs_grad,
+    bool preserve_random_state, const std::string& device,
+    std::optional<std::shared_ptr<memory::ActivationStore>> store) {
   memory::RecomputeOptions options;
   options.needs_grad = needs_grad;
   options.preserve_random_state = preserve_random_state;
   options.device = c10::Device(device);
-  options.store = std::move(store);
+  options.store = store.value_or(nullptr);
   auto call = checkpointed(std::move(function));
   py::gil_scoped_release release;
   return memory::recompute(std::move(call), inputs, options);

@@ -1,6 +1,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
+
 #include "csrc/bindings/waits.h"
 #include "csrc/health/fault_board.h"
 #include "csrc/parameters/flat_gathers.h"
@@ -23,11 +25,11 @@ using Store = std::shared_ptr<BackwardUses>;
 Store make_store(const std::vector<at::Tensor>& params,
                  const std::vector<at::Tensor>& shards,
                  std::vector<std::vector<int>> units,
-                 std::vector<std::string> names, CommunicatorPtr group,
-                 CommunicatorPtr across, CommunicatorPtr within,
-                 int64_t max_live_elements, int64_t persistence_threshold,
-                 int num_ahead, FaultsPtr faults, std::vector<int> ranks,
-                 double timeout_s) {
+                 std::vector<std::string> names,
+                 std::optional<CommunicatorPtr> group, CommunicatorPtr across,
+                 CommunicatorPtr within, int64_t max_live_elements,
+                 int64_t persistence_threshold, int num_ahead, FaultsPtr faults,
+                 std::vector<int> ranks, double timeout_s) {
   ParameterStore::Options options;
   options.max_live_elements = max_live_elements;
   options.persistence_threshold = persistence_threshold;
@@ -39,7 +41,7 @@ Store make_store(const std::vector<at::Tensor>& params,
   auto gathers = across && within
                      ? parameters::make_hierarchical_gathers(std::move(across),
                                                              std::move(within))
-                     : parameters::make_flat_gathers(std::move(group));
+                     : parameters::make_flat_gathers(group.value_or(nullptr));
   return std::make_shared<BackwardUses>(std::make_shared<ParameterStore>(
       params, shards, std::move(units), std::move(names), std::move(gathers),
       std::move(options)));

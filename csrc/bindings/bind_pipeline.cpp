@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "csrc/bindings/bytes.h"
 #include "csrc/health/fault_board.h"
 #include "csrc/mailbox/mailbox.h"
 #include "csrc/memory/device_meter.h"
@@ -119,15 +120,14 @@ void run_step(Server& server, int num_microbatches, uint64_t seed,
 }
 
 py::tuple remote_call(Server& server, int owner_global_rank, int64_t module_id,
-                      bool training, const std::string& structure,
-                      const std::string& mode,
+                      bool training, Bytes structure, const std::string& mode,
                       const std::vector<at::Tensor>& tensors) {
   pipeline::RemoteResult result;
   {
     py::gil_scoped_release release;
     result =
         pipeline::remote_call(server.caller(), owner_global_rank, module_id,
-                              training, structure, mode, tensors);
+                              training, structure.copy(), mode, tensors);
   }
   return py::make_tuple(py::bytes(result.structure), std::move(result.tensors),
                         std::move(result.changed_args), result.shares_memory,
@@ -312,10 +312,10 @@ void bind_pipeline(py::module_& m) {
            "Arithmetic at the home of the handles.")
       .def(
           "publish_output",
-          [](Server& server, const std::string& structure,
+          [](Server& server, Bytes structure,
              const std::vector<at::Tensor>& tensors) {
             py::gil_scoped_release release;
-            server.announcements().publish_output(structure, tensors);
+            server.announcements().publish_output(structure.copy(), tensors);
           },
           py::arg("structure"), py::arg("tensors"),
           "Driver: the model's output for the others.")

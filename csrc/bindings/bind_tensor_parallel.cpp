@@ -1,6 +1,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
+
 #include "csrc/bindings/waits.h"
 #include "csrc/health/fault_board.h"
 #include "csrc/tensor_parallel/layer_name.h"
@@ -18,16 +20,18 @@ using tensor_parallel::Group;
 using tensor_parallel::GroupPtr;
 using tensor_parallel::Sizes;
 
-GroupPtr make_group(comm::CommunicatorPtr communicator, int group_rank,
-                    int size, comm::CommunicatorPtr control, FaultsPtr faults,
-                    std::vector<int> ranks, double timeout_s) {
+GroupPtr make_group(std::optional<comm::CommunicatorPtr> communicator,
+                    int group_rank, int size, comm::CommunicatorPtr control,
+                    FaultsPtr faults, std::vector<int> ranks,
+                    double timeout_s) {
   comm::Patience patience =
       make_patience(timeout_s, std::move(faults), std::move(ranks));
   patience.hint =
       "did every rank of the tensor-parallel group run the same modules, and "
       "backward equally often?";
-  return std::make_shared<Group>(std::move(communicator), std::move(control),
-                                 group_rank, size, std::move(patience));
+  return std::make_shared<Group>(communicator.value_or(nullptr),
+                                 std::move(control), group_rank, size,
+                                 std::move(patience));
 }
 
 std::vector<at::Tensor> gathered_linears(

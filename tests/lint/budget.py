@@ -27,7 +27,7 @@ FOLDERS = ("csrc", "python")
 _PYTHON = {".py", ".pyi"}
 _CPP = {".h", ".cpp", ".cu", ".cuh"}
 #: Files that the build writes into the packages.
-_WRITTEN = {"_build_info.py"}
+_WRITTEN = {"_build_info.py", "_C.pyi"}
 _LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,

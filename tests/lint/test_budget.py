@@ -58,6 +58,7 @@ def test_files_belong_to_rooms() -> None:
     assert budget.room_of("python/smp_cli/doctor/a.py") == "python/smp_cli"
     assert budget.room_of("python/smp/py.typed") is None
     assert budget.room_of("python/smp/_build_info.py") is None
+    assert budget.room_of("python/smp/_C.pyi") is None
 
 
 def test_rooms_that_break_the_table_are_found() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.lint.layers import REPO
 
-_SKIPPED = {"build", "dist", "third_party", "__pycache__", "LICENSE", ".git"}
+_SKIPPED = {"build", "dist", "third_party", "__pycache__", "LICENSE", ".git", "_C.pyi"}
 _CODE = {".py", ".pyi", ".h", ".cpp", ".cu", ".cmake", ".sh", ".in"}
 _TEXT = _CODE | {".md", ".txt", ".cfg", ".toml", ".yaml", ".yml", ".supp", ""}
 _MAX_LINES = 600
