@@ -163,7 +163,7 @@ def test_all_end_when_one_fails(hosts: Hosts) -> None:
         "time.sleep(9999)"
     )
     source = WAIT.replace("time.sleep(9999)", fails)
-    status, out, err = hosts.run(source, "--grace-s", str(PATIENCE_S))
+    status, out, err = hosts.run(source, "--grace-s", "5")
     assert status == 7 and "smp run: rank 3 exited with status 7" in err, err
     wait_for_ends(hosts.pids(4))
     assert out.count("got 15") == 3
