@@ -71,12 +71,8 @@ PUBLIC_PATHS = frozenset(
 TOOLS = frozenset({"observe", "planning", "commands", "smp_cli"})
 # Files of the core that still import a tool. This table only gets shorter.
 CORE_USES_TOOLS: dict[str, frozenset[str]] = {
-    "model/distributed_model.py": frozenset({"observe"}),
     "model/engine.py": frozenset({"observe"}),
-    "model/model_calls.py": frozenset({"observe"}),
-    "optim/distributed_optimizer.py": frozenset({"observe"}),
     "step/batch_check.py": frozenset({"observe"}),
-    "step/decorator.py": frozenset({"observe"}),
 }
 _ON_TOP = PUBLIC_PATHS | {"__init__", "__main__"}
 
