@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from workers import Worker
 
 import smp
+from smp.observe.batch_check.check import BatchCheckObserver
 from smp.world import runtime
 
 
@@ -25,6 +26,7 @@ def main() -> None:
     torch.manual_seed(0)
     own = GPT2Config(**config["gpt2"], use_cache=False, bos_token_id=0, eos_token_id=0)
     model = smp.DistributedModel(GPT2LMHeadModel(own))
+    outcomes = runtime.current().observers.of_kind(BatchCheckObserver).outcomes
     ids = torch.randint(own.vocab_size, (config["batch_size"], own.n_positions))
 
     @smp.step
@@ -38,7 +40,7 @@ def main() -> None:
         return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
 
     def checked() -> None:
-        runtime.current().steps.batch_checks.clear()
+        outcomes.clear()
         train(ids)
 
     @torch.no_grad()
@@ -57,7 +59,7 @@ def main() -> None:
     mine = {f"{name}_s": statistics.median(seconds) for name, seconds in spent_s.items()}
     mine["forwards"] = (mine["checked_s"] - mine["step_s"]) / mine["forward_s"]
     ranks = smp.allgather(mine, smp.WORLD)
-    assert set(runtime.current().steps.batch_checks.values()) == {"equal"}
+    assert set(outcomes.values()) == {"equal"}
     worker.emit("smp", max(ranks, key=lambda rank: rank["checked_s"]))
     smp.shutdown()
 

@@ -422,9 +422,10 @@ def check(
             optimizer.zero_grad()
             losses.append(float(train(*arguments()).reduce_mean()))
             optimizer.step()
+        from smp.observe.batch_check.check import BatchCheckObserver
         from smp.world import runtime
 
-        outcomes = list(runtime.current().steps.batch_checks.values())
+        outcomes = list(runtime.current().observers.of_kind(BatchCheckObserver).outcomes.values())
         lines = [line for line in listener.lines if "loss of step" in line]
         return outcomes, lines, [*losses, *calls]
     finally:

@@ -44,11 +44,11 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"dropout", "initial", "partition"}),
     frozenset({"activations"}),
     frozenset({"data_parallel", "nn", "pipeline", "precision"}),
-    frozenset({"observe", "planning", "replacement", "storage"}),
+    frozenset({"planning", "replacement", "storage"}),
     frozenset({"compilation"}),
     frozenset({"model"}),
     frozenset({"optim", "step"}),
-    frozenset({"checkpoint"}),
+    frozenset({"checkpoint", "observe"}),
     frozenset({"commands", "integrations", "v1"}),
 )
 PYTHON_BELOW_ALL = frozenset({"_C", "_build_info", "_torch_releases", "_version"})
@@ -69,11 +69,6 @@ PUBLIC_PATHS = frozenset(
 )
 # Tools look at the core; the core runs without them.
 TOOLS = frozenset({"observe", "planning", "commands", "smp_cli"})
-# Files of the core that still import a tool. This table only gets shorter.
-CORE_USES_TOOLS: dict[str, frozenset[str]] = {
-    "model/engine.py": frozenset({"observe"}),
-    "step/batch_check.py": frozenset({"observe"}),
-}
 _ON_TOP = PUBLIC_PATHS | {"__init__", "__main__"}
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]')

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 import smp._C as _C
 from smp import activations, data_parallel
@@ -24,7 +24,6 @@ from smp.model.plain_states import guard_states
 from smp.model.whole_state import WholeState
 from smp.modules.compiled import CompileRequest
 from smp.modules.watching import unwatched
-from smp.observe.batch_check.passes import BatchPass
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
 from smp.partition.trace_choice import TraceOptions
@@ -34,6 +33,16 @@ from smp.storage.choose import make_storage
 from smp.storage.protocol import Storage
 from smp.tensor_parallel.registry import Registration
 from smp.world import runtime
+
+
+class CallsSeen(Protocol):
+    """Sees the calls of models in a step that is run once more (`smp.observe.batch_check`)."""
+
+    def on_output(self, model_idx: int, output: Any) -> Any: ...
+    def follow(self, called_idx: int) -> None: ...
+    def on_backward(
+        self, roots: Sequence[Tensor], grads: Sequence[Tensor | None] | None
+    ) -> None: ...
 
 
 class Engine:
@@ -108,7 +117,7 @@ class Engine:
         self.storage: Storage | None = None
         self.pipeline: PipelinePlace | None = None
         self.capture: Capture | None = None
-        self.batch_pass: BatchPass | None = None
+        self.batch_pass: CallsSeen | None = None
         self.uneven: data_parallel.UnevenBatches | None = None
         self.on_next_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self.joins_step = False

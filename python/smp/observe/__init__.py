@@ -1,5 +1,6 @@
 """What people see of a run. `OBSERVERS` are the tools that look at steps."""
 
+from smp.observe.batch_check.check import BatchCheckObserver
 from smp.observe.first_step.observer import FirstStepObserver
 from smp.observe.memory.out_of_memory import MemoryObserver
 from smp.observe.nonfinite import NonFiniteObserver
@@ -11,6 +12,7 @@ OBSERVERS = (
     NonFiniteObserver,
     VerificationObserver,
     FirstStepObserver,
+    BatchCheckObserver,
     StepLog,
     MemoryObserver,
 )

@@ -130,6 +130,27 @@ class BodiesOfRanks:
         ]
 
 
+@dataclass(frozen=True)
+class TrainedStep:
+    """A step that has trained, for observers that run its function again.
+
+    Attributes:
+        engines: engines of the partitioned models.
+        name: name of the step function.
+        function: function of the user.
+        batch: arguments of the step.
+        rule: rule that weighs microbatches.
+        make: makes the bodies of a pass over a batch.
+    """
+
+    engines: Sequence[Any]
+    name: str
+    function: Callable[..., Any]
+    batch: Batch
+    rule: Any
+    make: Callable[[Batch], Bodies]
+
+
 MakeBodies = Callable[[Batch, int, int], Bodies]
 
 

@@ -21,8 +21,7 @@ from smp.model.share import Share, set_share
 from smp.modules import autocast
 from smp.pipeline import begin_context
 from smp.step import microbatch
-from smp.step.batch_check import BatchCheck
-from smp.step.batches import Batch, Bodies, Pieces, make_bodies
+from smp.step.batches import Batch, Bodies, Pieces, TrainedStep, make_bodies
 from smp.step.cutting import Cutting
 from smp.step.differentiation import explaining_derivatives
 from smp.step.first_use import partition_used
@@ -129,7 +128,7 @@ class StepFunction:
                 run_without_model(current, self._name, count, bodies, trains=trains)
             step_run.end()
         if trains:
-            self._check_loss(current, engines, batches[0])
+            self._show_trained(current, engines, batches[0])
             current.steps.has_gradients = True
             for optimizer in current.wrapped.optimizers:
                 optimizer._step_done()
@@ -197,16 +196,18 @@ class StepFunction:
             place_of = functools.partial(current.dropout.body, part=batch.part)
         return _Bodies(current, function, batch.pieces(count), shares, place_of)
 
-    def _check_loss(
+    def _show_trained(
         self, current: runtime.Runtime, engines: Sequence[Engine], batch: Batch
     ) -> None:
-        """Compares, once, the loss of the batch with that of its pieces. Collective."""
+        """Shows a step that has trained to observers, which may run its function again."""
 
         def make(own: Batch) -> Bodies:
             shares = [Share(None, mb) for mb in range(own.count)]
             return _Bodies(current, self._function, own.pieces(own.count), shares, None)
 
-        BatchCheck(current, engines, self._name, self._function, batch, self._rule, make).run()
+        step = TrainedStep(engines, self._name, self._function, batch, self._rule, make)
+        for see in current.observers.step_trained:
+            see(step)
 
 
 class _explaining:

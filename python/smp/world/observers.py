@@ -64,6 +64,12 @@ class StepObserver:
     def abandon_step(self) -> None:
         """Sees a step fail. Not collective."""
 
+    def step_trained(self, step: Any) -> None:
+        """Receives a `smp.step.batches.TrainedStep` before its result is returned, on all ranks.
+
+        May be collective.
+        """
+
     def step_returned(self, duration_s: float, *, trains: bool, num_samples: int) -> None:
         """Sees a step function return.
 
@@ -104,6 +110,7 @@ class Observers:
     backward: tuple[Callable[..., None], ...]
     end_step: tuple[Callable[[], None], ...]
     abandon_step: tuple[Callable[[], None], ...]
+    step_trained: tuple[Callable[[Any], None], ...]
     step_returned: tuple[Callable[..., None], ...]
     failed: tuple[Callable[[str, BaseException], None], ...]
 

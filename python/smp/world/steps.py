@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from smp.world.rank import Rank
 
@@ -22,7 +21,6 @@ class Steps:
             gradients elsewhere that no update has used yet.
         samples: of the batch of the last step on this rank; 0: not known.
         dropout_seed: of masks that no layout changes; None: no step has needed it.
-        batch_checks: what the check of the loss came to, by step function.
         num_passes: evaluations that the check of the loss ran besides.
         num_scaled_backwards: backward passes that are under way and began at a loss with its scale.
     """
@@ -35,7 +33,6 @@ class Steps:
         self.missed_at: str | None = None
         self.num_scaled_backwards = self.samples = 0
         self.dropout_seed: int | None = None
-        self.batch_checks: dict[Any, str] = {}
         self._on_finished: list[Callable[[float], None]] = []
 
     def inject_fault(self, step: int, microbatch: int | None = None) -> None:

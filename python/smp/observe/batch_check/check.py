@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.data_parallel.batch_weights import num_batches
 from smp.dropout.others import others_kept
-from smp.model.engine import Engine
 from smp.modules.tracing import running_again
 from smp.observe.batch_check import verdict as judging
 from smp.observe.batch_check.passes import ENDED, BatchPass
@@ -28,16 +27,14 @@ from smp.observe.first_step.records import is_compiled
 from smp.partition.containers import Containers, reachable_from_hook
 from smp.partition.trace_guard import untouched
 from smp.partition.trace_state import KeptValues
-from smp.step.batches import Batch, Bodies
+from smp.step.batches import Batch, Bodies, TrainedStep
 from smp.step.run import StepRun
-from smp.step.weights import WeightRule
 from smp.world import comm, runtime
+from smp.world.observers import StepObserver
 
 _log = logging.getLogger("smp")
 
 _MOST_PIECES = 4  # of what is looked at
-
-MakeBodies = Callable[[Batch], Bodies]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,59 +79,64 @@ class _Look:
         return _sizes(self.num_samples, self.number)
 
 
-class BatchCheck:
-    """Check of one step function on one rank, behind its first step that trains.
+class BatchCheckObserver(StepObserver):
+    """Runs a `BatchCheck` behind the first training step of each step function.
 
-    Args:
-        current: the runtime.
-        engines: partitioned models.
-        name: of the step function.
-        function: the user's function.
-        batch: arguments of the step.
-        rule: weighs microbatches.
-        make: makes the bodies of a pass over a batch.
+    Attributes:
+        outcomes: result of the check in words, by step function and models.
     """
 
-    def __init__(
-        self,
-        current: runtime.Runtime,
-        engines: Sequence[Engine],
-        name: str,
-        function: Callable[..., Any],
-        batch: Batch,
-        rule: WeightRule,
-        make: MakeBodies,
-    ) -> None:
-        self._current, self._engines, self._name = current, list(engines), name
-        self._function, self._batch, self._rule, self._make = function, batch, rule, make
-        ranks = current.rank.ranks
-        self._is_driver = ranks["pp"] == 0
-        self._reads = (ranks["rdp"], ranks["tp"])
-        uneven = any(engine.uneven is not None for engine in engines)
-        self._group = comm.MP_GROUP if uneven else comm.WORLD
+    def __init__(self, current: runtime.Runtime) -> None:
+        self._current = current
+        self.outcomes: dict[Any, str] = {}
 
-    def run(self) -> None:
-        """Does what has to be done, in the first call only. Collective over all ranks, within
-        `DistributedModel.join` over those of a replica.
+    def step_trained(self, step: TrainedStep) -> None:
+        """Checks the first step only. Collective over all ranks, inside of `join` over a replica.
 
         Raises:
             FirstStepDifference: on all of them, if `SMP_CHECK_FIRST_STEP` is 1.
         """
-        steps = self._current.steps
-        code = getattr(self._function, "__code__", self._function)
-        # Inside of `join` some replicas may have no step, so another one is checked outside of it.
-        key = (code, self._group, *(engine.idx for engine in self._engines))
-        # A timeline shows the steps of the script alone; a later step is checked then.
-        if key in steps.batch_checks or not self._is_cut() or self._current.timeline.is_on:
-            return
-        steps.batch_checks[key] = "runs"
-        outcome = self._outcome()
-        steps.batch_checks[key] = outcome
-        self._tell(outcome)
-
-    def _is_cut(self) -> bool:
         rank = self._current.rank
-        return rank.config.microbatches > 1 or num_batches(rank) > 1
+        code = getattr(step.function, "__code__", step.function)
+        # Inside of `join` some replicas may have no step, so another one is checked outside of it.
+        is_uneven = any(engine.uneven is not None for engine in step.engines)
+        key = (code, is_uneven, *(engine.idx for engine in step.engines))
+        is_cut = rank.config.microbatches > 1 or num_batches(rank) > 1
+        # A timeline shows the steps of the script alone; a later step is checked then.
+        if key in self.outcomes or not is_cut or self._current.timeline.is_on:
+            return
+        self.outcomes[key] = "runs"
+        check = BatchCheck(self._current, step, comm.MP_GROUP if is_uneven else comm.WORLD)
+        self.outcomes[key] = check.run()
+
+
+class BatchCheck:
+    """The check of one step function on one rank, behind its first step that trains.
+
+    Args:
+        current: the runtime.
+        step: the step that has trained.
+        group: ranks that take part.
+    """
+
+    def __init__(self, current: runtime.Runtime, step: TrainedStep, group: comm.CommGroup) -> None:
+        self._current, self._engines, self._name = current, list(step.engines), step.name
+        self._function, self._batch = step.function, step.batch
+        self._rule, self._make = step.rule, step.make
+        ranks = current.rank.ranks
+        self._is_driver = ranks["pp"] == 0
+        self._reads = (ranks["rdp"], ranks["tp"])
+        self._group = group
+
+    def run(self) -> str:
+        """Returns the outcome in words, and logs it. Collective over the group.
+
+        Raises:
+            FirstStepDifference: on all of them, if `SMP_CHECK_FIRST_STEP` is 1.
+        """
+        outcome = self._outcome()
+        self._tell(outcome)
+        return outcome
 
     def _tell(self, outcome: str) -> None:
         is_strict = self._current.rank.settings.check_first_step == "1"
