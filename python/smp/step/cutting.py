@@ -34,12 +34,13 @@ class Cutting:
         self._rules = rules
         self._readings = read(arguments, rules)
         self.num_samples = self._readings.num_samples
+        self._along = list(self._tensors(arguments, ()))
         self._fixed = self._take_fixed()
 
     def _take_fixed(self) -> list[Path]:
         """Returns tensors that are cut and have not changed since the last call, if others have."""
         seen, fixed, shapes = self._rules.seen, [], self._readings.shapes
-        for path, tensor, _ in self._tensors(self.arguments, ()):
+        for path, tensor, _ in self._along:
             if path not in shapes:
                 continue
             version = 0 if tensor.is_inference() else tensor._version
@@ -79,13 +80,14 @@ class Cutting:
         """Returns one of so many parts of the batch, as a batch that is read in the same way."""
         part = copy.copy(self)
         part.arguments = {name: pieces[number] for name, pieces in self.pieces(count).items()}
+        part._along = list(part._tensors(part.arguments, ()))
         edges = _edges(self.num_samples, count)
         part.num_samples = edges[number + 1] - edges[number]
         return part
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
         """Yields tensors that are cut along a dimension, with their names."""
-        for path, tensor, axis in self._tensors(self.arguments, ()):
+        for path, tensor, axis in self._along:
             yield ".".join(path), tensor, axis
 
     def _tensors(self, value: Any, path: Path) -> Iterator[tuple[Path, Tensor, int]]:
@@ -140,8 +142,8 @@ class Cutting:
     def remarks(self, count: int) -> dict[str, str]:
         """Returns what a script should read of the cutting, by kind."""
         remarks, readings = {}, self._readings
-        cut = _listed(readings.shapes) or "nothing else"
         if readings.others:
+            cut = _listed(readings.shapes) or "nothing else"
             sizes = ", ".join(f"{'.'.join(p)} {shape}" for p, shape in readings.others.items())
             remarks["others"] = (
                 f"cuts {self.num_samples} samples ({cut}) into {count} microbatches, and gives "

@@ -1,0 +1,87 @@
+"""The way of one step through the Python code, counted by a profiler in the script's thread."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.dist.pool import Pool
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Python calls inside of the library.
+
+    Attributes:
+        calls: number of calls.
+        files: number of files with a function that was called.
+        room_changes: number of calls in another room than the call before.
+    """
+
+    calls: int
+    files: int
+    room_changes: int
+
+
+def walk_of(function: Callable[[], object]) -> Walk:
+    import smp
+
+    base = os.path.dirname(smp.__file__) + os.sep
+    files: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(base):
+            files.append(path[len(base) :])
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    rooms = [file.split(os.sep)[0] for file in files]
+    changes = sum(a != b for a, b in zip(rooms, rooms[1:], strict=False))
+    return Walk(len(files), len(set(files)), changes)
+
+
+def walk(rank: int) -> dict[str, Walk]:
+    import smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    torch.manual_seed(0)
+    model = smp.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(4, 8)
+    for _ in range(3):  # checks of the first step are over then
+        optimizer.zero_grad()
+        step(x)
+        optimizer.step()
+    return {"step": walk_of(lambda: step(x)), "optimizer.step": walk_of(optimizer.step)}
+
+
+#: the most that a step of a pipeline may take; lowered with each change that shortens the way
+LIMITS = {"step": Walk(240, 46, 85), "optimizer.step": Walk(111, 21, 49)}
+
+
+def test_a_step_takes_no_more_calls_than_before(pool: Pool) -> None:
+    for walks in pool.run(2, walk):
+        print(walks)
+        for name, limit in LIMITS.items():
+            assert walks[name].calls <= limit.calls
+            assert walks[name].files <= limit.files
+            assert walks[name].room_changes <= limit.room_changes
+            assert walks[name].calls > 20, "the profiler saw nothing"
