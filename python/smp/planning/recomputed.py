@@ -18,7 +18,6 @@ class Layer:
         module: the module.
         input_bytes: bytes of the tensors with gradients that come into it.
         kept_bytes: bytes of activations of all modules in it.
-        kept_bytes: activations of all modules in it.
     """
 
     module: nn.Module
