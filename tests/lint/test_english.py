@@ -11,7 +11,7 @@ from tests.lint.layers import REPO
 UNWRITTEN = frozenset(
     """
     activations checkpoint commands compilation data_parallel dropout initial model
-    modules optim patches precision step storage tensor_parallel
+    optim patches precision step storage tensor_parallel
     world
     """.split()
 )
