@@ -145,7 +145,5 @@ def has_filler(tensor: Tensor) -> bool:
 def exchange(parameter: nn.Parameter, value: Tensor) -> None:
     """Puts a tensor of another device type into a parameter, for which ``.data =`` fails."""
     other = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    other.__dict__.update(
-        parameter.__dict__
-    )  # swap_tensors swaps attributes, but they have to stay
+    other.__dict__.update(parameter.__dict__)  # swap_tensors swaps attributes, which have to stay
     torch.utils.swap_tensors(parameter, other)
