@@ -36,7 +36,7 @@ def check_mode(mode: object) -> None:
 
 
 class CompiledParts:
-    """Takes over what the user has compiled of a model, and compiles local modules.
+    """Replaces the user's compiled modules of a model by units that are compiled on this rank.
 
     Modules are chosen when the model is partitioned, and again when wrappers of their forwards
     change or hooks are registered on them, because the compiler would not see that.
@@ -115,7 +115,7 @@ class CompiledParts:
             self._told.note(Left("replaced", type(module).__name__, reason))
 
     def take(self) -> None:
-        """Takes over what the user has compiled since; before the partition also modules."""
+        """Collects the user's new requests; before the partition also those by compiled modules."""
         found: dict[nn.Module, CompileRequest] = {}
         if not self._is_placed:
             take_compiled(self._root, found)

@@ -26,7 +26,7 @@ def try_out(compiled: Callable[..., Any], inputs: Sequence[Any]) -> bool:
     then on while its graph is kept, if `donated_buffer` of PyTorch was off when it was compiled.
 
     Args:
-        compiled: function that a backend has made of a graph.
+        compiled: function that a backend made from a graph.
         inputs: inputs of its first call.
 
     Returns:
@@ -42,7 +42,7 @@ def try_out(compiled: Callable[..., Any], inputs: Sequence[Any]) -> bool:
         roots = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
         _say_that_nothing_is_donated(roots)
         if roots and leaves:
-            # A backward runs outside of autocast; a schedule may run it in two parts.
+            # A backward runs outside autocast; a schedule may run it in two parts.
             with torch._C._DisableAutocast(), torch.enable_grad():
                 grads = [torch.ones_like(root) for root in roots]
             with torch._C._DisableAutocast():

@@ -161,7 +161,7 @@ def _of_context(context: Any) -> CompileRequest | None:
 
 
 def _context_behind(function: Any) -> Any:
-    """Returns the object of PyTorch that has made a compiled function."""
+    """Returns the object of PyTorch that made a compiled function."""
     function = getattr(function, "__func__", function)
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     for name, cell in zip(code.co_freevars if code is not None else (), cells, strict=False):

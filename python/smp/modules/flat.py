@@ -1,6 +1,6 @@
 """Separates nested values of any classes into tensors and the rest.
 
-pytree knows containers and registered classes. Objects of other classes, such as dataclasses, are
+pytree handles containers and registered classes. Objects of other classes, such as dataclasses, are
 taken apart into their contents and rebuilt, so that tensors in them count like any others.
 """
 
@@ -190,7 +190,7 @@ class Flat:
     """A nested value as tensors, each once, and the rest.
 
     Args:
-        value: any value. Objects that pytree does not know are kept, unless they contain a tensor
+        value: any value. Objects that pytree does not handle are kept, unless they contain a tensor
             that counts; then :meth:`filled` makes others of their class.
         counts: function that returns whether a tensor counts; None: all do.
 

@@ -38,7 +38,7 @@ class Around(enum.IntEnum):
     """Kinds of wrappers around a forward, from the inside to the outside."""
 
     COMPILED = -4
-    """Runs the function that `torch.compile` has made of the forward."""
+    """Runs the forward as compiled by `torch.compile`."""
     OPERANDS = -3
     """Casts operands of operators in 16-bit training."""
     RECORD = -2

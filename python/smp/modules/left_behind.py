@@ -2,11 +2,11 @@
 
 A layer may keep its auxiliary loss in an attribute, which its parent reads; a hook may put features
 into a dictionary. The first run of a checkpoint makes such tensors without a graph, so those that
-have a graph without a checkpoint have to be results of it. Others must not be results: a moving
+have a graph without a checkpoint have to be results of it. Other tensors must not be results: a moving
 average would be tied to the graph of the step before. A run with a graph, once, distinguishes them.
 
 The second run finds the same tensors and numbers as the first one, such as a counter, or a flag
-that the parent has reset in between. Those that the second run leaves are removed. Lists of numbers
+that the parent has reset in between. Values that the second run leaves are removed. Lists of numbers
 are changed by both runs.
 """
 
@@ -357,7 +357,7 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _held_by(hook: Any) -> Iterator[Any]:
-    """Yields values that a hook can reach besides its arguments: by its closure or its object."""
+    """Yields values other than arguments that a hook can reach: by its closure or its object."""
     if isinstance(hook, functools.partial):
         yield from (*hook.args, *hook.keywords.values())
         hook = hook.func

@@ -1,4 +1,4 @@
-"""Marks runs of a model besides the real one, such as the tracing pass of the first step."""
+"""Marks runs of a model in addition to the real one, such as the tracing pass of the first step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tracing() -> Iterator[None]:
 
 @contextmanager
 def running_again() -> Iterator[None]:
-    """Marks a run of a model besides the real one; split modules communicate as usual."""
+    """Marks a run of a model in addition to the real one; split modules communicate as usual."""
     _Tracing.depth += 1
     try:
         yield

@@ -46,7 +46,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases; steps are a separate metric, beside those of the script.
+    """A run of Weights & Biases; steps are a metric separate from those of the script.
 
     Args:
         run: run that the caller has begun and finishes; None takes the active one, or begins one by

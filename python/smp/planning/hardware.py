@@ -31,7 +31,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds of a core that a step takes besides work and messages.
+    """Seconds of a core that a step takes in addition to work and messages.
 
     They are measured while all cores are busy, with the library (`benchmarks/calibration.py`).
 

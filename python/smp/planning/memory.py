@@ -1,7 +1,7 @@
 """Computes bytes of a rank by kind from numbers of elements and of activations.
 
-The formulas are those of docs/memory.md and docs/design/memory.md. A peak lies where a forward
-ends, with all activations, or where the backward ends, with all gradients.
+The formulas are those of docs/memory.md and docs/design/memory.md. The peak is reached when a
+forward ends, with all activations, or when the backward ends, with all gradients.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ class Passing:
     again: float = 0.0
 
     def forward_ends(self, kept: int) -> float:
-        """Returns the bytes besides the activations of `kept` microbatches, one in backward."""
+        """Returns bytes in addition to the activations of `kept` microbatches, one in backward."""
         loss = self.tensor + max(self.tensor, self.gradient)
         return max(loss, self.again) + (kept - 1) * self.tied
 
     @property
     def backward_ends(self) -> float:
-        """Returns the bytes besides all gradients."""
+        """Returns bytes in addition to all gradients."""
         return max(self.gradient, self.again) + self.tied
 
 

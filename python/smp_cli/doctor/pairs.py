@@ -34,7 +34,7 @@ class Pair:
 class Server:
     """Answers the questions of other hosts, one after the other, while the block lasts.
 
-    A caller that does not first prove that it knows the secret gets no answer. The proof is that
+    A caller that does not first prove that it has the secret gets no answer. The proof is that
     of all connections of a job: `csrc/health/handshake.h`.
     """
 
@@ -115,10 +115,10 @@ def measure(own: str, address: str, port: int, secret: bytes) -> Pair:
         own: address of this host, from which to connect.
         address: address of the other host.
         port: port of its server.
-        secret: secret that the server knows.
+        secret: secret of the server.
 
     Raises:
-        OSError: the server does not answer, or does not know the secret.
+        OSError: the server does not answer, or has another secret.
     """
     with socket.create_connection((address, port), _ANSWER_S, (own, 0)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Losses are sums in different orders: a difference of so many last places is rounding.
+# Losses are sums in different orders: a difference of up to this many last places is rounding.
 _LAST_PLACES = 64
 _MARGIN = 10.0
 

@@ -1,4 +1,4 @@
-"""Runs the whole model in one process, besides the pipeline, without lasting effects."""
+"""Runs the whole model in one process, in addition to the pipeline, without lasting effects."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 
 def describe_leaf(value: Any) -> tuple[Any, ...]:
-    """Returns what must be equal of a leaf besides its numbers."""
+    """Returns the facts about a leaf, other than its numbers, that must be equal."""
     if isinstance(value, Tensor):
         value = _Shape.of(value)
     if isinstance(value, _Shape):
