@@ -77,7 +77,7 @@ def mapped(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def is_known_zero(tensor: Tensor) -> bool:
-    """Returns whether host copies show, without waiting for a device, that all elements are zero."""
+    """Returns whether a host copy shows, without waiting for a device, that all elements are 0."""
     host = on_host(tensor)
     if host is None:
         return False

@@ -2,12 +2,13 @@
 
 A layer may keep its auxiliary loss in an attribute, which its parent reads; a hook may put features
 into a dictionary. The first run of a checkpoint makes such tensors without a graph, so those that
-have a graph without a checkpoint have to be results of it. Other tensors must not be results: a moving
-average would be tied to the graph of the step before. A run with a graph, once, distinguishes them.
+have a graph without a checkpoint have to be results of it. Other tensors must not be results: a
+moving average would be tied to the graph of the step before. A run with a graph, once,
+distinguishes them.
 
 The second run finds the same tensors and numbers as the first one, such as a counter, or a flag
-that the parent has reset in between. Values that the second run leaves are removed. Lists of numbers
-are changed by both runs.
+that the parent has reset in between. Values that the second run leaves are removed. Lists of
+numbers are changed by both runs.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from smp_cli.doctor.report import Section, gib, print_report
 _TIMEOUT_S = 120.0
 _MIN_FREE = 5 << 30
 _MOST_APART_S = 1.0  # of wall clocks: otherwise logs and file times mislead
-# Up to this many hosts every pair is measured; of more, the first with each, and each with the next.
+# Up to this many hosts every pair is measured; else the first with each, and each with the next.
 _MAX_ALL_PAIRS = 8
 _SLOW = 0.5  # share of the median bandwidth
 
