@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def bound(self) -> str:
-        """Returns the largest share's name without "compute", or "compute" if none is 5 % or more."""
+        """Returns the name of the largest share but "compute", or "compute" if all are below 5%."""
         others = {name: share for name, share in self.shares().items() if name != "compute"}
         most = max(others, key=others.__getitem__, default="compute")
         return most if others and others[most] >= 0.05 else "compute"
