@@ -1,4 +1,4 @@
-"""How many cores this process may use: affinity and the quota of its control group."""
+"""Counts the cores that this process may use: affinity and the quota of its control group."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores of the affinity mask, or fewer if the control group has a smaller quota."""
+    """Returns the cores of the affinity mask, or fewer if the control group has a smaller quota."""
     quota = cpu_quota(cgroup)
     cores = len(os.sched_getaffinity(0))
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Cores' worth of time that the control group may use; None without a limit."""
+    """Returns the number of cores whose time the control group may use; None without a limit."""
     try:  # version 2, then version 1
         quota, period = (cgroup / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -1,4 +1,4 @@
-"""What ranks find in their environment."""
+"""Makes the environment of ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from smp_cli.cores import usable_cores
 
-# Set by other launchers; a script that reads them would take our ranks for theirs.
+# Other launchers set these; a script that reads them would misunderstand its place in our job.
 _FOREIGN = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"),
 )
-# What belongs to a machine or to the terminal on it.
+# These variables belong to a machine or to the terminal on it.
 _OF_A_HOST = frozenset(
     "HOME HOSTNAME LOGNAME MAIL OLDPWD PWD SHELL SHLVL TERM TMPDIR USER _ DISPLAY".split()
 )
@@ -21,7 +21,7 @@ _OF_A_HOST_PREFIXES = ("SSH_", "XDG_", "DBUS_", "LC_TERMINAL", "SMP_RENDEZVOUS")
 
 @dataclass(frozen=True)
 class Place:
-    """A rank among all and among those of its host."""
+    """The place of a rank among all ranks and among those of its host."""
 
     rank: int
     size: int
@@ -30,12 +30,12 @@ class Place:
 
 
 def without_foreign(env: Mapping[str, str]) -> dict[str, str]:
-    """What the launcher was given, without the variables of other launchers."""
+    """Returns the launcher's environment without the variables of other launchers."""
     return {name: value for name, value in env.items() if name not in _FOREIGN}
 
 
 def for_other_hosts(env: Mapping[str, str]) -> dict[str, str]:
-    """What ranks on other hosts are to find as well."""
+    """Returns the variables that ranks on other hosts get as well."""
     return {
         name: value
         for name, value in env.items()
@@ -52,15 +52,15 @@ def rank_environment(
     torch_env: bool,
     **more: str,
 ) -> dict[str, str]:
-    """Environment of one rank.
+    """Returns the environment of one rank.
 
     Args:
-        base: what all ranks have.
-        place: of the rank.
-        restart_count: how often all ranks have been started before.
-        failure_file: where the rank says why it failed.
+        base: variables of all ranks.
+        place: place of the rank.
+        restart_count: number of earlier starts of all ranks.
+        failure_file: path to which the rank writes why it failed.
         torch_env: set torchrun's variables, too.
-        more: where the ranks meet; what `base` has of it stays.
+        more: address at which the ranks meet; variables in `base` take precedence.
     """
     env = {
         **base,

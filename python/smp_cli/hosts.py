@@ -1,4 +1,4 @@
-"""The hosts of a job, and how a process is started on each."""
+"""Divides ranks over the hosts of a job, and builds the commands that start their processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# As long as keys are in order, ssh asks for nothing; a host that vanishes is noticed after 15 s.
+# With BatchMode ssh never asks for passwords; a host that vanishes is noticed after 15 s.
 AGENT = (
     "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 )
@@ -16,34 +16,34 @@ AGENT = (
 
 @dataclass(frozen=True)
 class HostPlan:
-    """A host and its ranks, which follow each other."""
+    """A host with its ranks, whose numbers are consecutive."""
 
     name: str
-    """As the agent takes it: perhaps ``user@host``."""
+    """Name as the agent takes it: perhaps ``user@host``."""
     first_rank: int
     num_ranks: int
 
     @property
     def ranks(self) -> range:
-        """Global ranks."""
+        """Returns the global ranks of the host."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
     @property
     def address(self) -> str:
-        """Without the user."""
+        """Returns the name without the user."""
         return self.name.rpartition("@")[2]
 
 
 def plan_hosts(text: str, num_ranks: int) -> list[HostPlan]:
-    """The hosts of a job.
+    """Divides the ranks of a job over hosts.
 
     Args:
-        text: names, with commas between them, each perhaps with a colon and a number of ranks;
-            without numbers each host has the same.
-        num_ranks: of the job.
+        text: names separated by commas, each perhaps with a colon and a number of ranks; without
+            numbers each host has the same.
+        num_ranks: number of ranks of the job.
 
     Raises:
-        ValueError: a name comes twice, or the numbers do not fit.
+        ValueError: a name occurs twice, or the numbers do not fit.
     """
     words = [word.strip().partition(":") for word in text.split(",")]
     names, counts = [name for name, _, _ in words], [count for _, _, count in words]
@@ -72,14 +72,14 @@ def plan_hosts(text: str, num_ranks: int) -> list[HostPlan]:
 
 @dataclass(frozen=True)
 class Agent:
-    """What starts a command on a host: called with the host and one word, a command of a shell."""
+    """A command that starts others on a host; it is called with the host and a shell command."""
 
     words: Sequence[str] = tuple(AGENT.split())
     python: str = sys.executable
-    """The interpreter on the hosts."""
+    """Path of the interpreter on the hosts."""
 
     def command(self, host: str) -> list[str]:
-        """What starts the process of ``smp run`` on a host."""
+        """Returns the command that starts the process of ``smp run`` on a host."""
         path = os.environ.get("PYTHONPATH")
         node = [self.python, "-u", "-m", "smp_cli.node"]
         if path:

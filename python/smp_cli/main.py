@@ -16,8 +16,8 @@ class Command:
     """A subcommand.
 
     `module` has ``add_parser(subparsers)``: it adds a parser of this name, whose default
-    ``execute`` takes the parsed arguments and returns the exit status. It is imported when the
-    subcommand is asked for, so it may need torch.
+    ``execute`` takes the parsed arguments and returns the exit status. The module is imported only
+    for its own subcommand, so it may need torch.
     """
 
     name: str
@@ -48,7 +48,7 @@ COMMANDS: tuple[Command, ...] = (
 def build_parser(
     wanted: str | None, commands: Sequence[Command] = COMMANDS
 ) -> argparse.ArgumentParser:
-    """The parser in which the subcommand `wanted` is complete and the others have a name."""
+    """Returns a parser with the subcommand `wanted`, and only the names of the others."""
     parser = argparse.ArgumentParser(prog="smp", description="Model-parallel training for PyTorch.")
     parser.add_argument("--version", action="store_true", help="print the version and end")
     parser.set_defaults(execute=lambda arguments: _without_command(parser, arguments))
@@ -75,8 +75,8 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Command] = COMMAN
     """Runs the command.
 
     Args:
-        argv: without the name of the program; that of the process by default.
-        commands: the subcommands that there are.
+        argv: arguments without the name of the program; by default those of the process.
+        commands: all subcommands.
 
     Returns:
         the exit status.

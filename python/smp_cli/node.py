@@ -1,8 +1,8 @@
 """The process of ``smp run --hosts`` on each host: starts its ranks, and ends with them.
 
-It is told what to do on standard input and tells what happens on standard output (`frames`). When
-nobody talks to it any more, the ranks are ended: they do not outlive the command, nor the way to
-it.
+It receives orders on standard input and reports events on standard output (`frames`). When the
+standard input closes, the ranks are ended, so that they do not outlive the command or the
+connection to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _READ_BYTES = 1 << 16
 
 
 class _Relayed(Output):
-    """Lines of ranks go to the command, which knows where they belong."""
+    """Sends the lines of ranks to the command, which relays them."""
 
     def __init__(self, to: IO[bytes], first_rank: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Relayed(Output):
 
 
 class _Orders:
-    """What the command says, read by a thread of its own."""
+    """The orders of the command, read by a thread."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -63,11 +63,11 @@ class _Orders:
         self._queue.put(None)
 
     def wait(self) -> dict[str, Any] | None:
-        """The next order; None when there are no more."""
+        """Waits for the next order; returns None when there are no more."""
         return self._queue.get()
 
     def take(self) -> list[dict[str, Any] | None]:
-        """Those that have come."""
+        """Takes the orders that have come."""
         taken = []
         while not self._queue.empty():
             taken.append(self._queue.get())
@@ -76,7 +76,7 @@ class _Orders:
 
 def _run(order: dict[str, Any], orders: _Orders, to: IO[bytes], folder: Path) -> None:
     ranks = Ranks(_Relayed(to, order["first_rank"]), is_first=True)
-    # Those who end sessions signal all processes; ranks that save are not to lose this one.
+    # A session's end may send SIGTERM to all processes; this one relays it, since ranks may save.
     signal.signal(signal.SIGTERM, lambda *_: ranks.send(signal.SIGTERM))
     num_told = 0
     try:
@@ -130,12 +130,12 @@ def _free_port() -> int:
 def main() -> int:
     """Runs the ranks of this host."""
     to = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing else is to write between the frames
+    os.dup2(2, 1)  # nothing else may be written between the frames
     frames.send(to, "hello", frames.MARK, host=socket.gethostname(), port=_free_port())
     orders = _Orders(sys.stdin.fileno())
     order = orders.wait()
     if order is None:
-        return 1  # the command has changed its mind
+        return 1  # the command has ended without an order
     try:
         os.chdir(order["folder"])
     except OSError as error:
@@ -146,7 +146,7 @@ def main() -> int:
         try:
             _run(order, orders, to, Path(folder))
         except BrokenPipeError:
-            return 1  # nobody listens; the ranks are ended
+            return 1  # the command no longer reads; the ranks are ended
         except OSError as error:
             frames.send(to, "refused", frames.MARK, text=f"cannot start a rank: {error}")
             return 1

@@ -1,4 +1,4 @@
-"""What ranks print: passed on line by line, with the rank in front, and kept in files."""
+"""Relays the output of ranks line by line, with the rank in front, and writes log files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _READ_BYTES = 1 << 16
 
 
 Write = Callable[[list[bytes]], None]
-"""Takes whole lines, without their ends."""
+"""Function that takes whole lines, without their ends."""
 
 
 @dataclass
 class Writers:
-    """Where the two streams of a rank go."""
+    """The destinations of the two streams of a rank."""
 
     out: Write
     err: Write
@@ -33,24 +33,24 @@ class Writers:
 
 @dataclass(frozen=True)
 class Output:
-    """Where the output of ranks goes."""
+    """The destinations of the output of all ranks."""
 
     prefix: bool = True
     """Put the rank in front of each line."""
     folder: Path | None = None
-    """Also write ``rank<r>.log`` there."""
+    """Folder for ``rank<r>.log``, or None."""
 
     @property
     def is_direct(self) -> bool:
-        """Ranks of this machine write to the streams of the launcher themselves."""
+        """Returns whether ranks of this machine write to the launcher's streams themselves."""
         return not self.prefix and self.folder is None
 
     def open(self, rank: int, is_first: bool) -> Writers:
-        """What takes the lines of a rank.
+        """Returns the destinations of a rank's lines.
 
         Args:
-            rank: that writes.
-            is_first: its log begins anew; otherwise it is continued.
+            rank: number of the rank.
+            is_first: truncate the log file; otherwise continue it.
         """
         log: IO[Any] | None = None
         if self.folder is not None:
@@ -71,13 +71,13 @@ def _write(lines: list[bytes], prefix: bytes, to: IO[Any], log: IO[Any] | None) 
 
 
 class LineRelay:
-    """Passes one stream of a rank on, whole lines at a time, so that lines of ranks do not mix."""
+    """Relays one stream of a rank, whole lines at a time, so that lines of ranks do not mix."""
 
     def __init__(self, fd: int, write: Write) -> None:
         """
         Args:
-            fd: the end to read from; closed by `close`.
-            write: where the lines go.
+            fd: descriptor to read from; closed by `close`.
+            write: function that takes the lines.
         """
         os.set_blocking(fd, False)
         self.fd = fd
@@ -85,7 +85,7 @@ class LineRelay:
         self._rest = b""
 
     def pump(self) -> bool:
-        """Passes on what has come; False at the end of the stream."""
+        """Relays the available output; returns False at the end of the stream."""
         while True:
             try:
                 data = os.read(self.fd, _READ_BYTES)
@@ -106,7 +106,7 @@ class LineRelay:
             self._write(lines)
 
     def close(self) -> None:
-        """Passes on what is there, and closes the stream."""
+        """Relays the remaining output, and closes the stream."""
         self.pump()
         if self._rest:
             self._write([self._rest])
@@ -118,11 +118,11 @@ def _write_all(to: IO[Any], data: bytes) -> None:
         to.write(data)
         to.flush()
     except OSError:
-        pass  # nobody reads any more; the ranks go on
+        pass  # the other side no longer reads; the ranks continue
 
 
 def say(text: str) -> None:
-    """A line of the launcher itself."""
+    """Prints a line of the launcher itself."""
     print(f"smp run: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""``smp run --preflight``: what ``smp doctor --hosts`` finds wrong before a job begins."""
+"""``smp run --preflight``: runs ``smp doctor --hosts`` before a job begins."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from smp_cli.output import Output, Writers
 from smp_cli.remote import HostError, RemoteJob, RemoteRanks
 
 _LIMIT_S = 300.0
-_GRACE_S = 15.0  # after one has failed, for the others to say what they know
+_GRACE_S = 15.0  # for the other processes to report, after one has failed
 _NUM_LAST = 3
 
 
 @dataclass(frozen=True)
 class _Kept(Output):
-    """Lines of ranks stay here."""
+    """Keeps the lines of ranks in memory."""
 
     out: dict[int, list[str]] = field(default_factory=dict)
     err: dict[int, list[str]] = field(default_factory=dict)
@@ -38,15 +38,15 @@ class _Kept(Output):
 def find_problems(
     hosts: Sequence[HostPlan], agent: Agent, environment: Mapping[str, str]
 ) -> list[str]:
-    """What is wrong with the hosts of a job or between them, each with the name of a host.
+    """Finds problems of the hosts of a job or between them, each with the name of a host.
 
     Args:
-        hosts: of the job.
-        agent: starts a process on one.
-        environment: of the ranks.
+        hosts: hosts of the job.
+        agent: command that starts a process on a host.
+        environment: variables of the ranks.
     """
     output = _Kept()
-    # A process per host.
+    # Each host gets one process.
     plans = [HostPlan(host.name, index, 1) for index, host in enumerate(hosts)]
     command = [agent.python, "-m", "smp_cli", "doctor", "--hosts", "--json"]
     job = RemoteJob(command, plans, agent, environment)
@@ -71,7 +71,7 @@ def find_problems(
 
 
 def _watch(ranks: RemoteRanks) -> None:
-    """Returns when all have ended; those that are late are ended."""
+    """Waits until all processes have ended, and kills those that are late."""
     deadline = time.monotonic() + _LIMIT_S
     has_failed = False
     while ranks.running and time.monotonic() < deadline:
@@ -91,7 +91,7 @@ def _sections(lines: Sequence[str]) -> dict[str, dict[str, list[str]]] | None:
 
 
 def _silences(hosts: Sequence[HostPlan], ended: Mapping[int, int], output: _Kept) -> list[str]:
-    """Where there is no report: how the processes ended."""
+    """Describes how the processes ended, if there is no report."""
     problems = []
     for rank, host in enumerate(hosts):
         last = "; ".join(line.strip() for line in output.err[rank][-_NUM_LAST:]) or "no word"

@@ -1,4 +1,4 @@
-"""The processes of one attempt and what they print."""
+"""Runs the processes of one attempt, and relays their output."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Ranks:
-    """Processes, each in a session of its own, so that what they start can be ended with them."""
+    """Processes, each in its own session, so that their child processes can be ended with them."""
 
     def __init__(self, output: Output, is_first: bool) -> None:
         """
         Args:
-            output: where theirs goes.
-            is_first: log files begin anew; otherwise they are continued.
+            output: destination of the ranks' output.
+            is_first: log files are truncated; otherwise they are continued.
         """
         self._output = output
         self._is_first = is_first
@@ -31,11 +31,11 @@ class Ranks:
         self._selector = selectors.DefaultSelector()
         self._pidfds: dict[int, int] = {}
         self.ended: list[tuple[int, int]] = []
-        """Rank and status of those that have ended, in this order."""
+        """Rank and status of ended processes, in the order of their ends."""
 
     @property
     def running(self) -> list[int]:
-        """Ranks that have not ended."""
+        """Returns the ranks that have not ended."""
         return sorted(self._pidfds.values())
 
     def start(self, command: list[str], env: dict[str, str]) -> None:
@@ -68,7 +68,7 @@ class Ranks:
             self._selector.register(relay.fd, selectors.EVENT_READ)
 
     def wait(self, timeout_s: float) -> None:
-        """Passes output on and notes ends; returns after the first news or the timeout."""
+        """Relays output and notes ends; returns after the first event or the timeout."""
         for key, _ in self._selector.select(timeout_s):
             assert isinstance(key.fd, int)
             if key.fd in self._pidfds:
@@ -87,7 +87,7 @@ class Ranks:
         self._relays.pop(fd).close()
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the ranks that run; SIGKILL also to what they have started."""
+        """Sends a signal to the running ranks; SIGKILL also to their child processes."""
         for rank in self.running:
             process = self._processes[rank]
             if number == signal.SIGKILL:
@@ -96,7 +96,7 @@ class Ranks:
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends the ranks, and whatever they left in their sessions."""
+        """Ends the ranks, and all processes that are left in their sessions."""
         for process in self._processes:
             try:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -106,7 +106,7 @@ class Ranks:
             self.wait(1.0)
 
     def close(self) -> None:
-        """Passes on the last output and frees everything."""
+        """Relays the last output and frees everything."""
         for fd in list(self._relays):
             self._end_relay(fd)
         for writers in self._writers:
@@ -115,12 +115,12 @@ class Ranks:
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
-    """For the child: the kernel ends it when the launcher is killed."""
+    """Returns a function for the child: the kernel then ends it when the launcher is killed."""
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            os._exit(1)  # it was killed before the call
+            os._exit(1)  # the launcher was killed before the call
 
     return prepare

@@ -1,4 +1,4 @@
-"""The ranks of a job on several hosts, as `Ranks` are those of one machine."""
+"""Runs the ranks of a job on several hosts, with the interface of `Ranks` for one machine."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from smp_cli.ranks import die_with_parent
 
 _HELLO_S = 60.0
 _END_S = 5.0  # for the process of a host to end its ranks
-_LAST_WORDS_S = 30.0  # for what ranks that have ended have written
+_LAST_WORDS_S = 30.0  # for the last output of ranks that have ended
 LOST = 255
-"""Status of ranks whose host cannot be reached any more, as ssh has it."""
+"""Status of ranks whose host cannot be reached any more, as in ssh."""
 
 
 class HostError(RuntimeError):
-    """A host does not take part; the text has its name and why."""
+    """A host does not take part; the text names it and the reason."""
 
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """What hosts are told to run."""
+    """A job that runs on several hosts."""
 
     command: list[str]
     hosts: Sequence[HostPlan]
     agent: Agent
     environment: Mapping[str, str]
-    """Of all ranks, in addition to what they find on their hosts."""
+    """Variables of all ranks, in addition to those of their hosts."""
     torch_env: bool = False
     folder: str = field(default_factory=os.getcwd)
-    """The current one of all ranks."""
+    """Current folder of all ranks."""
 
 
 class _Host:
@@ -52,10 +52,10 @@ class _Host:
         self.port: int | None = None
         self.refusal = ""
         self.said: list[str] = []
-        """What the agent itself has said last, on its standard error."""
+        """Last lines that the agent itself has written to its standard error."""
 
     def send(self, kind: str, **content: Any) -> None:
-        """Tells the process something, if it still listens."""
+        """Sends an order to the process, if it still reads."""
         assert self.process.stdin is not None
         try:
             frames.send(self.process.stdin, kind, **content)
@@ -63,7 +63,7 @@ class _Host:
             pass  # its end is noticed where its output is read
 
     def hang_up(self) -> None:
-        """It ends its ranks, and itself."""
+        """Closes the connection, so that the process ends its ranks, and itself."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.close()
@@ -72,15 +72,15 @@ class _Host:
 
 
 class RemoteRanks:
-    """Ranks that processes on other hosts have started."""
+    """Ranks that are started by processes on other hosts."""
 
     def __init__(self, job: RemoteJob, output: Output, is_first: bool, folder: Path) -> None:
         """
         Args:
-            job: to run.
-            output: where that of the ranks goes.
-            is_first: log files begin anew; otherwise they are continued.
-            folder: for ``failure<rank>.json`` of ranks that say why they failed.
+            job: job to run.
+            output: destination of the ranks' output.
+            is_first: log files are truncated; otherwise they are continued.
+            folder: folder for ``failure<rank>.json`` of ranks that report why they failed.
         """
         self._job, self._folder = job, folder
         self._selector = selectors.DefaultSelector()
@@ -90,18 +90,18 @@ class RemoteRanks:
         }
         self._relays: dict[int, tuple[_Host, LineRelay]] = {}
         self.ended: list[tuple[int, int]] = []
-        """Rank and status of those that have ended, in this order."""
+        """Rank and status of ended processes, in the order of their ends."""
 
     @property
     def running(self) -> list[int]:
-        """Ranks that have not ended."""
+        """Returns the ranks that have not ended."""
         return sorted(rank for host in self._hosts for rank in host.running)
 
     def start(self, restart_count: int) -> None:
         """Starts all ranks, once every host has answered.
 
         Raises:
-            HostError: one did not.
+            HostError: a host did not answer.
         """
         for plan in self._job.hosts:
             self._call(plan)
@@ -169,10 +169,10 @@ class RemoteRanks:
     def _is_open(self, host: _Host) -> bool:
         return any(one is host for one, _ in self._relays.values())
 
-    # ---- what hosts say --------------------------------------------------------
+    # ---- messages of hosts ------------------------------------------------------
 
     def wait(self, timeout_s: float) -> None:
-        """Passes output on and notes ends; returns after the first news or the timeout."""
+        """Relays output and notes ends; returns after the first event or the timeout."""
         for key, _ in self._selector.select(timeout_s):
             assert isinstance(key.fd, int)
             host, relay = self._relays[key.fd]
@@ -212,7 +212,7 @@ class RemoteRanks:
         self.ended.append((rank, status))
 
     def _note_silence(self, host: _Host) -> None:
-        """The agent of a host has ended."""
+        """Notes that the agent of a host has ended."""
         status = host.process.wait()
         if not host.running or host.port is None:
             return
@@ -228,13 +228,13 @@ class RemoteRanks:
     # ---- ends ------------------------------------------------------------------
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the ranks that run; SIGKILL also to what they have started."""
+        """Sends a signal to the running ranks; SIGKILL also to their child processes."""
         for host in self._hosts:
             if host.running:
                 host.send("signal", signal=int(number))
 
     def kill(self) -> None:
-        """Ends the ranks, and the processes on the hosts, whose last output is passed on."""
+        """Ends the ranks and the processes on the hosts, and relays their last output."""
         for host in self._hosts:
             host.hang_up()
         deadline = time.monotonic() + (_END_S if self.running else _LAST_WORDS_S)

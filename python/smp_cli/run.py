@@ -1,4 +1,4 @@
-"""``smp run``: the ranks of one job, as processes of this machine or of several hosts."""
+"""``smp run``: starts the ranks of one job as processes of this machine or of several hosts."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _here(arguments: argparse.Namespace, base: dict[str, str]) -> Callable[[Atte
             restart_count=attempt.index,
             failure_file=str(attempt.failure_file(rank)),
             torch_env=arguments.torch_env,
-            # For what scripts do with torch.distributed themselves; smp meets in a file.
+            # Scripts may use torch.distributed themselves with these; smp meets in a file.
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(attempt.port),
         )

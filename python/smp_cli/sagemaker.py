@@ -1,4 +1,4 @@
-"""The variables by which SageMaker tells a job its configuration and folders."""
+"""Makes the variables in which SageMaker passes configuration and folders to a job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEGREE_NAMES = ("pipeline_parallel_degree", "partitions")
 _WORDS = {"true": True, "false": False, "none": None}
 
 
-#: Describes ``--config`` of all subcommands.
+#: Form of ``--config`` of all subcommands.
 CONFIG_FORM = "FILE|KEY=VALUE,..."
 
 
@@ -25,7 +25,7 @@ def read_config(text: str) -> dict[str, Any]:
         text: JSON or YAML files and ``key=value``, separated by commas; later ones win.
 
     Raises:
-        ValueError: a word is neither.
+        ValueError: a word is neither a file nor ``key=value``, or a file cannot be read.
     """
     values: dict[str, Any] = {}
     for word in split_config(text):
@@ -35,7 +35,7 @@ def read_config(text: str) -> dict[str, Any]:
 
 
 def split_config(text: str) -> list[str]:
-    """Splits at commas outside of brackets, which values may have.
+    """Splits text at commas outside brackets, which values may have.
 
     Raises:
         ValueError: a word is empty, or has no key.
@@ -83,7 +83,7 @@ def _parsed(text: str, is_yaml: bool) -> Any:
 
 
 def _value(text: str) -> Any:
-    """``"True"``, ``"4"``, ``"5e8"`` become what they say, other words stay text."""
+    """Parses ``"True"``, ``"4"`` and ``"5e8"``; other words stay text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
@@ -93,7 +93,7 @@ def _value(text: str) -> Any:
 
 
 def _with_both_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Hugging Face looks for ``partitions``, newer scripts for ``pipeline_parallel_degree``."""
+    """Sets both names of the degree: Hugging Face reads ``partitions``, newer scripts the other."""
     given = {name: values[name] for name in _DEGREE_NAMES if name in values}
     if len({str(value) for value in given.values()}) > 1:
         raise ValueError(
@@ -105,12 +105,12 @@ def _with_both_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def variables(config: Mapping[str, Any], env: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """What a job on SageMaker would find in its environment.
+    """Returns the environment variables of a job on SageMaker.
 
     Args:
-        config: of `read_config`.
-        env: environment of the launcher; paths that are set there stay as they are.
-        folder: below it lie the default folders.
+        config: configuration of `read_config`.
+        env: environment of the launcher; paths that are set there are kept.
+        folder: folder that contains the default folders.
     """
     defaults = {
         "SM_CURRENT_HOST": "localhost",
@@ -131,7 +131,7 @@ def variables(config: Mapping[str, Any], env: Mapping[str, str], folder: Path) -
 
 
 def count_gpus(env: Mapping[str, str], driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """GPUs that processes with this environment see, as far as the driver's files tell."""
+    """Counts the GPUs that processes with this environment see, by the driver's files."""
     try:
         there = len(list(driver.iterdir()))
     except OSError:

@@ -1,7 +1,7 @@
-"""Starts the ranks of a job, passes signals on, ends all when one fails, starts them again.
+"""Starts the ranks of a job, relays signals, ends all when one fails, starts them again.
 
-The failure file is the idea of torchrun's error file: a rank that ends because of another one says
-so, hence the status of the culprit is reported, whichever rank is seen to end first.
+The failure file follows torchrun's error file. A rank that ends because of another one writes so,
+hence the status of the culprit is reported, whichever rank ends first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smp_cli.remote import HostError, RemoteJob, RemoteRanks
 
 EXIT_RESUME = 75
 """Status of a rank that saved its state and wants to be started again (EX_TEMPFAIL of sysexits.h).
-`smp.preemption` has the same number."""
+`smp.preemption` defines the same number."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -33,16 +33,16 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of all ranks."""
+    """A start of all ranks."""
 
     index: int
     folder: Path
-    """Temporary; the ranks meet there."""
+    """Temporary folder in which the ranks meet."""
     port: int
     """A free TCP port."""
 
     def failure_file(self, rank: int) -> Path:
-        """Where a rank writes why it failed."""
+        """Returns the file to which a rank writes why it failed."""
         return self.folder / f"failure{rank}.json"
 
 
@@ -65,10 +65,10 @@ class Running(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What to run."""
+    """A job with its limits."""
 
     start: Callable[[Attempt], Running]
-    """Starts all ranks."""
+    """Function that starts all ranks."""
     max_restarts: int = 0
     grace_s: float = 10.0
 
@@ -79,13 +79,13 @@ def start_here(
     environment: Callable[[int, Attempt], dict[str, str]],
     output: Output,
 ) -> Callable[[Attempt], Running]:
-    """What starts all ranks on this machine.
+    """Returns a function that starts all ranks on this machine.
 
     Args:
-        command: of a rank.
-        num_ranks: of the job.
-        environment: of a rank, by its number.
-        output: where theirs goes.
+        command: command of a rank.
+        num_ranks: number of ranks of the job.
+        environment: function that returns the environment of a rank by its number and the attempt.
+        output: destination of the ranks' output.
     """
 
     def start(attempt: Attempt) -> Running:
@@ -102,7 +102,7 @@ def start_here(
 
 
 def start_on_hosts(job: RemoteJob, output: Output) -> Callable[[Attempt], Running]:
-    """What starts all ranks on several hosts; raises `HostError`."""
+    """Returns a function that starts all ranks on several hosts; it may raise `HostError`."""
 
     def start(attempt: Attempt) -> Running:
         ranks = RemoteRanks(job, output, attempt.index == 0, attempt.folder)
@@ -123,24 +123,24 @@ def _end(ranks: Running) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """The rank that ended the job."""
+    """The failure of the rank that ended the job."""
 
     rank: int
     status: int
-    """As of `subprocess`: negative for signals."""
+    """Status as in `subprocess`: negative for signals."""
     report: tuple[str, ...] = ()
-    """What a rank wrote of it: a short traceback, and who, where and what to do."""
+    """Report of a rank: a short traceback, the failed rank and its place, and a remedy."""
     left: int | None = None
-    """Rank that ended well while others needed it, so that `rank` failed."""
+    """Rank that ended with status 0 while others needed it, so that `rank` failed; or None."""
 
     @property
     def exit_status(self) -> int:
-        """As shells give it."""
+        """Returns the exit status that a shell reports."""
         return self.status if self.status >= 0 else 128 - self.status
 
     @property
     def words(self) -> str:
-        """Who ended the job, and how."""
+        """Returns in words which rank ended the job, and how."""
         how = (
             f"exited with status {self.status}"
             if self.status >= 0
@@ -194,8 +194,8 @@ def _run_attempt(job: Job, index: int, signals: _Signals) -> Failure | None:
 
 
 def _watch(job: Job, ranks: Running, signals: _Signals) -> None:
-    """Returns when all ranks have ended."""
-    steps = [signal.SIGTERM, signal.SIGKILL]  # for those that do not end by themselves
+    """Waits until all ranks have ended; after a failure, ends the ranks that are left."""
+    steps = [signal.SIGTERM, signal.SIGKILL]  # for ranks that do not end by themselves
     deadline = float("inf")
     while ranks.running:
         ranks.wait(_POLL_S)
@@ -213,12 +213,12 @@ def _watch(job: Job, ranks: Running, signals: _Signals) -> None:
 
 
 def _find_failure(attempt: Attempt, ended: list[tuple[int, int]]) -> Failure | None:
-    """The culprit: the rank that the others name, or the first that ended.
+    """Returns the failure of the culprit: the rank that others name, or the first that ended.
 
-    One that has left with status 0 is named beside the first that failed for that.
+    A rank that has left with status 0 is named beside the first rank that failed because of it.
 
     Args:
-        attempt: with the files of ranks that failed.
+        attempt: attempt with the files of ranks that failed.
         ended: rank and status, in the order in which they ended.
     """
     failed = {rank: status for rank, status in ended if status != 0}
@@ -234,14 +234,14 @@ def _find_failure(attempt: Attempt, ended: list[tuple[int, int]]) -> Failure | N
     one = told[order[0]]
     left = None
     if one is not None and one.is_victim:
-        # Where all wait for each other no rank is named.
+        # If all wait for each other, no rank is named.
         gone = [rank for rank, status in ended if status == 0]
         left = next((rank for rank in named or gone if rank in gone), None)
     return Failure(order[0], failed[order[0]], _report(order[0], told), left)
 
 
 def _report(culprit: int, told: Mapping[int, _Told | None]) -> tuple[str, ...]:
-    """What the culprit wrote, or, where it could not, a rank that names it, or any other."""
+    """Returns the report of the culprit, or else of a rank that names it, or of any other rank."""
     there = [one for one in told.values() if one]
     own = [one for one in (told.get(culprit),) if one]
     for one in (*own, *(one for one in there if one.culprit == culprit), *there):
@@ -252,11 +252,11 @@ def _report(culprit: int, told: Mapping[int, _Told | None]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank wrote when it failed."""
+    """The content of a rank's failure file."""
 
     culprit: int | None
     is_victim: bool
-    """It failed because of another one, which it may not know by a fault (one that just left)."""
+    """Whether it failed because of another rank, which may be unknown (it may just have left)."""
     report: tuple[str, ...] = ()
 
     def blames_another(self, rank: int) -> bool:
@@ -280,13 +280,13 @@ def _free_port() -> int:
 
 
 class _Signals:
-    """Notes signals while it is open."""
+    """Notes signals while the context is open."""
 
     def __init__(self) -> None:
         self._noted: list[signal.Signals] = []
         self._previous: dict[signal.Signals, object] = {}
         self.is_ending = False
-        """Somebody wants the job to end; it is not started again."""
+        """Whether a signal asked for the end of the job; it is not started again."""
         self.num_interrupts = 0
 
     def __enter__(self) -> _Signals:
@@ -304,6 +304,6 @@ class _Signals:
         self.num_interrupts += number == signal.SIGINT
 
     def take(self) -> list[signal.Signals]:
-        """The signals since the last call."""
+        """Takes the signals since the last call."""
         taken, self._noted = self._noted, []
         return taken

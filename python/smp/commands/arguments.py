@@ -1,4 +1,4 @@
-"""Options that several commands about a model have, defined once."""
+"""Defines options that several commands about a model share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_memory(parser: argparse.ArgumentParser, meaning: str) -> None:
     """Adds ``--memory``.
 
     Args:
-        meaning: what the command does with it.
+        meaning: words for the command's use of it.
     """
     parser.add_argument(
         "--memory", type=parse_bytes, metavar="SIZE", help=f"of a device (80GiB): {meaning}"
@@ -40,14 +40,14 @@ def add_memory(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 
 def check_counts(arguments: argparse.Namespace, *names: str) -> None:
-    """Numbers that count something are at least 1, where they are given.
+    """Checks that counts are at least 1 if they are given.
 
     Args:
-        arguments: parsed.
-        names: of options, without the two dashes.
+        arguments: parsed arguments.
+        names: names of options, without the two dashes.
 
     Raises:
-        BadUse: one is not.
+        BadUse: a count is below 1.
     """
     for name in names:
         value = getattr(arguments, name.replace("-", "_"))

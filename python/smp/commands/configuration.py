@@ -1,4 +1,4 @@
-"""The configuration of a run as a command line gives it."""
+"""Reads the configuration of a run from a command line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from smp.config.sources import read_user_config
 
 @dataclass(frozen=True)
 class Configuration:
-    """What was given, and what it means.
+    """A configuration as it was given, and as it is understood.
 
     Attributes:
         given: keys that were set.
-        config: with the defaults of the others.
-        num_ranks: processes.
+        config: configuration with the defaults of the other keys.
+        num_ranks: number of processes.
     """
 
     given: dict[str, Any]
@@ -44,11 +44,11 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
 
 
 def read_configuration(arguments: argparse.Namespace) -> Configuration:
-    """What `add_configuration` has asked for. ``ddp`` is set where the degrees need it.
+    """Reads the options of `add_configuration`. ``ddp`` is set by default.
 
     Raises:
-        BadUse: an unknown key, a bad value, a file that cannot be read, or degrees that do not
-            divide the number of processes.
+        BadUse: there is an unknown key, a bad value, a file that cannot be read, or degrees that
+            do not divide the number of processes.
     """
     try:
         given = _given(arguments.config)

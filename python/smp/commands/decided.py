@@ -1,4 +1,4 @@
-"""The partition of a model that a command names, decided without a run."""
+"""Decides the partition of a model for a command, without a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from smp.planning.decided import Run
 
 @dataclass(frozen=True)
 class Decided:
-    """A model, its configuration, where its modules are, and the costs that decided it."""
+    """A model, its configuration, its partition, and the costs that decided it."""
 
     loaded: LoadedModel
     config: Config
@@ -29,7 +29,7 @@ class Decided:
 
 
 def add_arguments(parser: Any) -> None:
-    """Adds what `decide` reads, ``--json`` and ``--page``."""
+    """Adds the arguments of `decide`, ``--json`` and ``--page``."""
     add_model(parser)
     add_configuration(parser)
     add_microbatch(parser)
@@ -38,10 +38,11 @@ def add_arguments(parser: Any) -> None:
 
 
 def decide(arguments: argparse.Namespace) -> Decided:
-    """The partition that the run would have.
+    """Returns the partition that the run would have.
 
     Raises:
-        BadUse, DoesNotFit: there is none.
+        BadUse: the arguments are wrong, or the model cannot be traced.
+        DoesNotFit: the model cannot be partitioned as configured.
     """
     check_counts(arguments, "microbatch", "seq")
     configuration = read_configuration(arguments)

@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, and one line for what was wrong."""
+"""Ends commands with an exit status, and one line for a mistake."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ BAD_USE = 2
 
 
 class BadUse(Exception):
-    """The command cannot begin: the text says what was expected, what came and what to do."""
+    """The command cannot begin; the text names what was expected, what came and what to do."""
 
 
 class DoesNotFit(Exception):
-    """The answer is no, and there is nothing to show but the reason."""
+    """The answer is no, and the reason is all that is shown."""
 
 
 def guarded(
     name: str, run: Callable[[argparse.Namespace], int]
 ) -> Callable[[argparse.Namespace], int]:
-    """`run` whose `BadUse` and `DoesNotFit` become one line on the standard error and a status.
+    """Wraps `run`: `BadUse` and `DoesNotFit` become a line on the standard error and a status.
 
     Args:
-        name: of the command, for the line.
-        run: takes the parsed arguments and returns the exit status.
+        name: name of the command, for the line.
+        run: function that takes the parsed arguments and returns the exit status.
     """
 
     def execute(arguments: argparse.Namespace) -> int:

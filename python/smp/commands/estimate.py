@@ -1,4 +1,4 @@
-"""``smp estimate``: memory and parameters of each rank for one configuration, without a run."""
+"""``smp estimate``: estimates memory and parameters of each rank, without a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KINDS = (
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds the command ``estimate``. Status 1: it does not fit; 2: bad use."""
+    """Adds the command ``estimate``. Exit status 1: it does not fit; 2: bad use."""
     text = "memory and parameters of each rank for a configuration, by kind"
     parser = subparsers.add_parser(
         "estimate",
@@ -83,11 +83,11 @@ def _run(arguments: argparse.Namespace) -> int:
 def traced_estimate(
     loaded: LoadedModel, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run
 ) -> Estimate:
-    """`estimate` with its errors as those of a command.
+    """Calls `estimate`, and converts its errors to those of a command.
 
     Raises:
         BadUse: the model cannot be traced.
-        DoesNotFit: it cannot be partitioned as configured.
+        DoesNotFit: the model cannot be partitioned as configured.
     """
     try:
         if run.config.tensor_parallel_degree == 1:
@@ -101,7 +101,7 @@ def traced_estimate(
 
 
 def facts(found: Estimate) -> dict[str, Any]:
-    """An estimate for programs; bytes and elements."""
+    """Returns an estimate for programs, in bytes and elements."""
     return {
         "parameters": found.elements,
         "ranks": [

@@ -1,4 +1,4 @@
-"""``smp explain``: why a partition is as it is, offline, and what another one would cost."""
+"""``smp explain``: explains a partition offline, and estimates what another one would cost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COMPARED = ("", "now", "what if")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds the command ``explain``. Status 1: a what-if does not fit; 2: bad use."""
+    """Adds the command ``explain``. Exit status 1: a what-if does not fit; 2: bad use."""
     parser = subparsers.add_parser(
         "explain",
         help="why a partition is as it is, and what another would cost",

@@ -1,4 +1,4 @@
-"""Is Hugging Face within reach? Asked before its client is, which retries for half a minute."""
+"""Checks whether Hugging Face is within reach, since its client retries for half a minute."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _PATIENCE_S = 1.5
 
 
 def why_unreachable(patience_s: float = _PATIENCE_S) -> str | None:
-    """None if the server that models come from answers; otherwise in words why it does not.
+    """Returns a reason in words if the server of models does not answer, or None.
 
-    Asks through the session of `huggingface_hub`, so its proxies and its offline switch count. In
-    a thread of its own, because looking up a name obeys no timeout.
+    The request uses the session of `huggingface_hub`, so its proxies and its offline switch count.
+    It runs in a thread, because looking up a name obeys no timeout.
 
     Args:
-        patience_s: the answer has to come within that.
+        patience_s: seconds in which the answer has to come.
     """
     hub = importlib.import_module("huggingface_hub")
     endpoint: str = importlib.import_module("huggingface_hub.constants").ENDPOINT
@@ -25,7 +25,7 @@ def why_unreachable(patience_s: float = _PATIENCE_S) -> str | None:
         try:
             hub.utils.get_session().head(endpoint, timeout=patience_s)
             found.append(None)
-        except Exception as error:  # of whatever the session is made of
+        except Exception as error:  # the session may raise any exception
             text = str(error).strip().splitlines()
             found.append(text[0] if text else type(error).__name__)
 

@@ -1,4 +1,4 @@
-"""The model that a command is about, built without memory for its weights."""
+"""Builds the model of a command without memory for its weights."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class LoadedModel:
     """A model on the meta device, with arguments for it.
 
     Attributes:
-        name: as it was given.
-        module: in training mode.
-        call: (batch, seq) to positional and keyword arguments of a forward, small real tensors on
-            the CPU, with the loss where the model computes it. ``seq`` None: the model's own
-            length.
-        seq: tokens of a sample if ``seq`` is None; None for a model that is not given tokens.
-        trained: the class and its configuration, for messages.
+        name: name that was given.
+        module: the model, in training mode.
+        call: function of (batch, seq) that returns positional and keyword arguments of a forward:
+            small real tensors on the CPU, with labels if the model computes the loss. If ``seq`` is
+            None the model's own length is used.
+        seq: tokens of a sample if ``seq`` is None; None for a model without token inputs.
+        trained: class and configuration, for messages.
     """
 
     name: str
@@ -47,7 +47,7 @@ class LoadedModel:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Advice of transformers about a configuration is of no use before a run."""
+    """Silences advice of transformers about a configuration, which does not help before a run."""
     try:
         logging = importlib.import_module("transformers.utils.logging")
     except ImportError:
@@ -62,7 +62,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def load_model(name: str) -> LoadedModel:
-    """Builds a model by its name. No weights are read, and none are allocated.
+    """Builds a model by its name, without reading or allocating weights.
 
     Args:
         name: a name or folder of Hugging Face with a configuration, or ``module:function``. The
@@ -71,7 +71,7 @@ def load_model(name: str) -> LoadedModel:
             tensors is the batch). Modules are also looked for in the current folder.
 
     Raises:
-        BadUse: there is no such model, it cannot be built, or nothing is known of its arguments.
+        BadUse: there is no such model, it cannot be built, or its arguments are not known.
     """
     if ":" in name and not Path(name).exists():
         return _of_function(name)
@@ -124,7 +124,7 @@ def _of_huggingface(name: str) -> LoadedModel:
         ) from None
     away = why_unreachable() if _can_be_of_hub(name) else None
     try:
-        # What was downloaded before is there without a connection, too.
+        # Files that were downloaded before are there without a connection, too.
         config = transformers.AutoConfig.from_pretrained(name, local_files_only=away is not None)
     except Exception as error:
         reason = _first_line(error) if away is None else f"{away}; {_first_line(error)}"
@@ -133,7 +133,7 @@ def _of_huggingface(name: str) -> LoadedModel:
             "Face, or module:function"
         ) from None
     if getattr(config, "use_cache", False):
-        config.use_cache = False  # of no use in training
+        config.use_cache = False  # training has no use for it
     names = getattr(config, "architectures", None) or ()
     cls = next((found for n in names if (found := getattr(transformers, n, None))), None)
     try:
@@ -150,14 +150,14 @@ def _of_huggingface(name: str) -> LoadedModel:
 
 
 def _can_be_of_hub(name: str) -> bool:
-    """Is it no folder, and a name as models have them there, NAME or OWNER/NAME?"""
+    """Returns whether a name is no folder, and has the form NAME or OWNER/NAME of models there."""
     return not Path(name).exists() and name.count("/") <= 1 and name[:1] not in "./~"
 
 
 def _call_of_huggingface(
     name: str, module: nn.Module
 ) -> tuple[Callable[[int, int | None], Call], int | None]:
-    """Arguments of a model of Hugging Face, and the length of its samples by default."""
+    """Returns a function that makes arguments of the model, and the default sample length."""
     config: Any = module.config
     known = inspect.signature(module.forward).parameters
     longest = getattr(config, "max_position_embeddings", None)
@@ -194,7 +194,7 @@ def _call_of_huggingface(
 
 
 def _resized(inputs: Any) -> Callable[[int, int | None], Call]:
-    """Given arguments for any batch; those without memory become zeros."""
+    """Returns a function that resizes arguments to a batch; without memory they become zeros."""
 
     def call(batch: int, seq: int | None) -> Call:
         if seq is not None:

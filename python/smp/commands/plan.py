@@ -1,4 +1,4 @@
-"""``smp plan``: the fastest layouts of a model on so many devices, predicted."""
+"""``smp plan``: predicts the fastest layouts of a model on a number of devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds the command ``plan``. Status 1: nothing fits; 2: bad use."""
+    """Adds the command ``plan``. Exit status 1: nothing fits; 2: bad use."""
     text = "the fastest layouts of a model on so many devices"
     parser = subparsers.add_parser(
         "plan",
@@ -110,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows people on a terminal, in one line, how far the command is."""
+    """Shows the progress of the command in one line, on terminals only."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -123,11 +123,11 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 @dataclass(frozen=True)
 class View:
-    """A model as a plan sees it.
+    """A traced model as a plan uses it.
 
     Attributes:
-        profile: the chain of its layers.
-        cuts: the partitions that runs would have.
+        profile: chain of its layers.
+        cuts: partitions that runs would have.
     """
 
     profile: ModelProfile
@@ -135,7 +135,7 @@ class View:
 
     @classmethod
     def of(cls, root: nn.Module, call: Call, device: Hardware, precision: str) -> View:
-        """Traces it.
+        """Traces a model.
 
         Raises:
             TraceError: the forward raised.
@@ -150,9 +150,9 @@ class View:
 def profiled(
     name: str, seq: int | None, precision: str, device: Hardware
 ) -> Iterator[tuple[LoadedModel, View, View | None]]:
-    """The model in the precision that it computes in, and the same as split layers.
+    """Traces a model in the precision that it computes in, also in the form of split layers.
 
-    The latter live inside of the block; None where no layer has a form of its own.
+    The latter lives inside the block; it is None if no layer has such a form.
 
     Raises:
         BadUse: there is no such model, or it cannot be traced.
@@ -162,7 +162,7 @@ def profiled(
         whole = View.of(loaded.module, call, device, precision)
     except TraceError as error:
         raise BadUse(f"model {name!r} cannot be traced: {error}") from None
-    # The modules of a model that is split are changed.
+    # Building the split form changes the modules, so it gets a second model.
     with split_form(_computing(name, seq, precision)[0].module) as form:
         try:
             split = None if form is None else View.of(form, call, device, precision)
@@ -172,7 +172,7 @@ def profiled(
 
 
 def _computing(name: str, seq: int | None, precision: str) -> tuple[LoadedModel, Call]:
-    """A model, and a call of it with one sample in a precision."""
+    """Returns a model, and a call of it with one sample in a precision."""
     loaded, dtype = load_model(name), _DTYPES[precision]
     call = loaded.call(1, seq)
     if dtype == torch.float32:
@@ -201,7 +201,7 @@ def _nothing_fits(job: Job, found: Found) -> str:
 
 
 def facts(job: Job, plan: Plan) -> dict[str, Any]:
-    """A plan for programs: seconds, bytes, shares of the step."""
+    """Returns a plan for programs: seconds, bytes, shares of the step."""
     time = plan.time
     return {
         "step_s": time.total,
@@ -313,5 +313,5 @@ def _explain(job: Job, plan: Plan) -> None:
 
 
 def describe(device: Hardware) -> str:
-    """Where the numbers of a device come from."""
+    """Returns a line about the origin of a device's numbers."""
     return f"hardware: {device.name}. {device.source}"

@@ -1,4 +1,4 @@
-"""Quantities as commands write and read them, and JSON for programs."""
+"""Writes and reads quantities for commands, and writes JSON for programs."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def count_text(count: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "80GiB" (1024), "80GB" (1000) or "1048576"; a type of `argparse`.
+    """Parses "80GiB" (1024), "80GB" (1000) or "1048576" into bytes; a type of `argparse`.
 
     Raises:
-        argparse.ArgumentTypeError: the text is no size above 0.
+        argparse.ArgumentTypeError: the text is not a size above 0.
     """
     try:
         return to_bytes(int(text) if text.strip().isdigit() else text)

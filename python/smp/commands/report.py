@@ -68,7 +68,7 @@ class Table:
 
     Attributes:
         columns: names of the columns.
-        rows: as many cells each.
+        rows: cells of each row, one per column.
         text_columns: number of columns from the left whose cells begin at the left; cells of the
             others end at the right.
     """

@@ -1,4 +1,4 @@
-"""``smp simulate``: the schedule of a plan as a timeline, and why it cannot deadlock."""
+"""``smp simulate``: shows the schedule of a plan, and proves that it cannot deadlock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLUMNS = ("pp_rank", "busy", "idle", "bubble", "most microbatches", "activatio
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds the command ``simulate``. Status 2: bad use."""
+    """Adds the command ``simulate``. Exit status 2: bad use."""
     parser = subparsers.add_parser(
         "simulate",
         help="the schedule of a configuration as a timeline",

@@ -1,4 +1,4 @@
-"""What a model becomes where it is split over tensor-parallel ranks, built without weights."""
+"""Builds, without weights, the form of a model that is split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from smp.replacement import replace_marked, set_tensor_parallelism
 from smp.tensor_parallel.registry import registration_of
 from smp.world import runtime
 
-# Single products, which models are full of: what matters here are forms of more.
+# Single products are in every model; forms that replace several modules matter here.
 _SINGLE = (DistributedLinear, DistributedEmbedding)
 
 
 @contextmanager
 def split_form(module: nn.Module) -> Iterator[nn.Module | None]:
-    """The distributed form of a model, on one rank: fused operators, the same sizes.
+    """Replaces the modules of a model by their distributed forms, on one rank with full sizes.
 
-    The form lives inside of the block: this process is a world of one there.
+    The form lives inside the block: this process is a world of one rank there.
 
     Args:
-        module: on the meta device; of no further use if it has a form.
+        module: model on the meta device, which must not be used afterwards if it has a form.
 
     Yields:
-        the model; None where no layer of it has a form, and its own code is split in place.
+        the model; None if no layer of it has a form, and its own code is split in place.
     """
     huggingface.register_available()
     if not any(_has_form(part) for part in module.modules()):

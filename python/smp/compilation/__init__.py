@@ -1,4 +1,4 @@
-"""What of a model `torch.compile` compiles, and what happens where it cannot."""
+"""Compiles parts of a model with `torch.compile`, and runs the others in eager mode."""
 
 from smp.compilation.compiled_parts import STAGE, CompiledParts, check_mode
 

@@ -1,4 +1,4 @@
-"""The compiler behind a request, set so that a compiled module is the module in eager mode."""
+"""Sets up compilers such that a compiled module computes as in eager mode."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _here = threading.local()
 
 
 class LateFailure(Exception):
-    """What a graph raises that ran before; it is the cause of this."""
+    """An error in a graph that has begun to run; its cause is the error itself."""
 
 
 class SteadyBackend:
-    """Another backend under settings that hold while it compiles, and for what it has compiled.
+    """A backend that runs another one under settings for compiling, and tries out its results.
 
     Random numbers are drawn as in eager mode, since a checkpointed module may be computed in one
-    way first and in the other one again. Backward is compiled with its forward: a failure there is
-    one before anything has run, and modules are compiled in the thread whose turn it is. Graphs
-    may be kept for another backward. What was compiled is tried before it runs.
+    way first and in the other way in its second run. Backward is compiled with its forward: it
+    fails before anything has run, and modules are compiled in the thread whose turn it is. Graphs
+    may be kept for another backward. Compiled code is tried before it runs.
 
     Args:
-        inner: gets a graph and example inputs.
-        is_strict: what fails raises; else a graph that fails is executed by PyTorch's operators,
-            and noted for `noted_failures`.
+        inner: backend that compiles a graph with example inputs.
+        is_strict: whether failures raise; else PyTorch's operators execute a graph that fails, and
+            the failure is noted for `noted_failures`.
     """
 
     def __init__(self, inner: Callable[..., Any], is_strict: bool) -> None:
@@ -64,7 +64,7 @@ class SteadyBackend:
             return compiled
 
     def _steady(self, graph: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """What is compiled, tried before its first call."""
+        """Returns compiled code that is tried before its first call."""
         is_tried = False
 
         def run(*inputs: Any) -> Any:
@@ -88,7 +88,7 @@ class SteadyBackend:
         return run
 
     def __eq__(self, other: object) -> bool:
-        """Modules of one class share what is compiled where their backends are equal."""
+        """Compares backends: modules of one class share compiled code if these are equal."""
         return (
             isinstance(other, SteadyBackend)
             and self._is_strict == other._is_strict
@@ -104,15 +104,15 @@ def _try_out(graph: Any, compiled: Callable[..., Any], inputs: Any) -> None:
     if not (is_local(graph) and try_out(compiled, inputs)):
         from torch._functorch import config as functorch
 
-        functorch.donated_buffer = False  # for the process: nothing was noted of this code
+        functorch.donated_buffer = False  # for the whole process, since this code has no note
 
 
 @contextlib.contextmanager
 def noted_failures() -> Iterator[list[Exception]]:
-    """Inside, on this thread, a part of a function that cannot be compiled runs in eager mode.
+    """Runs parts of functions that cannot be compiled in eager mode, on this thread.
 
     Yields:
-        a list that gets what the compiler has raised.
+        a list that gets the errors of the compiler.
     """
     failures: list[Exception] = []
     before = getattr(_here, "failures", None)
@@ -135,7 +135,7 @@ def _note(error: Exception) -> None:
 
 
 def _take_failure(record: logging.LogRecord) -> bool:
-    """What the compiler logs of a function that it leaves in eager mode is told by the library."""
+    """Takes the compiler's log of a function in eager mode, since the library logs it itself."""
     error = record.exc_info[1] if record.exc_info else None
     if getattr(_here, "failures", None) is None or not isinstance(error, Exception):
         return True
@@ -146,7 +146,7 @@ def _take_failure(record: logging.LogRecord) -> bool:
 
 
 def stage_request() -> CompileRequest:
-    """How the library compiles by itself: one graph per module, for the shapes that it gets."""
+    """Returns the library's own request: one graph per module, for the shapes that it gets."""
     request = request_of(fullgraph=True, dynamic=False)
     assert request is not None
     return request
@@ -155,10 +155,10 @@ def stage_request() -> CompileRequest:
 def compile_forward(
     forward: Callable[..., Any], request: CompileRequest, fullgraph: bool
 ) -> Callable[..., Any]:
-    """The compiled form of the forward of a module.
+    """Compiles the forward of a module.
 
     Args:
-        forward: of one module.
+        forward: forward of one module.
         request: backend and shapes.
         fullgraph: raise instead of making several graphs.
     """
@@ -172,9 +172,9 @@ def compile_forward(
 
 
 def max_variants() -> int:
-    """For how many kinds of arguments PyTorch compiles a code."""
+    """Returns the number of kinds of arguments for which PyTorch compiles a code."""
     config = torch._dynamo.config
-    # The name of older releases.
+    # Older releases have another name for the limit.
     return int(getattr(config, "recompile_limit", 0) or config.cache_size_limit)
 
 
@@ -183,12 +183,14 @@ def prepare_threads() -> None:
 
     Without a CUDA device, the first thread that makes tensors without memory registers an object of
     its own as the device guard of the process. Contexts of a step compile in threads that end
-    before the process, and the next one would use what is gone.
+    before the process, and the next one would use an object that is gone.
     """
     keep_device_guard()
 
 
 def is_operator(module: nn.Module) -> bool:
-    """A module of torch.nn without others inside: one operator, of which the compiler makes the
-    same."""
+    """Returns whether a module is one of torch.nn without children.
+
+    Such a module is a single operator, which compiling does not change.
+    """
     return type(module).__module__.startswith("torch.nn.") and not module._modules

@@ -1,4 +1,4 @@
-"""The forward of one compiled module, and what it does where it cannot be compiled."""
+"""Runs the forward of one module compiled, or in eager mode if it cannot be compiled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from smp.pipeline.callee import ValueWatch
 
 
 class Owner(Protocol):
-    """What a compiled forward tells."""
+    """The owner of compiled forwards, as they use it."""
 
     def is_settled(self) -> bool: ...
 
@@ -41,12 +41,12 @@ class Owner(Protocol):
 
 
 class CompiledForward:
-    """Takes the place of the forward of a module.
+    """Replaces the forward of a module.
 
     Args:
         unit: the module.
-        forward: its own.
-        owner: of all compiled modules of the model.
+        forward: forward of the module.
+        owner: owner of all compiled forwards of the model.
     """
 
     def __init__(self, unit: Unit, forward: Forward, owner: Owner) -> None:
@@ -55,10 +55,10 @@ class CompiledForward:
         self._owner = owner
         self._inside = [part for part in unit.module.modules() if part is not unit.module]
         self._request = unit.request or stage_request()
-        # Part of what the user has compiled, or chosen by the library: whole graphs, or the parts.
+        # Units inside a user's compiled module, and the library's, are one graph, or else split.
         self._is_strict = not unit.is_whole or self._request.fullgraph
         self._compiled = compile_forward(forward, self._request, fullgraph=True)
-        self._several: Callable[..., Any] | None = None  # of several graphs
+        self._several: Callable[..., Any] | None = None  # code of several graphs
         self._bare = _Bare(unit.module, self._inside)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,13 +71,13 @@ class CompiledForward:
         if torch._C._len_torch_dispatch_stack() == 0:
             ran, result = self._run(args, kwargs)
         else:
-            # One graph reads no values, which is what is looked for.
+            # A single graph reads no values, so the mode that looks for reads is not needed.
             with _disable_current_modes():
                 ran, result = self._run(args, kwargs)
         return result if ran else self._run_eager(result, args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """The result, or that there is none, and why."""
+        """Returns (True, the result), or (False, the error)."""
         try:
             with self._bare:
                 return True, self._compiled(*args, **kwargs)
@@ -90,23 +90,23 @@ class CompiledForward:
             if not is_late and self._unit.is_whole and self._request.fullgraph:
                 raise
             if not is_late:
-                error.__traceback__ = None  # frames keep tensors
+                error.__traceback__ = None  # frames would keep tensors alive
             return False, error
 
     def _run_eager(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """After a failure. What the module raises by itself is the user's to see first."""
+        """Runs eagerly after a failure, so that the user sees the module's own errors first."""
         is_at_limit = is_recompile_limit(error)
         is_unsupported = isinstance(error, torch._dynamo.exc.Unsupported) and not is_at_limit
         if is_unsupported and not self._is_strict:
-            # As PyTorch does: several graphs, and Python in between.
+            # PyTorch's own way: several graphs, and Python in between.
             self._several = compile_forward(self._forward, self._request, fullgraph=False)
             return self(*args, **kwargs)
         result = self._forward(*args, **kwargs)
         if isinstance(error, LateFailure):
-            # The compiled code may have written to buffers and drawn numbers before.
+            # The compiled code may already have written to buffers and drawn numbers.
             assert error.__cause__ is not None
             raise error.__cause__
-        # Nothing had run.
+        # The compiled code had not run.
         self._owner.cannot_compile(
             self._unit,
             f"it was compiled for {max_variants()} kinds of arguments, which is the limit"
@@ -127,7 +127,7 @@ class CompiledForward:
                 self._owner.leave(self._unit, f"in a part of it; {describe(error)}")
 
     def _is_watched(self) -> bool:
-        """Does somebody look at operators, other than for values that they read?"""
+        """Returns whether a mode watches operators, other than for values that they read."""
         num_modes = torch._C._len_torch_dispatch_stack()
         if num_modes == 0:
             return False
@@ -158,8 +158,10 @@ class CompiledForward:
 
 
 class _Bare:
-    """Inside, modules have plain dictionaries of parameters and buffers, and nobody who waits for
-    these; what they would wait for is there."""
+    """Gives modules plain dictionaries of parameters and buffers, without waiting wrappers.
+
+    Nothing has to be waited for inside the block: the parameters are there.
+    """
 
     def __init__(self, module: nn.Module, inside: list[nn.Module]) -> None:
         found = ((part, key, table_of(part, key)) for part in (module, *inside) for key in TABLES)
@@ -191,8 +193,8 @@ _EXPLANATION = re.compile(r"^\s*Explanation: (.+)$", re.MULTILINE)
 
 
 def describe(error: BaseException) -> str:
-    """What the compiler says, in one line: what is in the way, why, and where."""
-    error = getattr(error, "inner_exception", error)  # of a backend
+    """Returns a compiler's error in one line: the obstacle, the reason, and the place."""
+    error = getattr(error, "inner_exception", error)  # the error of a backend
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = [lines[0]] if lines else []

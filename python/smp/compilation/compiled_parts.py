@@ -1,4 +1,4 @@
-"""What of one model is compiled on this rank."""
+"""Compiles parts of one model on this rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from smp.world.rank import Rank
 
 _log = logging.getLogger("smp")
 
-#: What stays local of a stage is compiled.
+#: Mode that compiles the modules that are local to a stage.
 STAGE = "stage"
 
 
 def check_mode(mode: object) -> None:
-    """Refuses another value of `compile` than "stage" and None."""
+    """Raises unless the value of `compile` is "stage" or None."""
     if mode is not None and mode != STAGE:
         raise ValueError(
             f'{_C.rank_prefix()}DistributedModel: compile must be "stage" or None, got {mode!r}; '
@@ -36,16 +36,16 @@ def check_mode(mode: object) -> None:
 
 
 class CompiledParts:
-    """Takes over what the user has compiled of a model, and compiles what is local.
+    """Replaces the user's compiled modules of a model by units that are compiled on this rank.
 
-    Modules are chosen when the model is partitioned, and again when something else stands around
-    their forwards or hooks are registered on them: then the compiler would not see it.
+    Modules are chosen when the model is partitioned, and again when wrappers of their forwards
+    change or hooks are registered on them, because the compiler would not see that.
 
     Args:
-        rank: of this process.
-        root: the user's model, without what `torch.compile` has put around its modules.
-        mode: "stage", or None for what the user has compiled.
-        requests: what was put around them.
+        rank: rank of this process.
+        root: the user's model, without the wrappers of `torch.compile` around its modules.
+        mode: "stage", or None for only those modules that the user has compiled.
+        requests: requests of the removed wrappers, by module.
     """
 
     def __init__(
@@ -74,19 +74,19 @@ class CompiledParts:
 
     @property
     def units(self) -> list[str]:
-        """Names of the modules that are compiled on this rank, each as a whole."""
+        """Returns names of the modules that are compiled on this rank, each as a whole."""
         return [unit.name for module, unit in self._units.items() if module in self._undo]
 
     @property
     def is_on(self) -> bool:
-        """Is anything to be compiled, as far as is known?"""
+        """Returns whether there is anything to compile, as far as is known."""
         return self._by_stage or bool(self._requests)
 
     def request(self, module: nn.Module, request: CompileRequest | None) -> bool:
-        """The user compiles a module of the model, in place of what was asked for it before.
+        """Sets the user's request for a module, in place of an earlier one.
 
         Returns:
-            Was something else asked for before?
+            whether the request has changed.
         """
         if self._requests.get(module) == request:
             return False
@@ -98,11 +98,11 @@ class CompiledParts:
         return True
 
     def place(self, decision: Decision, pp_rank: int) -> None:
-        """The model is partitioned.
+        """Notes the partition of the model.
 
         Args:
-            decision: which rank has which module.
-            pp_rank: of this process.
+            decision: ranks of all modules.
+            pp_rank: pipeline rank of this process.
         """
         self._modules = list(decision.modules)
         owners = zip(decision.modules, decision.owner_partitions, strict=True)
@@ -115,7 +115,7 @@ class CompiledParts:
             self._told.note(Left("replaced", type(module).__name__, reason))
 
     def take(self) -> None:
-        """Takes over what was compiled since; modules too, before the partition."""
+        """Collects the user's new requests; before the partition also those by compiled modules."""
         found: dict[nn.Module, CompileRequest] = {}
         if not self._is_placed:
             take_compiled(self._root, found)
@@ -125,7 +125,7 @@ class CompiledParts:
             self.request(module, request)
 
     def settle(self) -> None:
-        """Compiles what is to be compiled now. Between steps, or where no step runs."""
+        """Compiles all requested modules. Runs between steps, or without a step."""
         self.take()
         if not self._is_placed or not self.is_on:
             return
@@ -135,7 +135,7 @@ class CompiledParts:
             return
         self._chosen_for, self._changes_then = now, num_changes()
         if any(map(is_recorded, self._modules)):
-            self._install({})  # for one step; what is compiled now would be compiled again
+            self._install({})  # for one step; code compiled now would have to be compiled again
             return
         chooser = Chooser(self._here, self._by_stage, self._requests, self._writes, self._failed)
         choice = chooser.choose(self._root)
@@ -148,26 +148,26 @@ class CompiledParts:
     # ---- of compiled forwards
 
     def is_settled(self) -> bool:
-        """Stands around forwards what stood there when modules were chosen?"""
+        """Returns whether wrappers of forwards are the same as when modules were chosen."""
         return self._changes_then == num_changes()
 
     def choose_anew(self) -> None:
-        """Something has been put around a module, or hooks were registered on it."""
+        """Chooses modules again, because wrappers or hooks of a module have changed."""
         self._chosen_for = None
         self.settle()
 
     def leave(self, unit: Unit, reason: str) -> None:
-        """A module runs in eager mode for now."""
+        """Notes a module that runs in eager mode for now."""
         self._told.note(Left(unit.name or "(root)", type(unit.module).__name__, reason))
         self._tell_alone()
 
     def cannot_compile(self, unit: Unit, reason: str, parts_too: bool) -> None:
-        """Modules like this one run in eager mode from now on.
+        """Runs modules like this one in eager mode from now on.
 
         Args:
-            unit: of which one call was tried.
-            reason: what the compiler says.
-            parts_too: its parts may do better.
+            unit: module of which one call was tried.
+            reason: error of the compiler.
+            parts_too: whether its parts are tried next.
         """
         if parts_too:
             self._failed[type(unit.module)] = reason
@@ -201,12 +201,12 @@ class CompiledParts:
             _log.info("smp: torch.compile compiles %s on this rank", listed)
 
     def _tell_alone(self) -> None:
-        """All ranks but those of other stages compile what the first one compiles."""
+        """Logs notes without a pipeline: all ranks then compile what the first one compiles."""
         if self._rank.sizes["pp"] == 1:
             self._tell()
 
     def end_step(self) -> None:
-        """The first rank of each pipeline tells what could not be compiled anywhere in it.
+        """Logs on the first rank of each pipeline what could not be compiled anywhere in it.
 
         Collective over the pipeline after steps 1, 2, 4, 8 and so on.
         """
@@ -220,12 +220,11 @@ class CompiledParts:
             self._tell()
 
     def _tell(self) -> None:
-        """Replicas, and ranks that share layers, say what rank 0 says, so they say it in a low
-        voice; one of them may have a fault of its own."""
+        """Logs the notes; as a warning on rank 0 alone, since other ranks mostly repeat them."""
         self._told.tell(_log, is_first=self._rank.global_rank == 0)
 
     def close(self) -> None:
-        """Gives modules their own forward. May be called twice."""
+        """Restores the forwards of modules. May be called twice."""
         for undo in self._undo.values():
             undo()
         self._undo.clear()

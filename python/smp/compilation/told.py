@@ -1,4 +1,4 @@
-"""What the user is told of modules that were not compiled, once."""
+"""Collects modules that were not compiled, and logs each reason once."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ _NUM_NAMED = 3
 
 
 class Told:
-    """Notes of one rank, and which of them the user knows."""
+    """Notes of one rank, and those that were logged before."""
 
     def __init__(self) -> None:
-        self._noted: dict[Left, None] = {}  # in order, and not told yet
+        self._noted: dict[Left, None] = {}  # in order; not logged yet
         self._known: set[Hashable] = set()
 
     def note(self, left: Left) -> None:
-        """A module is not compiled."""
+        """Notes a module that is not compiled."""
         if left not in self._known:
             self._known.add(left)
             self._noted[left] = None
 
     def is_new(self, what: Hashable) -> bool:
-        """Whether this is asked for the first time."""
+        """Returns whether this is asked for the first time."""
         is_new = what not in self._known
         self._known.add(what)
         return is_new
 
     def taken(self) -> list[Left]:
-        """What was noted; the caller sees to it that it is told."""
+        """Takes the notes; the caller has to log them."""
         noted = list(self._noted)
         self._noted.clear()
         return noted
 
     def add(self, notes: Sequence[Left]) -> None:
-        """Notes of a rank, this one or another."""
+        """Adds notes of this or another rank."""
         self._known.update(notes)
         self._noted.update(dict.fromkeys(notes))
 
     def tell(self, log: logging.Logger, is_first: bool) -> None:
-        """One line for each class and reason that was noted; aloud by the first rank."""
+        """Logs a line for each class and reason; as a warning on the first rank."""
         level, who = (logging.WARNING, "") if is_first else (logging.INFO, _C.rank_prefix())
         names: dict[tuple[str, str], list[str]] = {}
         for left in self.taken():
             names.setdefault((left.kind, left.reason), []).append(left.name)
         for (kind, reason), those in names.items():
-            # Of a class that was told before, further modules are no news.
+            # Further modules of a class and reason that were logged before are not logged.
             if not self.is_new((kind, reason)):
                 continue
             more = f" and {len(those) - _NUM_NAMED} more" if len(those) > _NUM_NAMED else ""

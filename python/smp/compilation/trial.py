@@ -1,9 +1,9 @@
-"""The first call of a compiled graph, made ahead on copies: forward and backward.
+"""Tries out the first call of a compiled graph on copies: forward and backward.
 
-That a graph was compiled does not say that it runs. A device may refuse a kernel when it is
-launched, an operator may return another dtype than the compiler was told (attention of the CPU in
-float64), and some releases compile backward when it runs first. By then the forward of the module
-is over and cannot be run in another way. So all of this is tried before.
+A graph that was compiled may still fail when it runs. A device may refuse a kernel at its launch,
+an operator may return another dtype than the compiler expects (attention of the CPU in float64),
+and some releases compile backward when it first runs. By then the forward of the module is over and
+cannot be run in another way. So all of this is tried before.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: What talks to other ranks, by the begin of its name.
+#: Prefixes of names of operators that communicate with other ranks.
 _OTHER_RANKS = ("torch.distributed", "c10d", "_c10d", "symm_mem", "smp::")
 
 
 def try_out(compiled: Callable[..., Any], inputs: Sequence[Any]) -> bool:
-    """Calls a compiled graph with copies of its inputs, and the backward of it.
+    """Calls a compiled graph with copies of its inputs, and its backward.
 
-    Nothing else changes: neither the inputs nor the states of random generators. The backward may
-    be called from then on while its graph is kept, if `donated_buffer` of PyTorch was off when it
-    was compiled.
+    Neither the inputs nor the states of random generators change. The backward may be called from
+    then on while its graph is kept, if `donated_buffer` of PyTorch was off when it was compiled.
 
     Args:
-        compiled: what a backend has made of a graph.
-        inputs: of its first call.
+        compiled: function that a backend made from a graph.
+        inputs: inputs of its first call.
 
     Returns:
-        Was there memory enough? That there was not says nothing of the code.
+        whether there was memory enough; a lack of memory is not a fault of the code.
 
     Raises:
         Exception: what the call or its backward raises.
@@ -43,7 +42,7 @@ def try_out(compiled: Callable[..., Any], inputs: Sequence[Any]) -> bool:
         roots = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
         _say_that_nothing_is_donated(roots)
         if roots and leaves:
-            # A backward runs outside of autocast; a schedule may run it in two parts.
+            # A backward runs outside autocast; a schedule may run it in two parts.
             with torch._C._DisableAutocast(), torch.enable_grad():
                 grads = [torch.ones_like(root) for root in roots]
             with torch._C._DisableAutocast():
@@ -53,7 +52,7 @@ def try_out(compiled: Callable[..., Any], inputs: Sequence[Any]) -> bool:
 
 
 def is_local(graph: torch.fx.GraphModule) -> bool:
-    """Does a graph talk to no other rank, so that one call more of it concerns nobody?"""
+    """Returns whether a graph does not communicate, so that an extra call affects no other rank."""
     return not any(
         _name_of(node.target).startswith(_OTHER_RANKS)
         for part in graph.modules()
@@ -64,10 +63,10 @@ def is_local(graph: torch.fx.GraphModule) -> bool:
 
 
 def _say_that_nothing_is_donated(roots: Sequence[Tensor]) -> None:
-    """Of code that was compiled without `donated_buffer`.
+    """Marks compiled code as code without donated buffers, as it was compiled.
 
-    PyTorch asks where a backward runs that keeps its graph: for the setting of then, and for what
-    was noted of the code. Nothing noted passes for a refusal, an empty list does not.
+    PyTorch checks, when a backward keeps its graph, the present setting of `donated_buffer` and the
+    donated buffers noted for the code. A missing note counts as a refusal, an empty list does not.
     """
     nodes = [root.grad_fn for root in roots]
     seen = set()
@@ -96,7 +95,7 @@ def _random_states_kept() -> Iterator[None]:
 
 
 def _copied(inputs: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
-    """Copies of inputs, and the leaves that get their gradients.
+    """Returns copies of inputs, and the leaves that get their gradients.
 
     Copies have the strides of their originals, share memory where these do, and are no leaves, so
     that a graph may write to them.
@@ -131,7 +130,7 @@ def _region_of(x: Tensor) -> tuple[int, torch.dtype]:
 
 
 def _end_of(x: Tensor) -> int:
-    """The place in its storage behind the last element of a tensor."""
+    """Returns the index in its storage behind the last element of a tensor."""
     if x.numel() == 0:
         return int(x.storage_offset())
     reach = sum((n - 1) * step for n, step in zip(x.size(), x.stride(), strict=True))

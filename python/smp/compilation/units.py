@@ -1,4 +1,4 @@
-"""Which modules of a model are compiled, each as a whole. Pure."""
+"""Chooses the modules of a model that are compiled, each as a whole. Pure."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Unit:
     """A module that is compiled as a whole.
 
     Attributes:
-        module: with all that is in it.
-        name: in the model.
-        request: of the user for it or for what it is a part of; None: the library chose it.
-        is_whole: what the user has compiled is this very module.
+        module: the module, with all modules in it.
+        name: name in the model.
+        request: request of the user for it or for a module around it; None: the library chose it.
+        is_whole: whether the user has compiled this very module.
     """
 
     module: nn.Module
@@ -35,12 +35,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Left:
-    """A module that runs in eager mode although it was to be compiled.
+    """A module that was to be compiled but runs in eager mode.
 
     Attributes:
-        name: in the model.
+        name: name in the model.
         kind: name of its class.
-        reason: why.
+        reason: reason in words.
     """
 
     name: str
@@ -50,21 +50,21 @@ class Left:
 
 @dataclass
 class Choice:
-    """What is compiled of a model on this rank, and what is not."""
+    """The modules of a model that are compiled on this rank, and those that are not."""
 
     units: dict[nn.Module, Unit] = field(default_factory=dict)
     left: list[Left] = field(default_factory=list)
 
 
 class Chooser:
-    """One walk over a model, outermost modules first.
+    """A walk over a model, outermost modules first.
 
     Args:
         here: modules whose forward may run on this rank.
-        by_stage: choose units also where the user has asked for nothing.
-        requests: of the user.
+        by_stage: choose units also where the user has requested nothing.
+        requests: requests of the user.
         writes: modules whose attributes have a value per microbatch.
-        failed: classes that could not be compiled, and why.
+        failed: classes that could not be compiled, with reasons.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Chooser:
         self._seen: set[nn.Module] = set()
 
     def choose(self, root: nn.Module) -> Choice:
-        """The units of a model.
+        """Returns the units of a model.
 
-        A module that the user has compiled is one if it is whole on this rank; if not, its parts
+        A module that the user has compiled is a unit if it is whole on this rank. If not, its parts
         are chosen as the library does it: the largest modules that are whole, and of a list of
-        equal blocks each block, so that one compilation does for all of them.
+        equal blocks each block, so that one compilation serves all of them.
         """
         self._visit(root, "", None)
         inside = {
@@ -97,7 +97,7 @@ class Chooser:
             for part in unit.modules()
             if part is not unit and part in self._choice.units
         }
-        for module in inside:  # of a module that is used in two places
+        for module in inside:  # a module that is used in two places
             del self._choice.units[module]
         return self._choice
 
@@ -148,17 +148,17 @@ class Chooser:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Is something registered that runs around the forward or backward of this module?"""
+    """Returns whether hooks run around the forward or backward of this module."""
     return any(module.__dict__.get(table) for table in _HOOK_TABLES)
 
 
 def has_global_hooks() -> bool:
-    """Is something registered that runs around the forward or backward of all modules?"""
+    """Returns whether hooks run around the forward or backward of all modules."""
     return any(getattr(nn.modules.module, f"_global{table}") for table in _HOOK_TABLES)
 
 
 def is_liftable(module: nn.Module) -> bool:
-    """Is all that stands around the forward of a module done already in a compiled one?"""
+    """Returns whether a forward has wrappers, all of which may be lifted in a compiled module."""
     around = standing_around(module)
     return bool(around) and all(
         getattr(wrapper, "may_be_lifted", False) for wrapper in around.values()
@@ -166,12 +166,12 @@ def is_liftable(module: nn.Module) -> bool:
 
 
 def is_recorded(module: nn.Module) -> bool:
-    """Does the check of the first step look at this module?"""
+    """Returns whether the check of the first step records this module."""
     return Around.RECORD in standing_around(module)
 
 
 def _is_interrupted(module: nn.Module) -> bool:
-    """Inside of a compiled module the compiler would come upon code of the library."""
+    """Returns whether the compiler would find code of the library in this module."""
     if isinstance(module, DistributedModule | nn.modules.lazy.LazyModuleMixin):
         return True
     places = standing_around(module).keys() - {Around.CHECKS, Around.COMPILED}
@@ -189,7 +189,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _has_equal_blocks(module: nn.Module) -> bool:
-    """Is there a list of modules of one class, of which compiling one is enough?"""
+    """Returns whether there is a list of modules of one class, which share one compilation."""
     for part in module.modules():
         if isinstance(part, nn.ModuleList | nn.Sequential):
             kinds = Counter(

@@ -1,1 +1,1 @@
-"""What there is to know of a forward: its arguments, results, writes, and the modules around it."""
+"""Observes forwards: their arguments, results and writes, and the modules around them."""

@@ -1,4 +1,4 @@
-"""What a module keeps in attributes and buffers, and whether that is what it was before."""
+"""Reads attributes and buffers of a module, and detects changes of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# What a trace, PyTorch and this library keep in a module; no state of its forward.
+# Attributes of a trace, PyTorch and this library that are no state of a module's forward.
 _NOT_STATE = frozenset(vars(nn.Module())) | {
     "forward",
     "_flat_weights",
@@ -15,21 +15,21 @@ _NOT_STATE = frozenset(vars(nn.Module())) | {
     "_output_capturing_hooks_installed",
 }
 
-#: In place of what `state_of` has for an attribute that is not there.
+#: Entry of `state_of` for an attribute that is not there.
 MISSING: tuple[Any, Any] = (object(), None)
 
 
 class PerMicrobatch(property):
-    """An attribute of which each microbatch has a value of its own, on the class of its module."""
+    """A property on a module's class of which each microbatch has a value of its own."""
 
 
 def is_state(name: str) -> bool:
-    """May an attribute be state of a forward, by its name?"""
+    """Returns whether an attribute of this name may be state of a forward."""
     return name not in _NOT_STATE and not name.startswith("_smp_")
 
 
 def state_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Value of each attribute and buffer, and what tells whether it was changed in place."""
+    """Returns each attribute and buffer, with data by which changes in place are detected."""
     plain = {
         name: (value, _items(value)) for name, value in module.__dict__.items() if is_state(name)
     }
@@ -37,14 +37,14 @@ def state_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 
 def is_same(old: Any, new: Any) -> bool:
-    """Is a value that is assigned the one that is there, as far as anybody can tell?"""
+    """Returns whether an assigned value is the present one, as far as can be detected."""
     if old is new:
         return True
     return type(old) is type(new) and isinstance(old, int | float | str) and old == new
 
 
 def same_items(old: list[Any] | None, new: list[Any] | None) -> bool:
-    """Are there the same objects, and the same numbers, as before?"""
+    """Returns whether two lists have the same objects and the same numbers."""
     if old is None or new is None:
         return old is new
     return len(old) == len(new) and all(
@@ -59,7 +59,7 @@ def _items(value: Any) -> list[Any] | None:
 
 
 def items_of_container(value: Any) -> list[Any] | None:
-    """What is in a list, dictionary, set or deque; None: it is no such container."""
+    """Returns the contents of a list, dictionary, set or deque; None for other values."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     return list(value) if isinstance(value, list | set | deque) else None

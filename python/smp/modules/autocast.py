@@ -1,4 +1,4 @@
-"""The autocast state of a thread as a value that can travel with a call."""
+"""Captures the autocast state of a thread as a value that can be sent with a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AutocastState = tuple[tuple[str, torch.dtype], ...]
 
 
 def capture(device: torch.device) -> AutocastState:
-    """Autocast as it is on in the calling thread, for CPU and the type of ``device``."""
+    """Returns the autocast state of the calling thread, for CPU and the type of ``device``."""
     types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
     return tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind)
@@ -21,11 +21,11 @@ def capture(device: torch.device) -> AutocastState:
 
 @contextlib.contextmanager
 def restore(state: AutocastState, device: torch.device) -> Iterator[None]:
-    """As `apply`, and off for what was off when the state was captured.
+    """Runs the body under a captured state; what was off then is off in the body.
 
     Args:
-        state: what :func:`capture` returned for ``device``.
-        device: of this process.
+        state: state that :func:`capture` returned for ``device``.
+        device: device of this process.
     """
     dtypes = dict(state)
     with contextlib.ExitStack() as stack:
@@ -41,8 +41,8 @@ def restore(state: AutocastState, device: torch.device) -> Iterator[None]:
 def apply(state: AutocastState) -> Iterator[None]:
     """Runs the body under a captured state.
 
-    The cache of cast weights is off: it is shared by all threads of a process, and contexts of
-    several microbatches take turns inside of one autocast region.
+    The cache of cast weights is off: all threads of a process share it, and contexts of several
+    microbatches take turns inside one autocast region.
     """
     with contextlib.ExitStack() as stack:
         for kind, dtype in state:

@@ -1,6 +1,6 @@
-"""Containers that code anywhere below a call adds to, and what a call has added.
+"""Finds what code below a call adds to containers in context variables.
 
-They are in context variables: transformers gathers hidden states, attentions and router logits so.
+Transformers collects hidden states, attentions and router logits in such containers.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 from torch import Tensor
 
 _LEAVES = (Tensor, bool, int, float, type(None))
-_OF_TRANSFORMERS = "output_collector"  # empty where nothing is asked for
+_OF_TRANSFORMERS = "output_collector"  # empty if no outputs are to be collected
 
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Stands for something that the caller has in a container, and the callee need not have."""
+    """A mark for an object in a caller's container, which the callee need not have."""
 
     position: int
 
 
 class Replaced(Exception):
-    """Something else than an addition was done; ``path`` leads to it."""
+    """A container was changed other than by an addition; ``path`` leads to it."""
 
     def __init__(self, path: tuple[Any, ...]) -> None:
         super().__init__(str(path))
@@ -36,7 +36,7 @@ Added = tuple[tuple[Any, ...], list[Any] | dict[Any, Any]]
 
 
 def in_context() -> Iterator[tuple[ContextVar[Any], Any]]:
-    """Context variables with containers, and these."""
+    """Yields context variables with containers, and the containers."""
     for var, value in copy_context().items():
         if (
             isinstance(value, dict | list)
@@ -48,7 +48,7 @@ def in_context() -> Iterator[tuple[ContextVar[Any], Any]]:
 
 
 def _collects(value: Any) -> bool:
-    """Is it a container of tensors and containers, and not one of settings or texts?"""
+    """Returns whether a value is a container of tensors and containers, not of texts."""
     if isinstance(value, dict):
         return all(_collects(item) for item in value.values())
     if isinstance(value, list | tuple | set | frozenset):
@@ -57,7 +57,7 @@ def _collects(value: Any) -> bool:
 
 
 def outline(value: Any, count: list[int] | None = None) -> Any:
-    """The same containers with placeholders for the tensors in them."""
+    """Returns the same containers with placeholders for the tensors in them."""
     count = [0] if count is None else count
     if isinstance(value, dict):
         return {key: outline(item, count) for key, item in value.items()}
@@ -72,15 +72,15 @@ def outline(value: Any, count: list[int] | None = None) -> Any:
 
 
 def added(path: tuple[Any, ...], before: Any, after: Any) -> Iterator[Added]:
-    """What was added to containers.
+    """Yields what was added to containers.
 
     Args:
-        path: of the containers.
-        before: their outline.
-        after: what they are now.
+        path: keys and indices that lead to the containers.
+        before: outline of the containers.
+        after: the containers now.
 
     Raises:
-        Replaced: something else was done to them.
+        Replaced: they were changed other than by additions.
     """
     if isinstance(before, list) and isinstance(after, list) and len(after) >= len(before):
         if len(after) > len(before):
@@ -98,7 +98,7 @@ def added(path: tuple[Any, ...], before: Any, after: Any) -> Iterator[Added]:
 
 
 def add(container: Any, path: tuple[Any, ...], items: list[Any] | dict[Any, Any]) -> None:
-    """Does to a container what was done to its outline."""
+    """Adds to a container what was added to its outline."""
     for key in path:
         container = container[key]
     if isinstance(container, list):

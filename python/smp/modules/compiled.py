@@ -1,9 +1,9 @@
-"""What users have asked of ``torch.compile`` for modules: found, taken off, and put anew.
+"""Finds, removes and restores what users have compiled with ``torch.compile``.
 
-A module that was compiled is another module around it (``torch.compile(module)``, with
+A compiled module is another module around the plain one (``torch.compile(module)``, with
 ``_orig_mod`` in the names of its parameters), or has a compiled call (``module.compile()``) or a
-compiled ``forward``. All of these would stand outside of what the library puts around a forward,
-and would trace it. So they are taken off, and what they ask for is kept.
+compiled ``forward``. All of these would be outside the library's wrappers of a forward, and would
+trace them. So they are removed, and the requests are kept.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 
 from torch import nn
 
-_MAX_FRAMES = 16  # from a module to the compiled one around it
+_MAX_FRAMES = 16  # frames from a module to the compiled one around it
 
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """How a module is to be compiled.
+    """A user's request to compile a module.
 
     Attributes:
-        backend: gets a graph and example inputs.
-        fullgraph: what cannot be one graph is an error.
-        dynamic: as for `torch.compile`.
+        backend: function that compiles a graph with example inputs.
+        fullgraph: whether code that does not fit one graph is an error.
+        dynamic: argument of `torch.compile`.
     """
 
     backend: Callable[..., Any]
@@ -35,7 +35,7 @@ class CompileRequest:
 
 
 def request_of(*args: Any, **kwargs: Any) -> CompileRequest | None:
-    """What arguments of `torch.compile` behind the module ask for; None with ``disable=True``."""
+    """Returns the request of arguments of `torch.compile`; None with ``disable=True``."""
     import torch
 
     wrapper: Any = torch.compile(nn.Identity(), *args, **kwargs)
@@ -43,13 +43,13 @@ def request_of(*args: Any, **kwargs: Any) -> CompileRequest | None:
 
 
 def optimized_module_class() -> type[nn.Module] | None:
-    """What `torch.compile` makes of a module; None while nobody has imported the compiler."""
+    """Returns the class of compiled modules, or None while the compiler is not imported."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     return getattr(eval_frame, "OptimizedModule", None)
 
 
 def plain(module: Any) -> Any:
-    """The module that was compiled, for what `torch.compile` has made of it; else the same."""
+    """Returns the plain module of a compiled one, or the argument itself."""
     wrapper = optimized_module_class()
     while wrapper is not None and isinstance(module, wrapper):
         module = module._orig_mod
@@ -59,17 +59,17 @@ def plain(module: Any) -> Any:
 def take_compiled(
     root: nn.Module, requests: MutableMapping[nn.Module, CompileRequest]
 ) -> nn.Module:
-    """Takes from a model what `torch.compile` has put around its modules.
+    """Removes from a model what `torch.compile` has put around its modules.
 
     Args:
         root: a model; it may be compiled itself.
-        requests: gets what was found, by the plain module.
+        requests: mapping that gets the requests that were found, by the plain module.
 
     Returns:
         the plain model.
 
     Raises:
-        RuntimeError: a compiled call does not tell how it was made.
+        RuntimeError: the options of a compiled call cannot be read.
     """
     root = _taken(root, requests)
     for module in list(root.modules()):
@@ -83,7 +83,7 @@ def take_compiled(
 def take_calls(
     modules: Iterable[nn.Module], requests: MutableMapping[nn.Module, CompileRequest]
 ) -> None:
-    """As `take_compiled`, for compiled calls only: nothing takes another place in the model."""
+    """Removes compiled calls as `take_compiled` does, but replaces no modules."""
     for module in modules:
         attributes = module.__dict__
         call = attributes.get("_compiled_call_impl")
@@ -94,13 +94,13 @@ def take_calls(
         if getattr(forward, "_torchdynamo_orig_callable", None) is not None:
             context = _context_behind(forward)
             if context is None or not _is_own(module, forward._torchdynamo_orig_callable):
-                continue  # of another object, or in the place of the library
+                continue  # a forward of another object, or a wrapper of the library
             _note(requests, module, _of_context(context))
             del attributes["forward"]
 
 
 def compiled_around(module: nn.Module) -> nn.Module | None:
-    """What `torch.compile` has made of this module, if the running call of it comes from there."""
+    """Returns the compiled module around this one, if the running call comes from it."""
     wrapper = optimized_module_class()
     frame = sys._getframe(1) if wrapper is not None else None
     for _ in range(_MAX_FRAMES):
@@ -115,7 +115,7 @@ def compiled_around(module: nn.Module) -> nn.Module | None:
 
 
 def request_behind(compiled: nn.Module) -> CompileRequest | None:
-    """What was asked for with a module that `torch.compile` has made."""
+    """Returns the request behind a compiled module."""
     return _of_wrapper(compiled)
 
 
@@ -154,14 +154,14 @@ def _of_context(context: Any) -> CompileRequest | None:
     fullgraph = getattr(context, "fullgraph", False)
     for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):  # by release
         while hasattr(backend, name):
-            # Where the context does not tell, one of the objects on the way to the backend does.
+            # In some releases one of the objects on the way to the backend has the option.
             fullgraph = fullgraph or getattr(backend, "_one_graph", False)
             backend = getattr(backend, name)
     return CompileRequest(backend, bool(fullgraph), getattr(context, "_dynamic", None))
 
 
 def _context_behind(function: Any) -> Any:
-    """The object of PyTorch that a compiled function was made by."""
+    """Returns the object of PyTorch that made a compiled function."""
     function = getattr(function, "__func__", function)
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     for name, cell in zip(code.co_freevars if code is not None else (), cells, strict=False):
@@ -172,7 +172,7 @@ def _context_behind(function: Any) -> Any:
 
 
 def _is_own(module: nn.Module, function: Any) -> bool:
-    """Is this the forward that the class of a module gives it?"""
+    """Returns whether a function is the forward that the class of a module gives it."""
     return (
         getattr(function, "__self__", None) is module
         and getattr(function, "__func__", None) is type(module).forward

@@ -1,4 +1,4 @@
-"""Notices modules being made while somebody wants to know."""
+"""Marks modules when they are created."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class _Open(threading.local, Generic[_Wish]):
 
 
 class CreationMarks(Generic[_Wish]):
-    """Marks modules that are created inside of contexts with what the innermost one wishes.
+    """Marks modules that are created inside contexts with the wish of the innermost one.
 
     ``__init__`` of `nn.Module` runs for new modules, ``__setstate__`` for copies and unpickled
-    ones (``deepcopy`` is how `nn.TransformerEncoder` makes its layers); both are wrapped while a
-    context is open. Modules that are gone take their marks along.
+    ones (`nn.TransformerEncoder` makes its layers by ``deepcopy``). Both are wrapped while a
+    context is open. A mark is dropped with its module.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class CreationMarks(Generic[_Wish]):
         self._marks[module] = wish
 
     def get(self, module: nn.Module) -> _Wish | None:
-        """The mark of a module, if it has one."""
+        """Returns the mark of a module, or None."""
         return self._marks.get(module)
 
     @contextmanager
@@ -71,7 +71,7 @@ class CreationMarks(Generic[_Wish]):
             if self._num_open > 0:
                 return
             for name, (original, wrapper) in self._wrapped.items():
-                # Somebody may have wrapped ours in between; with no context open it does nothing.
+                # Other code may have wrapped ours; with no context open it does nothing.
                 if getattr(nn.Module, name) is wrapper:
                     setattr(nn.Module, name, original)
             self._wrapped.clear()

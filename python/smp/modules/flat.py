@@ -1,7 +1,7 @@
-"""Nested values as tensors and the rest, whatever classes they are made of.
+"""Separates nested values of any classes into tensors and the rest.
 
-pytree knows containers and registered classes. Objects of other classes, dataclasses for one, are
-taken apart by what they contain and made anew, so that a tensor in them counts as any other.
+pytree handles containers and registered classes. Objects of other classes, such as dataclasses, are
+taken apart into their contents and rebuilt, so that tensors in them count like any others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 import smp._C as _C
 
-#: Values without tensors in them, and what has a state but is never a value.
+#: Types of values without tensors in them, and of values that are never taken apart.
 _CLOSED = (
     bytes,
     float,
@@ -39,7 +39,7 @@ _COLLECTIONS = (list, tuple, set, frozenset, deque, ValuesView, ItemsView)
 
 
 def is_cache(value: Any) -> bool:
-    """Is it an attention cache of transformers? By name: importing transformers is not allowed."""
+    """Returns whether a value is an attention cache of transformers, without importing it."""
     return any(
         cls.__name__ == "Cache" and cls.__module__ == "transformers.cache_utils"
         for cls in type(value).__mro__
@@ -47,7 +47,7 @@ def is_cache(value: Any) -> bool:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in containers, registered classes, dataclasses and the attributes of objects."""
+    """Returns all tensors in containers, registered classes, dataclasses and attributes."""
     return list(_tensors(value, set()))
 
 
@@ -62,12 +62,12 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What an object contains.
+    """The contents of an object.
 
     Attributes:
-        items: a dictionary, if it is a kind of one, or else a list; empty if it has none.
-        slots: by the descriptors that set them.
-        attributes: by name.
+        items: dictionary for kinds of dictionaries, or else a list; empty if it has no items.
+        slots: values by the descriptors that set them.
+        attributes: values by name.
     """
 
     items: list[Any] | dict[Any, Any]
@@ -76,7 +76,7 @@ class _Parts:
 
 
 def _parts_of(value: Any) -> _Parts | None:
-    """None if there is nothing in it, or nothing that is looked at."""
+    """Returns the contents of an object; None if there are none, or it is not taken apart."""
     if isinstance(value, _CLOSED) or is_cache(value):
         return None
     items: list[Any] | dict[Any, Any] = []
@@ -101,24 +101,24 @@ def _parts_of(value: Any) -> _Parts | None:
 
 @dataclass
 class _Place:
-    """Where a tensor was."""
+    """The place of a tensor."""
 
     index: int
 
 
 @dataclass
 class _Object:
-    """How an object is made that was taken apart."""
+    """A recipe for an object that was taken apart."""
 
     cls: type
     parts: _Tree | None = None
 
     def new(self, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
-        """The object with other tensors.
+        """Makes the object with other tensors.
 
         Args:
-            tensors: by the index of their place.
-            made: objects that are there already, by ``id`` of what made them.
+            tensors: tensors by the index of their place.
+            made: objects that exist already, by ``id`` of their `_Object`.
         """
         if id(self) in made:
             return made[id(self)]
@@ -128,7 +128,7 @@ class _Object:
             value: Any = tuple.__new__(self.cls, parts[0])
             made[id(self)] = value
         else:
-            # Before its parts, in which it may be once more.
+            # The object exists before its parts, which may contain it.
             value = made[id(self)] = _empty(self.cls)
             parts = self.parts.filled(tensors, made)
             if isinstance(value, list):
@@ -190,12 +190,12 @@ class Flat:
     """A nested value as tensors, each once, and the rest.
 
     Args:
-        value: anything. Objects that pytree does not know stay the ones they are, unless there is
-            a tensor in them that counts; then :meth:`filled` has others of their class.
-        counts: which tensors count; all of them without it.
+        value: any value. Objects that pytree does not handle are kept, unless they contain a tensor
+            that counts; then :meth:`filled` makes others of their class.
+        counts: function that returns whether a tensor counts; None: all do.
 
     Raises:
-        ValueError: there are tensors in an object that cannot be made anew.
+        ValueError: an object with tensors cannot be rebuilt.
     """
 
     def __init__(self, value: Any, counts: Callable[[Tensor], bool] | None = None) -> None:
@@ -204,21 +204,21 @@ class Flat:
         self._places: dict[int, _Place] = {}  # by id of tensors
         self._objects: dict[int, _Object] = {}  # by id
         self._root = self._tree(value)
-        # An id says nothing when its owner is gone.
+        # An id is meaningless without its owner.
         self._places.clear()
         self._objects.clear()
 
     def take(self) -> list[Tensor]:
-        """The tensors; they are not kept here any more."""
+        """Returns the tensors, and drops them here."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
     def filled(self, tensors: Sequence[Any], made: dict[int, Any] | None = None) -> Any:
-        """The value with other tensors.
+        """Returns the value with other tensors.
 
         Args:
-            tensors: in the order of those that were taken.
-            made: gets the objects that were made anew, if given.
+            tensors: tensors in the order of those that were taken.
+            made: mapping that gets the rebuilt objects, or None.
         """
         return self._root.filled(tensors, {} if made is None else made)
 
@@ -239,7 +239,7 @@ class Flat:
         if parts is None or not self._has_some(leaf):
             return leaf
         cls = type(leaf)
-        _empty(cls)  # refuses in time what cannot be made
+        _empty(cls)  # raises early for classes that cannot be rebuilt
         node = self._objects[id(leaf)] = _Object(cls)
         node.parts = self._tree([parts.items, parts.slots, parts.attributes])
         return node
@@ -250,7 +250,7 @@ class Flat:
 
 
 def contents_of(value: Any) -> tuple[Any, list[Any]]:
-    """What is in an object that was made anew, to be compared by :func:`is_changed`."""
+    """Returns the contents of a rebuilt object, to be compared by :func:`is_changed`."""
     parts = _parts_of(value)
     assert parts is not None
     leaves, spec = pytree.tree_flatten([parts.items, parts.slots, parts.attributes])
@@ -258,7 +258,7 @@ def contents_of(value: Any) -> tuple[Any, list[Any]]:
 
 
 def is_changed(before: tuple[Any, list[Any]], after: tuple[Any, list[Any]]) -> bool:
-    """Does an object contain something else? Leaves are compared by identity."""
+    """Returns whether the contents of an object have changed. Leaves are compared by identity."""
     if before[0] != after[0]:
         return True
     return any(was is not now for was, now in zip(before[1], after[1], strict=True))

@@ -1,4 +1,4 @@
-"""Wrappers of modules that smp does not go with."""
+"""Refuses wrappers of modules that cannot be combined with smp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 _REDUCES = "smp reduces gradients itself: unwrap it"
 _SHARDS = "smp shards by itself (configuration key sharded_data_parallel_degree): unwrap it"
 
-#: Module, class and why not. A script that has made one has imported its module.
+#: Module, class and reason. A script that has made such a wrapper has imported its module.
 _WRAPPERS = (
     ("torch.nn.parallel", "DistributedDataParallel", _REDUCES),
     ("torch.nn.parallel", "DataParallel", _REDUCES),
@@ -20,7 +20,7 @@ _WRAPPERS = (
 
 
 def reason_to_refuse(module: nn.Module) -> str | None:
-    """Why smp cannot train a model with this module, if there is a reason."""
+    """Returns why smp cannot train a model with this module, or None."""
     for source, name, reason in _WRAPPERS:
         wrapper = getattr(sys.modules.get(source), name, None)
         if wrapper is not None and isinstance(module, wrapper):

@@ -1,4 +1,4 @@
-"""What the library puts around the ``forward`` of single modules of the user.
+"""Wraps the ``forward`` of single modules of the user.
 
 Only instances ever get another ``forward``: their class, and ``super().forward``, stay untouched.
 """
@@ -21,61 +21,63 @@ _CHAIN = "_smp_forwards"
 
 
 class _Changes:
-    """How often something was put around a forward, or taken away."""
+    """The number of times that a wrapper was put around a forward, or removed."""
 
     number = 0
 
 
 def num_changes() -> int:
-    """Another number means that something else stands around forwards than before.
+    """Returns a number that changes whenever wrappers around forwards change.
 
-    What is compiled does not count.
+    Wrappers of compiled code do not count.
     """
     return _Changes.number
 
 
 class Around(enum.IntEnum):
-    """What may stand around a forward, from the inside to the outside."""
+    """Kinds of wrappers around a forward, from the inside to the outside."""
 
     COMPILED = -4
-    """Runs what `torch.compile` has made of the forward."""
+    """Runs the forward as compiled by `torch.compile`."""
     OPERANDS = -3
     """Casts operands of operators in 16-bit training."""
     RECORD = -2
-    """Notes what the module returns in the first training step."""
+    """Records the module's output in the first training step."""
     CHECKS = -1
-    """Looks for NaN and infinities in what goes in and what comes out."""
+    """Looks for NaN and infinities in arguments and outputs."""
     PARAMETERS = 0
-    """Fetches sharded parameters before, lets go of them after."""
+    """Fetches sharded parameters before the forward, and frees them after it."""
     PLACE = 1
-    """Says where in the model the running code is, of which masks of dropout depend."""
+    """Sets the place of the running code in the model, on which dropout masks depend."""
     CHECKPOINT = 2
-    """Keeps the arguments only, and computes again in backward."""
+    """Keeps only the arguments, and computes again in backward."""
     REMOTE = 3
     """Sends the call to the rank that owns the module."""
 
 
 class _Chain:
-    """The forward of one module and what stands around it; takes the forward's place.
+    """The forward of one module and its wrappers; replaces the forward.
 
-    Stays the same object however the chain changes: somebody may have kept it.
+    It stays the same object when the chain changes, because other code may have kept it.
     """
 
     def __init__(self, module: nn.Module, original: Forward, is_own: bool) -> None:
         self.module = module
         self.original = original
-        self.is_own = is_own  # of the instance, not of its class
+        self.is_own = is_own  # whether the instance has its own forward, not only its class
         self.wrappers: dict[Around, Callable[[Forward], Forward]] = {}
-        self.tokens: dict[Around, object] = {}  # of the call that has put each of them there
+        self.tokens: dict[Around, object] = {}  # identify the call that has put each wrapper
         self.composed = original
-        functools.update_wrapper(self, original)  # its signature is looked at
+        functools.update_wrapper(self, original)  # other code inspects its signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.composed(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Chain:
-        """Makes the forward of the module's copy, which is the user's: nothing stands around it,
-        but what casts its operands, without which it may not run."""
+        """Copies the forward for the module's copy, which is the user's.
+
+        The copy keeps only the wrapper that casts its operands, without which it may not run.
+        """
         chain = _Chain(
             copy.deepcopy(self.module, memo), copy.deepcopy(self.original, memo), self.is_own
         )
@@ -94,7 +96,7 @@ class _Chain:
             self.composed = wrapper(self.composed)
 
     def uncover(self) -> None:
-        """Puts back what the module had, unless somebody has set another forward since."""
+        """Restores the module's own forward, unless other code has set another one since."""
         attributes = self.module.__dict__
         if attributes.get(_CHAIN) is self:
             del attributes[_CHAIN]
@@ -107,7 +109,7 @@ class _Chain:
 
 
 def _plain_forward(module: nn.Module) -> Forward:
-    """The forward of a module's class, when it comes out of a pickle."""
+    """Returns the forward of a module's class, for unpickling."""
     return types.MethodType(type(module).forward, module)
 
 
@@ -117,22 +119,23 @@ def _itself(forward: Forward) -> Forward:
 
 def _chain_of(module: nn.Module) -> _Chain | None:
     chain = module.__dict__.get(_CHAIN)
-    return chain if isinstance(chain, _Chain) else None  # what a pickle has left is none
+    return chain if isinstance(chain, _Chain) else None  # a pickle leaves another object
 
 
 def wrap_forward(
     module: nn.Module, around: Around, wrapper: Callable[[Forward], Forward]
 ) -> Callable[[], None]:
-    """Puts something around the forward of a module.
+    """Puts a wrapper around the forward of a module.
 
     Args:
-        module: of the user.
-        around: its place; replaces what was there.
-        wrapper: makes a forward out of the one further inside. Called again when that changes.
+        module: module of the user.
+        around: kind of wrapper; an earlier one of this kind is replaced.
+        wrapper: function that makes a forward out of the one further inside. It is called again
+            when that changes.
 
     Returns:
-        undoes it; may be called twice. Keeps neither the module nor the wrapper alive: who holds
-        it may be found from a table of modules.
+        function that undoes it; may be called twice. It keeps neither the module nor the wrapper
+        alive, since tables whose keys are modules may refer to it.
     """
     chain = _chain_of(module)
     if chain is None:
@@ -160,7 +163,7 @@ def wrap_forward(
 
 
 def is_wrapped(module: nn.Module, around: Around) -> bool:
-    """Does this stand around the forward of the module?"""
+    """Returns whether the forward of a module has a wrapper of this kind."""
     chain = _chain_of(module)
     return chain is not None and around in chain.wrappers
 
@@ -168,19 +171,20 @@ def is_wrapped(module: nn.Module, around: Around) -> bool:
 def may_be_lifted(
     wrapper: Callable[[Forward], Forward],
 ) -> Callable[[Forward], Forward]:
-    """Says of what is put around a forward that it is done already where the module runs inside of
-    a compiled one: it waits for watched parameters (`smp.storage.watched`), which are read there,
-    or sets a mode that holds there."""
+    """Marks a wrapper as unnecessary where the module runs inside a compiled one.
+
+    Such a wrapper waits for watched parameters (`smp.storage.watched`), which are read there, or
+    sets a mode that holds there.
+    """
     wrapper.__dict__["may_be_lifted"] = True
     return wrapper
 
 
 class Lifted:
-    """Modules whose forwards are for a while what they were before anybody put something around
-    them that may be lifted.
+    """Modules whose wrappers can be removed for a while, since all of them may be lifted.
 
     Args:
-        modules: that nothing else stands around.
+        modules: modules without other wrappers.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -200,14 +204,16 @@ class Lifted:
 
 
 def standing_around(module: nn.Module) -> dict[Around, Callable[[Forward], Forward]]:
-    """What stands around the forward of a module, by its place."""
+    """Returns the wrappers of a module's forward, by kind."""
     chain = _chain_of(module)
     return {} if chain is None else dict(chain.wrappers)
 
 
 def uncover(module: nn.Module) -> None:
-    """Takes everything from around the forward of a module but what casts its operands, without
-    which it may not run; for code that puts back its ``__dict__`` afterwards."""
+    """Removes wrappers of a module's forward, for code that restores its ``__dict__`` afterwards.
+
+    The wrapper that casts its operands stays, because the module may not run without it.
+    """
     chain = _chain_of(module)
     if chain is not None:
         chain.uncover()

@@ -1,8 +1,8 @@
-"""Containers and plain objects among the arguments of a call, and what the call does to them.
+"""Finds changes that a call makes to containers and plain objects among its arguments.
 
-On another rank, and as a checkpoint, a function gets copies of its arguments. What it puts into the
-copies is told in a form that travels and that can be taken apart into tensors, and is then done to
-the caller's own.
+On another rank, and in a checkpoint, a function gets copies of its arguments. Changes of the copies
+are described in a form that can be sent and split into tensors. They are then applied to the
+caller's own containers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class _Kind(Enum):
     LIST = auto()
     DICT = auto()
     SET = auto()
-    OBJECT = auto()  # attributes, and nothing else
-    TUPLE = auto()  # holds others and does not change
-    NUMBER = auto()  # or text: an equal one is as good
+    OBJECT = auto()  # only attributes
+    TUPLE = auto()  # contains other values and does not change
+    NUMBER = auto()  # number or text, which an equal one can replace
     OTHER = auto()
 
 
@@ -42,7 +42,7 @@ _KINDS: dict[type, _Kind] = {
     **dict.fromkeys((type(None), bool, int, float, complex, str, bytes), _Kind.NUMBER),
     **dict.fromkeys((Tensor, nn.Parameter), _Kind.OTHER),
 }
-_WITHOUT: set[type] = set()  # numbers and others that were met
+_WITHOUT: set[type] = set()  # types of numbers and others that were met
 _NO_OBJECTS = (
     *(Tensor, nn.Module, Enum, type, types.ModuleType),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
@@ -62,7 +62,7 @@ def _kind_of(value: Any) -> _Kind:
 
 
 def _is_plain(cls: type) -> bool:
-    """Are instances what their attributes are, and does pickle think so too?"""
+    """Returns whether instances are defined by their attributes alone, also for pickle."""
     if issubclass(cls, _NO_OBJECTS) or getattr(cls, "__dictoffset__", 0) == 0:
         return False
     own: Any = cls
@@ -78,30 +78,30 @@ def _is_plain(cls: type) -> bool:
 
 @dataclass(frozen=True)
 class Own:
-    """Stands for one of the caller's containers."""
+    """A reference to one of the caller's containers."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Stands for what the caller has had in one of its containers."""
+    """A reference to an earlier item of one of the caller's containers."""
 
     number: int
     position: int
 
 
-#: Number of a container, and what is in it now: a list, or a dictionary for dictionaries and
+#: Number of a container, and its contents now: a list, or a dictionary for dictionaries and
 #: attributes.
 Change = tuple[int, list[Any] | dict[Any, Any]]
 
 
 class Given:
-    """The containers among some arguments, in an order that copies of the arguments have as well.
+    """The containers among some arguments, in the same order as in copies of the arguments.
 
     Args:
         value: arguments.
-        objects: objects count as containers of their attributes.
+        objects: whether objects count as containers of their attributes.
     """
 
     def __init__(self, value: Any, objects: bool = True) -> None:
@@ -112,7 +112,7 @@ class Given:
 
     @classmethod
     def to(cls, args: Sequence[Any], kwargs: Mapping[str, Any], objects: bool = True) -> Given:
-        """Those among the arguments of a call."""
+        """Returns the containers among the arguments of a call."""
         return cls((*args, *kwargs.values()), objects)
 
     def _find(self, items: Sequence[Any], seen: set[int]) -> None:
@@ -127,13 +127,13 @@ class Given:
             elif id(item) not in seen and (self._objects or kind is not _Kind.OBJECT):
                 seen.add(id(item))
                 self.containers.append(item)
-                if kind is not _Kind.SET:  # has no order that copies share
+                if kind is not _Kind.SET:  # a set has no order that copies share
                     self._find(contents_of(item), seen)
 
     # ---- the rank that has the copies
 
     def changed(self) -> list[int]:
-        """Numbers of the containers in which there is something else now."""
+        """Returns the numbers of the containers whose contents have changed."""
         return [
             number
             for number, (container, before) in enumerate(
@@ -143,24 +143,24 @@ class Given:
         ]
 
     def new_items(self) -> Iterator[tuple[Any, list[Any]]]:
-        """Each container that was changed, and what is in it now and was not."""
+        """Yields each container that was changed, with its new items."""
         for number in self.changed():
             yield self.containers[number], self.new_items_of(number)
 
     def new_items_of(self, number: int) -> list[Any]:
-        """What is in one container now and was not."""
+        """Returns the new items of one container."""
         known = set(map(id, self._before[number]))
         return [item for item in contents_of(self.containers[number]) if id(item) not in known]
 
     def changed_from(self) -> list[tuple[int, list[Any]]]:
-        """Numbers of containers in which there is something else now, and what was in them."""
+        """Returns the numbers of changed containers, and their earlier contents."""
         return [(number, self._before[number]) for number in self.changed()]
 
     def changes(self) -> list[Change]:
-        """What was done to the containers; tensors are in it as they are.
+        """Describes the changes of the containers; tensors are kept in it as they are.
 
         Raises:
-            TypeError: a set has got something that cannot be told apart in a copy of the set.
+            TypeError: a set has new elements that cannot be identified in a copy of the set.
         """
         numbers = self.changed() if self.containers else []
         if not numbers:
@@ -197,7 +197,7 @@ class Given:
         return found
 
     def told(self, result: Any) -> Any:
-        """A result, with `Own` for each of the containers in it."""
+        """Returns a result with `Own` for each of the containers in it."""
         return _Replacing(self._own())(result) if self.containers else result
 
     def _own(self) -> dict[int, Any]:
@@ -206,11 +206,11 @@ class Given:
     # ---- the rank that has the originals
 
     def settle(self, changes: Sequence[Change], result: Any) -> Any:
-        """Does to these containers what was done to copies of them.
+        """Applies changes of copies to these containers.
 
         Args:
-            changes: see `changes`.
-            result: see `told`.
+            changes: changes of `changes`.
+            result: result of `told`.
 
         Returns:
             the result, with these containers in it.
@@ -226,24 +226,24 @@ class Given:
     # ---- copies
 
     def apart(self, value: Any) -> tuple[Any, list[Any]]:
-        """A value with `Own` for each container, and what was in these, in the same form.
+        """Returns a value with `Own` for each container, and the earlier contents in that form.
 
-        Changes of the containers do not show there, those of objects of other kinds do.
+        Later changes of the containers are not seen there; those of other objects are.
         """
         replace = _Replacing(self._own())
         return replace(value), [list(map(replace, before)) for before in self._before]
 
     def templates(self) -> list[Any]:
-        """Empty containers like these; see `copies`."""
+        """Returns empty containers like these; see `copies`."""
         return list(map(_empty_like, self.containers))
 
 
 def copies(templates: Sequence[Any], value: Any, contents: Sequence[list[Any]]) -> Any:
-    """The value that was taken apart, with containers of its own.
+    """Rebuilds a value that was taken apart, with new containers.
 
     Args:
-        templates: see `Given.templates`.
-        value, contents: see `Given.apart`.
+        templates: containers of `Given.templates`.
+        value, contents: results of `Given.apart`.
     """
     made = list(map(_empty_like, templates))
     resolve = _Resolving(made, ())
@@ -253,18 +253,18 @@ def copies(templates: Sequence[Any], value: Any, contents: Sequence[list[Any]]) 
 
 
 def exchanged(value: Any, others: Mapping[int, Any]) -> Any:
-    """A value with other objects in the place of some, which are named by id."""
+    """Returns a value in which some objects are replaced, by id."""
     return _Replacing(others)(value)
 
 
 def exchange(container: Any, others: Mapping[int, Any]) -> None:
-    """The same for what is in a container, which stays the same one."""
+    """Replaces objects in a container, by id."""
     if _kind_of(container) is not _Kind.SET:
         fill(container, list(map(_Replacing(others), contents_of(container))))
 
 
 def contents_of(container: Any) -> list[Any]:
-    """Items; of dictionaries and objects keys and then values."""
+    """Returns the items of a container; for dictionaries and objects keys and then values."""
     kind = _kind_of(container)
     if kind is _Kind.OBJECT:
         container = container.__dict__
@@ -283,7 +283,7 @@ def _check_elements(container: set[Any]) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """A number, a text, None, or a tuple of such."""
+    """Returns whether a value is a number, a text, None, or a tuple of such."""
     kind = _kind_of(value)
     return kind is _Kind.NUMBER or (kind is _Kind.TUPLE and all(map(is_number, value)))
 
@@ -297,7 +297,7 @@ def _are_same(a: list[Any], b: list[Any]) -> bool:
 
 
 def fill(container: Any, contents: list[Any]) -> None:
-    """Gives a container other contents; see `contents_of`."""
+    """Replaces the contents of a container; see `contents_of`."""
     kind = _kind_of(container)
     if kind is _Kind.LIST:
         container.clear()
@@ -321,10 +321,10 @@ def _empty_like(container: Any) -> Any:
 
 
 class _Replacing:
-    """Puts references into the place of objects, in new containers around them.
+    """Replaces objects by references, in new containers around them.
 
     Args:
-        references: by id of the object.
+        references: references by id of the object.
     """
 
     def __init__(self, references: Mapping[int, Any]) -> None:
@@ -349,7 +349,7 @@ class _Replacing:
         return made
 
     def _holds(self, value: Any, seen: set[int]) -> bool:
-        """Is there one of the objects in it?"""
+        """Returns whether a value contains one of the objects."""
         kind = _kind_of(value)
         if kind is _Kind.NUMBER:
             return False
@@ -363,11 +363,11 @@ class _Replacing:
 
 
 class _Resolving:
-    """Puts objects into the place of references; lists and dictionaries stay the same ones.
+    """Replaces references by objects; lists and dictionaries keep their identity.
 
     Args:
-        containers: that `Own` stands for.
-        contents: of these, which `Kept` stands for.
+        containers: containers that `Own` refers to.
+        contents: contents of these, which `Kept` refers to.
     """
 
     def __init__(self, containers: Sequence[Any], contents: Sequence[list[Any]]) -> None:
@@ -385,7 +385,7 @@ class _Resolving:
             items = list(map(self, value))
             return value if _are_same(items, list(value)) else _tuple_like(value, items)
         if kind in (_Kind.LIST, _Kind.DICT) and id(value) not in self._seen:
-            self._seen[id(value)] = value  # keeps it, too: an id says nothing without its owner
+            self._seen[id(value)] = value  # kept because an id is meaningless without its owner
             items = list(map(self, before := contents_of(value)))
             if not _are_same(items, before):
                 fill(value, items)

@@ -1,7 +1,7 @@
-"""Values that the host knows of tensors on a device, because it is what has uploaded them.
+"""Keeps host copies of values of tensors that the host has uploaded to a device.
 
-To look at a tensor on a device is to wait for the device. What a model is called with comes from
-the host in most cases, so that its values can be looked at there.
+Reading a tensor on a device has to wait for the device. The arguments of a model come from the host
+in most cases, so that their values can be read there.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
-# By tensors on a device: those on the host, and the versions of both when they were equal.
+# By tensor on a device: the tensor on the host, and the versions of both when they were equal.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def upload(arguments: Any, device: torch.device) -> Any:
-    """Arguments with tensors, at any depth of containers, on a device; the host does not wait.
+    """Copies the tensors in arguments, at any depth of containers, to a device without waiting.
 
-    The host goes on knowing the values of integers and booleans (`on_host`): tokens, masks,
-    positions.
+    Values of integers and booleans (tokens, masks, positions) remain known to the host; see
+    `on_host`.
     """
 
     def moved(tensor: Tensor) -> Tensor:
@@ -37,10 +37,10 @@ def upload(arguments: Any, device: torch.device) -> Any:
 
 
 def remember(tensor: Tensor, host: Tensor) -> None:
-    """Notes that a tensor has the values of one on the host, for as long as nobody writes to them.
+    """Notes that a tensor has the values of a host tensor until one of them is written.
 
-    Nothing is noted of numbers with fractions, which are many, and of tensors whose changes cannot
-    be seen (``torch.inference_mode``).
+    Nothing is noted for floating-point and complex tensors, which are large, and for tensors whose
+    changes cannot be seen (``torch.inference_mode``).
     """
     can_be_told = _is_plain(tensor) and not tensor.is_cpu and _is_plain(host) and host.is_cpu
     if not can_be_told or host.is_floating_point() or host.is_complex():
@@ -51,9 +51,9 @@ def remember(tensor: Tensor, host: Tensor) -> None:
 
 
 def on_host(tensor: Tensor) -> Tensor | None:
-    """The values of a tensor if the host has them; None if it would have to wait, or cannot know.
+    """Returns the values of a tensor if the host has them; None if they are not known without wait.
 
-    For a tensor on the CPU that is the tensor.
+    A tensor on the CPU is returned itself.
     """
     if not _is_plain(tensor) or torch.compiler.is_compiling():
         return None
@@ -68,7 +68,7 @@ def on_host(tensor: Tensor) -> Tensor | None:
 
 
 def mapped(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Applies a function, to the values that the host knows as well."""
+    """Applies a function to a tensor, and to its host copy if there is one."""
     result = function(tensor)
     host = None if tensor.is_cpu else on_host(tensor)
     if host is not None:
@@ -77,7 +77,7 @@ def mapped(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def is_known_zero(tensor: Tensor) -> bool:
-    """Does the host know that all elements are zero? It waits for no device to find out."""
+    """Returns whether a host copy shows, without waiting for a device, that all elements are 0."""
     host = on_host(tensor)
     if host is None:
         return False
@@ -86,5 +86,5 @@ def is_known_zero(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Is it a tensor, and not something that stands for one?"""
+    """Returns whether a value is an ordinary tensor, not one of a subclass."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided

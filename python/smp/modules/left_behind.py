@@ -1,12 +1,13 @@
-"""What a checkpointed call does to the state of its modules.
+"""Handles what a checkpointed call does to the state of its modules.
 
-A layer keeps its auxiliary loss in an attribute, and its parent reads it; a hook puts features into
-a dictionary. The first run of a checkpoint makes them without a graph, so those that have one
-without a checkpoint have to be results of it. Others must not: a moving average would be tied to
-the graph of the step before. A run with a graph tells them apart, once.
+A layer may keep its auxiliary loss in an attribute, which its parent reads; a hook may put features
+into a dictionary. The first run of a checkpoint makes such tensors without a graph, so those that
+have a graph without a checkpoint have to be results of it. Other tensors must not be results: a
+moving average would be tied to the graph of the step before. A run with a graph, once,
+distinguishes them.
 
-The second run finds the tensors and numbers that the first one has found, such as a counter, or a
-flag that the parent has taken back meanwhile, and those that it leaves are taken away. Lists of
+The second run finds the same tensors and numbers as the first one, such as a counter, or a flag
+that the parent has reset in between. Values that the second run leaves are removed. Lists of
 numbers are changed by both runs.
 """
 
@@ -33,19 +34,20 @@ _AS_NOW = object()
 _NUMBERS = (int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, tuple, OrderedDict, defaultdict, deque)
 
-#: Which of the tensors that are left hang on a graph, by the first module and where they are.
+#: Whether tensors that are left have a graph, by the first module and by their places.
 _known: WeakKeyDictionary[nn.Module, dict[Any, tuple[bool, ...]]] = WeakKeyDictionary()
 #: Buffers that are written in place, by the first module; they are copied before a run.
 _written: WeakKeyDictionary[nn.Module, set[tuple[int, str]]] = WeakKeyDictionary()
 
 
 class Watch:
-    """Compares the state of modules with what it was when this object was made.
+    """Compares the state of modules with their state when this object was made.
 
     Args:
-        modules: that run, with those below them.
-        copies: of buffers are wanted, for `earlier`.
-        every: of all buffers, also of those that earlier runs have not written; for `undo`.
+        modules: modules that run; those below them are included.
+        copies: whether buffers are copied, for `earlier`.
+        every: whether all buffers are copied, also those that earlier runs have not written; for
+            `undo`.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Watch:
                 values += _held_by(hook)
         self._given = Given(values, objects=False)
         self._buffers = list(self._copied(copies, every))
-        #: floating-point tensors that were left, and where
+        #: floating-point tensors that were left, and their places
         self.tensors: list[Tensor] = []
         self.places: list[Any] = []
         self._left: list[tuple[nn.Module, str, Any, Any]] = []  # value, and value before
@@ -84,7 +86,7 @@ class Watch:
                 yield (idx, name), buffer, buffer._version, copy
 
     def compare(self) -> Watch:
-        """Finds what there is now and was not."""
+        """Finds values that have been left since this object was made."""
         for idx, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
             for name, value in _snapshot(module).items():
                 old = before.get(name, _MISSING)
@@ -110,10 +112,13 @@ class Watch:
         return bool(found)
 
     def replace(self, tensors: Mapping[int, Tensor]) -> None:
-        """Puts other tensors into the place of some, by their id.
+        """Replaces tensors that were left.
+
+        Args:
+            tensors: new tensors, by id of the old ones.
 
         Raises:
-            ValueError: one of them is in an object that nothing can be put into.
+            ValueError: a tensor is in an object whose contents cannot be replaced.
         """
         for module, name, value, _ in self._left:
             new = exchanged(value, tensors)
@@ -128,7 +133,7 @@ class Watch:
             exchange(self._given.containers[number], tensors)
 
     def undo(self) -> None:
-        """Gives modules, their containers and buffers back what they had; needs copies of all."""
+        """Restores modules, their containers and buffers; needs copies of all buffers."""
         for module, before in zip(self._modules, self._before, strict=True):
             now = _snapshot(module)
             for name in {**before, **now}:
@@ -143,7 +148,7 @@ class Watch:
                 buffer.data.copy_(copy)
 
     def earlier(self) -> Earlier:
-        """The state from before, of what has changed."""
+        """Returns the earlier state of everything that has changed."""
         buffers = [(key, b, copy) for key, b, was, copy in self._buffers if b._version != was]
         if self._first is not None:
             _written.setdefault(self._first, set()).update(key for key, _, _ in buffers)
@@ -170,15 +175,15 @@ class Watch:
 
 @dataclass
 class Earlier:
-    """What modules had in places that a run has changed.
+    """The state of modules, in places that a run has changed.
 
-    What hangs on a graph is there without it.
+    Tensors with a graph are kept without it.
 
     Attributes:
-        attributes: module, name, value.
-        containers: with their contents.
-        buffers: with their values; None where they are not known.
-        found: attributes that the run has not changed: others may do so before the second run.
+        attributes: module, name and value.
+        containers: containers with their contents.
+        buffers: buffers with their values; None where they are not known.
+        found: attributes that the run has not changed; other code may do so before the second run.
     """
 
     attributes: list[tuple[nn.Module, str, Any]]
@@ -188,7 +193,7 @@ class Earlier:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, modules are as they were; behind it they are as they are."""
+        """Restores the earlier state inside the block, and the present one after it."""
         then = replace(self, attributes=self.attributes + list(self._changed_since()), found=[])
         now = Earlier(
             [(m, name, _value_of(m, name)) for m, name, _ in then.attributes],
@@ -226,7 +231,7 @@ class Earlier:
 
 
 def _without_graph(value: Any) -> Any:
-    """The value with tensors that gradients must not reach, instead of those with a graph."""
+    """Replaces tensors with a graph by tensors that refuse gradients."""
     with_graph = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
     if not with_graph:
         return value
@@ -240,7 +245,7 @@ def _is_kept(value: Any) -> bool:
 
 
 class _WithGraph:
-    """A tensor whose graph is not to live until the second run."""
+    """A tensor whose graph must not live until the second run."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = weakref.ref(tensor)
@@ -248,7 +253,7 @@ class _WithGraph:
 
 
 def _kept(value: Any) -> Any:
-    """The value of an attribute for the second run."""
+    """Returns what is kept of an attribute's value for the second run."""
     if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
         return _WithGraph(value)
     return value if _is_kept(value) else _AS_NOW
@@ -272,12 +277,12 @@ def _refuse_gradient(grad: Tensor) -> None:
 def flags_of(
     modules: Sequence[nn.Module], watch: Watch, try_out: Callable[[], Watch]
 ) -> tuple[bool, ...]:
-    """Which of the tensors that were left hang on a graph where there is one.
+    """Returns whether each tensor that was left has a graph if the modules run with one.
 
     Args:
-        modules: that have run.
-        watch: after a run without a graph.
-        try_out: runs them with a graph, and leaves nothing behind.
+        modules: modules that have run.
+        watch: comparison after a run without a graph.
+        try_out: function that runs them with a graph, and undoes all changes.
     """
     known = _known.setdefault(modules[0], {})
     key = (tuple(watch.places), tuple(module.training for module in modules))
@@ -288,7 +293,7 @@ def flags_of(
 
 
 class Flags:
-    """Modes of modules and of those below them, and which parameters require gradients."""
+    """The training modes of modules, and whether their parameters require gradients."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modes = [(m, m.training) for module in modules for m in module.modules()]
@@ -296,7 +301,7 @@ class Flags:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, they are as they were when this object was made."""
+        """Restores the modes and flags inside the block."""
         modes = [(m, m.training) for m, training in self._modes if m.training != training]
         needs = [(p, p.requires_grad) for p, needs in self._needs if p.requires_grad != needs]
         if modes or needs:
@@ -318,7 +323,7 @@ class Flags:
 
 
 def _snapshot(module: nn.Module) -> dict[str, Any]:
-    """Attributes and buffers, and what is no state."""
+    """Returns attributes and buffers, including those that are no state."""
     found = {**module.__dict__, **module._buffers}
     for name in _properties_of(_class_of(module)):
         found[name] = getattr(module, name, _MISSING)
@@ -339,7 +344,7 @@ def _class_of(module: nn.Module) -> Any:
 
 @functools.cache
 def _properties_of(cls: Any) -> frozenset[str]:
-    """Attributes of which each microbatch has a value of its own (`smp.pipeline.module_state`)."""
+    """Returns names of attributes with a value per microbatch (`smp.pipeline.module_state`)."""
     return frozenset(name for name, value in vars(cls).items() if isinstance(value, PerMicrobatch))
 
 
@@ -353,7 +358,7 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _held_by(hook: Any) -> Iterator[Any]:
-    """What a hook has at hand besides its arguments: of its closure, and of its object."""
+    """Yields values other than arguments that a hook can reach: by its closure or its object."""
     if isinstance(hook, functools.partial):
         yield from (*hook.args, *hook.keywords.values())
         hook = hook.func

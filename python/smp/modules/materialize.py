@@ -1,7 +1,7 @@
-"""The one place where parameters become real on a device or give up their memory.
+"""Moves parameters to a device, or frees their memory. No other module does this.
 
 All functions keep the ``Parameter`` object, so optimizers that were made before the model was
-wrapped go on with the same parameters.
+wrapped continue with the same parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def make_real(parameter: nn.Parameter, device: torch.device) -> None:
     """Moves a parameter of this rank to ``device``; shape, dtype and object stay.
 
     Raises:
-        ValueError: for a parameter on the meta device, which has no values to move.
+        ValueError: the parameter is on the meta device, and has no values to move.
     """
     if parameter.is_meta:
         raise ValueError(
@@ -37,12 +37,11 @@ _ABSENCE = "_smp_absence"
 def make_placeholder(parameter: nn.Parameter, device: torch.device, why: str) -> None:
     """Frees the memory of a parameter that lives on another rank.
 
-    Shape, dtype and device remain true. Whatever asks for the values, in Python or in an operator,
-    raises.
+    Shape, dtype and device remain true. Reading the values, in Python or in an operator, raises.
 
     Args:
-        parameter: keeps its object.
-        device: of the placeholder.
+        parameter: the parameter, whose object is kept.
+        device: device of the placeholder.
         why: text of that error.
     """
     with torch.no_grad():
@@ -57,13 +56,13 @@ def make_placeholder(parameter: nn.Parameter, device: torch.device, why: str) ->
 
 def _placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size, why: str) -> Tensor:
     value = filler(dtype, device).expand(shape)
-    if value.numel():  # there is nothing to read in an empty one
+    if value.numel():  # an empty tensor has nothing to read
         torch._C._set_storage_data_ptr_access_error_msg(value.untyped_storage()._cdata, why)
     return value
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Has the tensor no values on this rank?"""
+    """Returns whether a tensor has no values on this rank."""
     if tensor.numel() == 0 or tensor.is_meta or (tensor.numel() > 1 and any(tensor.stride())):
         return False
     try:
@@ -89,7 +88,7 @@ def memory_span(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def plain_state(root: nn.Module) -> dict[str, Any]:
-    """``root.state_dict()`` with the placeholders that it has, which a script is refused."""
+    """Returns ``root.state_dict()`` including placeholders, which scripts cannot get."""
     state = root.state_dict(keep_vars=True)
     return {key: v.detach() if isinstance(v, Tensor) else v for key, v in state.items()}
 
@@ -98,8 +97,8 @@ def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Changes the dtype of a parameter; placeholders stay without memory.
 
     Args:
-        parameter: keeps its object. Its gradient is let go of.
-        dtype: floating.
+        parameter: the parameter, whose object is kept. Its gradient is dropped.
+        dtype: floating-point dtype.
     """
     if parameter.dtype == dtype:
         return
@@ -113,11 +112,11 @@ def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def fill(parameter: nn.Parameter, value: Tensor) -> None:
-    """Gives a parameter values, also one on the meta device; ``value`` is copied.
+    """Copies ``value`` into a parameter, which may be on the meta device.
 
     Args:
-        parameter: keeps its dtype, and its device unless that is meta.
-        value: of the same shape.
+        parameter: the parameter; keeps its dtype, and its device unless that is meta.
+        value: tensor of the same shape.
     """
     if parameter.is_meta:
         exchange(parameter, value.detach().to(parameter.dtype, copy=True).contiguous())
@@ -127,7 +126,7 @@ def fill(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def filler(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One element that nobody initialises a tensor with: NaN, or the smallest integer."""
+    """Returns one element that no initialisation writes: NaN, or the smallest integer."""
     if dtype.is_floating_point or dtype.is_complex:
         value: float | int | bool = float("nan")
     else:
@@ -136,15 +135,15 @@ def filler(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def has_filler(tensor: Tensor) -> bool:
-    """Is an element of a tensor the one of :func:`filler`?"""
+    """Returns whether a tensor contains an element of :func:`filler`."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return bool((tensor == filler(tensor.dtype, tensor.device)).any())
-    # One NaN makes the sum one, which costs a fraction of looking at each element.
+    # A single NaN makes the sum NaN, which is much cheaper than looking at each element.
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
 def exchange(parameter: nn.Parameter, value: Tensor) -> None:
-    """Puts a tensor of another device type into a parameter, where ``.data =`` cannot."""
+    """Puts a tensor of another device type into a parameter, for which ``.data =`` fails."""
     other = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    other.__dict__.update(parameter.__dict__)  # attributes change places, too, and are to stay
+    other.__dict__.update(parameter.__dict__)  # swap_tensors swaps attributes, which have to stay
     torch.utils.swap_tensors(parameter, other)

@@ -1,4 +1,4 @@
-"""What forwards of a model write to its modules: found by the trace, followed by the pipeline."""
+"""Describes what forwards of a model write to its modules, as found by the trace."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True)
 class ModuleWrites:
-    """What forwards of a model write to its modules, and which others use that.
+    """Writes of forwards to modules of a model, and uses of the written values.
 
     Attributes:
         own: attributes and buffers of which each microbatch needs a value of its own.
         users: (module, module, name): code of the first one uses an attribute or buffer of the
             second that is written and that several modules use, itself included.
-        ties: pairs of modules that use one container or buffer whose contents change in place;
-            they have to be on one rank.
-        observed: modules with hooks that write to something outside of modules; what calls them
-            has to run where the step body does.
-        carried: attributes of which a microbatch finds what the one before has left; no buffers.
+        ties: pairs of modules that use the same container or buffer whose contents change in
+            place; they have to be on one rank.
+        observed: modules with hooks that write to something outside modules; their callers have to
+            run on the rank of the step body.
+        carried: attributes in which a microbatch finds the value of the one before; no buffers.
         replaced: children that are other modules after the first forward.
-        mixed: modules that keep something of one microbatch where the next one would find it.
+        mixed: modules that keep a value of one microbatch where the next one would find it.
     """
 
     own: frozenset[Key] = frozenset()
@@ -36,16 +36,16 @@ class ModuleWrites:
 
     @property
     def reasons_for_order(self) -> frozenset[int]:
-        """Modules because of which microbatches have to come one after the other."""
+        """Returns modules because of which microbatches have to run one after the other."""
         return self.observed | self.mixed | frozenset(idx for _, idx in self.ties)
 
     @property
     def in_order(self) -> bool:
-        """Do microbatches write to one place, so that they have to come one after the other?"""
+        """Returns whether microbatches have to run one after the other."""
         return bool(self.reasons_for_order)
 
     def renumbered(self, idxs: Sequence[int]) -> ModuleWrites:
-        """The same with other indices: ``idxs`` has the new one of each module."""
+        """Returns the same writes with other indices: ``idxs`` has the new one of each module."""
         return ModuleWrites(
             own=frozenset((idxs[idx], name) for idx, name in self.own),
             users=frozenset((idxs[user], idxs[idx], name) for user, idx, name in self.users),

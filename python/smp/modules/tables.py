@@ -1,9 +1,9 @@
-"""The parameters and buffers of a module, of which a microbatch may put others into their place.
+"""Tables of a module's parameters and buffers in which each microbatch may replace tensors.
 
-``torch.func.functional_call`` and code like it write tensors into a module, call it, and write the
-module's own back. Microbatches take turns on one module, so another one may run in between: it
-would compute with these tensors, and take one of them for the module's own. What such code writes
-is therefore seen by the microbatch alone that has written it.
+``torch.func.functional_call`` and similar code write tensors into a module, call it, and write the
+module's own tensors back. Microbatches take turns on one module, so another one may run in between:
+it would compute with these tensors, and take one of them for the module's own. Therefore only the
+microbatch that has written a tensor sees it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MISSING = object()
 
 
 class Swaps:
-    """What microbatches have put in the place of parameters and buffers of one model.
+    """Replacements of parameters and buffers of one model by microbatches.
 
     Args:
-        context: returns what is running now, or None outside of microbatches.
+        context: function that returns the running microbatch's context, or None outside.
     """
 
     def __init__(self, context: Callable[[], Hashable | None]) -> None:
@@ -33,10 +33,10 @@ class Swaps:
         self.swapped: dict[int, Table] = {}
 
     def refuse_left(self) -> None:
-        """Raises when code of a step has not put the module's own back, which is done here.
+        """Restores the module's own tensors, and raises if code of a step has not done so.
 
         Raises:
-            RuntimeError: names the parameter or buffer.
+            RuntimeError: a tensor was left; the message names the parameter or buffer.
         """
         tables = self.swapped.values()
         left = [f"'{table.name_of(name)}'" for table in tables for name in table.left()]
@@ -50,13 +50,13 @@ class Swaps:
             )
 
     def forget(self) -> None:
-        """Takes back all that was put there."""
+        """Removes all replacements."""
         for table in list(self.swapped.values()):
             table.restore()
 
 
 class Table(dict[str, Any]):
-    """Parameters or buffers by name. Reading is that of a dictionary until something is swapped."""
+    """Parameters or buffers by name. Reading costs nothing extra until a tensor is replaced."""
 
     _swapping: type[Table]
     _plain: type[Table]
@@ -66,12 +66,12 @@ class Table(dict[str, Any]):
     _is_of_buffers = False
 
     def take_part(self, swaps: Swaps, path: str, is_of_buffers: bool) -> None:
-        """From now on microbatches have their own.
+        """Lets microbatches replace tensors from now on.
 
         Args:
-            swaps: of the model.
-            path: of the module.
-            is_of_buffers: a buffer that a forward assigns (``self.count = ...``) is no swap.
+            swaps: replacements of the model.
+            path: path of the module.
+            is_of_buffers: whether an assignment by a forward (``self.count = ...``) is no swap.
         """
         self._swaps, self._path, self._is_of_buffers = swaps, path, is_of_buffers
         self._others = {}
@@ -83,7 +83,7 @@ class Table(dict[str, Any]):
         return [name for _, name in self._others]
 
     def restore(self) -> None:
-        """All read the module's own."""
+        """Removes all replacements in this table."""
         assert self._swaps is not None
         self._others.clear()
         self._swaps.swapped.pop(id(self), None)
@@ -117,23 +117,23 @@ class Table(dict[str, Any]):
         super().__delitem__(name)
 
     def read_all(self) -> dict[str, Any]:
-        """Returns what a reader finds now, in a dictionary that neither swaps nor reports."""
+        """Returns the tensors that a reader finds now, as a plain dictionary."""
         return dict(self.items())
 
     def take_over(self, plain: Mapping[str, Any]) -> None:
-        """Writes what was written to a dictionary of `read_all` since."""
+        """Writes the changes that were made to a dictionary of `read_all` into this table."""
         now = dict(self.items())
         for name, value in plain.items():
             if now.get(name, _MISSING) is not value:
                 dict.__setitem__(self, name, value)
 
     def __reduce__(self) -> Any:
-        """Copies and pickles are of a plain module."""
+        """Copies and pickles as a plain dictionary."""
         return dict, (self.read_all(),)
 
 
 class Swapping(Table):
-    """A table while some microbatch has put something in the place of a tensor."""
+    """A table while a microbatch has replaced one of its tensors."""
 
     def __getitem__(self, name: str) -> Any:
         other = self._other(name)
@@ -152,7 +152,7 @@ class Swapping(Table):
         return self.read_all()
 
     def __iter__(self) -> Iterator[str]:
-        """Iterates as a dictionary, but ``dict(table)`` asks for each item because of it."""
+        """Iterates like a dictionary; its existence makes ``dict(table)`` ask for each item."""
         return super().__iter__()
 
     def _other(self, name: str) -> Any:
@@ -168,21 +168,21 @@ Table._swapping, Table._plain = Swapping, Table
 
 
 def table_of(module: nn.Module, key: str) -> Table | None:
-    """The parameters or buffers of a module, if they are such a table."""
+    """Returns the parameters or buffers of a module if they are a `Table`, else None."""
     found = module.__dict__[key]
     return found if isinstance(found, Table) else None
 
 
 def keep_apart(module: nn.Module, path: str, swaps: Swaps) -> Callable[[], None]:
-    """Gives microbatches parameters and buffers of a module that they may swap.
+    """Lets each microbatch replace parameters and buffers of a module.
 
     Args:
-        module: of the user.
-        path: of the module in the model.
-        swaps: of the model.
+        module: module of the user.
+        path: path of the module in the model.
+        swaps: replacements of the model.
 
     Returns:
-        undoes it; may be called twice.
+        function that undoes it; may be called twice.
     """
     made: list[tuple[str, Table]] = []
     for key in TABLES:

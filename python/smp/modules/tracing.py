@@ -1,4 +1,4 @@
-"""Whether this process runs the tracing pass of the first step now."""
+"""Marks runs of a model in addition to the real one, such as the tracing pass of the first step."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import smp._C as _C
 
 
 class _Tracing:
-    """How many traces run now; the flag behind `smp.is_tracing`."""
+    """The number of traces that run now, for `smp.is_tracing`."""
 
     depth = 0
-    recorded = 0  # of these, how many look at operators and modules
+    recorded = 0  # number of these that record operators and modules
 
 
 def is_tracing() -> bool:
-    """True while this process runs the tracing pass of the first step.
+    """Returns whether this process runs the tracing pass of the first step.
 
     The step function runs once more for it, up to the call of the model. Side effects before that
-    call can be guarded with this. Also true while the check of the first step runs the model, and
-    only the model, once more, and while the check of the loss runs the step function three times.
+    call can be guarded with this. The result is also True while the check of the first step runs
+    the model, and only the model, once more, and while the check of the loss runs the step function
+    three times.
     """
     return _Tracing.depth > 0
 
 
 def is_recorded() -> bool:
-    """Does a trace look at what a model does now?"""
+    """Returns whether a trace records the running model."""
     return _Tracing.recorded > 0
 
 
@@ -46,7 +47,7 @@ def tracing() -> Iterator[None]:
 
 @contextmanager
 def running_again() -> Iterator[None]:
-    """Marks a run of a model besides the real one; split modules communicate as ever."""
+    """Marks a run of a model in addition to the real one; split modules communicate as usual."""
     _Tracing.depth += 1
     try:
         yield

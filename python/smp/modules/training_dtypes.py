@@ -1,9 +1,9 @@
 """Decides which dtype each tensor of a model has in 16-bit training.
 
-Parameters become 16 bits wide and buffers keep their dtype: these hold frequencies, statistics and
-counters, which are computed with and not multiplied by activations. A model of transformers gets
-the dtypes that its own ``from_pretrained(dtype=...)`` gives: its code is written for these, and
-casts what it puts into modules that stay in float32.
+Parameters become 16 bits wide. Buffers keep their dtype, because they hold frequencies, statistics
+and counters, which are not multiplied by activations. A model of transformers gets the dtypes that
+its own ``from_pretrained(dtype=...)`` gives: its code is written for these, and casts the inputs of
+modules that stay in float32.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TrainingDtypes:
         half: dtype of 16 bits.
         parameters: dtypes of parameters that differ from ``half``.
         buffers: dtypes of buffers, by module and name; a buffer that is missing keeps its own.
-        mixes: whether activations of 16 bits meet wider parameters, or wider buffers in code that
-            is not of transformers, which is written for the buffers that it gets.
+        mixes: whether activations of 16 bits meet wider parameters, or meet wider buffers outside
+            transformers, whose code is written for the buffers that it gets.
     """
 
     half: torch.dtype
@@ -59,13 +59,13 @@ def plan_dtypes(root: nn.Module, half: torch.dtype) -> TrainingDtypes:
     """Decides the dtypes of a model, and notes them at its parameters for `training_dtype`.
 
     Args:
-        root: the model; nothing of it is cast.
+        root: the model, which is not cast here.
         half: torch.float16 or torch.bfloat16.
     """
     parameters: dict[nn.Parameter, torch.dtype] = {}
     buffers: dict[tuple[nn.Module, str], torch.dtype] = {}
     asked: dict[tuple[nn.Module, str], torch.dtype] = {}
-    kept: set[tuple[nn.Module, str]] = set()  # whose code takes care of them
+    kept: set[tuple[nn.Module, str]] = set()  # tensors that code of transformers casts itself
     _ask(root, half, asked, kept)
     mixes = False
     for module in root.modules():
@@ -123,18 +123,19 @@ def _places(root: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
 
 
 def _is_stored(module: nn.Module, name: str) -> bool:
-    """Returns whether state dicts have a tensor, as the dtypes of kept modules ask for."""
+    """Returns whether state dicts contain a tensor; only these are kept in float32."""
     return name not in module._non_persistent_buffers_set
 
 
 def _made_in(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype] | None:
-    """Returns the dtypes of another model of this class that is made in a dtype, as
-    ``from_pretrained`` makes one, without memory; None where its class needs more for that than a
-    configuration."""
+    """Returns the dtypes of a new model of this class, made in a dtype as ``from_pretrained`` does.
+
+    The new model has no memory. Returns None if its class needs more than a configuration.
+    """
     try:
         with _made_without_memory(dtype):
             made = type(model)(copy.deepcopy(model.config))
-    except Exception:  # constructors raise what they like
+    except Exception:  # constructors may raise any exception
         return None
     tensors = (
         *made.named_parameters(remove_duplicate=False),

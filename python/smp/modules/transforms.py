@@ -1,4 +1,4 @@
-"""Tensors inside of transforms of ``torch.func`` (vmap, grad, jvp) and of forward-mode AD."""
+"""Detects tensors of transforms of ``torch.func`` (vmap, grad, jvp) and of forward-mode AD."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 
 def is_transformed(value: Any) -> bool:
-    """Is one of the tensors in it that of a transform? Such a tensor lives in its thread only.
+    """Returns whether a value contains a tensor of a transform, which lives in its thread only.
 
-    A tensor with a tangent of ``torch.autograd.forward_ad`` is one.
+    A tensor with a tangent of ``torch.autograd.forward_ad`` counts as such a tensor.
     """
     return any(
         isinstance(leaf, Tensor)
@@ -23,14 +23,14 @@ def is_transformed(value: Any) -> bool:
 
 
 def has_tangent(tensor: Tensor) -> bool:
-    """Does a tensor carry a derivative along a direction?"""
+    """Returns whether a tensor carries a derivative along a direction."""
     if forward_ad._current_level < 0:  # type: ignore[attr-defined]
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor behind those of transforms."""
+    """Returns the tensor inside the wrappers of transforms."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor

@@ -1,4 +1,4 @@
-"""When code of a script is watched, and when nothing is in the way of operators on parameters."""
+"""Switches the watching of operators on parameters on and off."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _depth = [0]
 
 
 def watch(kind: type[Tensor], function: Callable[..., Any]) -> None:
-    """Calls ``function`` as the ``__torch_function__`` of a class, but for `unwatched` code."""
+    """Calls ``function`` as the ``__torch_function__`` of a class, except in `unwatched` code."""
     _kinds.append((kind, function))
     _set(kind, function)
 
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Inside, operators on parameters cost nothing more and are what they are."""
+    """Runs the block without watching: operators on parameters have no overhead."""
     _depth[0] += 1
     if _depth[0] == 1:
         for kind, _ in _kinds:

@@ -1,4 +1,4 @@
-"""What people see of a run. `OBSERVERS` are the tools that look at steps."""
+"""Shows people what a run does. `OBSERVERS` are the tools that look at steps."""
 
 from smp.observe.batch_check.check import BatchCheckObserver
 from smp.observe.first_step.observer import FirstStepObserver

@@ -1,4 +1,4 @@
-"""How busy a device is, as its driver says (NVML)."""
+"""Reads how busy a device is from its driver (NVML)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from smp.world.log import first_rank_log
 
 
 def device_utilisation(device: torch.device) -> float | None:
-    """Percent of the last moments in which a kernel ran on the device; None where nobody knows.
+    """Returns the percentage of time in which a kernel ran recently; None if it is not known.
 
     Args:
-        device: of a rank; the CPU has no such figure.
+        device: device of a rank; the CPU has no such figure.
     """
     if device.type != "cuda":
         return None
     try:
         return float(torch.cuda.utilization(device))
-    except (ImportError, RuntimeError) as error:  # no package, or no driver that tells
+    except (ImportError, RuntimeError) as error:  # no package, or no support by the driver
         if first_rank_log.is_new("utilisation of devices"):
             first_rank_log.info(
                 "smp: figures of steps are without device_util: %s (pip install nvidia-ml-py)",

@@ -1,8 +1,7 @@
-"""What a training step costs: time, tokens, model FLOPs, memory, idle time and traffic.
+"""Measures training steps: time, tokens, model FLOPs, memory, idle time and traffic.
 
-`server_stats` counts what this rank has done. `StepMeter` turns measurements into one stable
-``key=value`` line and JSON lines. Nothing here talks to other ranks: each rank that wants figures
-asks for its own.
+`server_stats` counts what this rank has done. `StepMeter` turns measurements into a stable
+``key=value`` line and JSON lines. Nothing here communicates: each rank measures itself.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from smp.world import runtime
 
 Counters = Mapping[str, float]
-"""Counters by name, as `server_stats` gives them."""
+"""Counters by name, as returned by `server_stats`."""
 
 _LANE_COUNTERS = (
     "lane_tensors_sent",
@@ -40,36 +39,36 @@ def _run() -> runtime.Runtime:
 
 
 def server_stats() -> dict[str, float]:
-    """Running totals of this rank; two calls and `difference` give those of a step.
+    """Returns running totals of this rank; `difference` of two calls gives those of a step.
 
     Returns:
-        - ``idle_s``: within steps, while this rank could run nothing.
+        - ``idle_s``: seconds within steps in which this rank could run nothing.
         - ``contexts``, ``switches``: executions started, and changes from one to another.
         - ``remote_calls``, ``served_calls``: modules run elsewhere for this rank, and here for
           others.
-        - ``headers``: messages that told others what to do; ``pushes``: orders
-          to send a tensor on; ``fetches``: waits for the data of another rank; ``data_bytes``:
+        - ``headers``: messages with instructions for other ranks; ``pushes``: orders to send a
+          tensor on; ``fetches``: waits for the data of another rank; ``data_bytes``: bytes of
           tensors sent.
-        - ``stored``: tensors kept now for others; 0 between steps.
+        - ``stored``: tensors kept now for other ranks; 0 between steps.
         - ``records``: calls kept now for their backward; 0 between steps.
-        - ``messages_sent``, ``bytes_sent``, ``messages_received``, ``bytes_received``: between
-          this rank and all others, without the data-parallel reduction; with
-          ``shared_memory_`` in front: the part of it that went through shared memory.
+        - ``messages_sent``, ``bytes_sent``, ``messages_received``, ``bytes_received``: traffic
+          between this rank and all others, without the data-parallel reduction; with the prefix
+          ``shared_memory_``: the part of it that went through shared memory.
         - ``lane_tensors_sent``, ``lane_bytes_sent``, ``lane_tensors_received``: tensors that went
-          over lanes between devices; ``lane_times_full``, ``lane_times_too_large``: those of
-          the first that had to go through the host because no slot was free, or none large enough
+          over lanes between devices; ``lane_times_full``, ``lane_times_too_large``: tensors
+          that were sent through the host because no slot was free, or none was large enough
           (``SMP_LANE_SLOT_MB``). All are 0 on the CPU.
 
-        All are 0 with one pipeline rank or before the partition; traffic with one process.
+        All are 0 with one pipeline rank or before the partition; traffic is 0 with one process.
 
     Raises:
-        RuntimeError: before ``smp.init``.
+        RuntimeError: ``smp.init`` was not called.
     """
     return stats_of(_run())
 
 
 def stats_of(current: runtime.Runtime) -> dict[str, float]:
-    """`server_stats` of a runtime."""
+    """Returns `server_stats` of a runtime."""
     stats = dict.fromkeys(_SERVER_COUNTERS, 0.0)
     if current.server is not None:
         stats.update(current.server.stats())
@@ -83,44 +82,45 @@ def stats_of(current: runtime.Runtime) -> dict[str, float]:
 
 
 def offload_stats() -> dict[str, int]:
-    """What `offload_activations` has done on this rank since ``smp.init``; empty without it.
+    """Returns counters of `offload_activations` since ``smp.init``; empty without offloading.
 
     Returns:
         - ``checkpoints``: forwards of checkpointed modules.
-        - ``offloaded``, ``bytes_offloaded``: tensors that went to host memory; ``stayed``: that
-          were needed within ``activation_loading_horizon`` tasks.
-        - ``loaded_ahead``, ``loaded_late``: came back before they were needed, or only then.
-        - ``slots``, ``host_bytes``: of the pool in host memory; with ``_in_use``: now (0 between
-          steps), with ``peak_`` in front: at most.
+        - ``offloaded``, ``bytes_offloaded``: tensors that were copied to host memory; ``stayed``:
+          tensors that were needed within ``activation_loading_horizon`` tasks.
+        - ``loaded_ahead``, ``loaded_late``: tensors that came back before they were needed, or only
+          then.
+        - ``slots``, ``host_bytes``: size of the pool in host memory; with the suffix ``_in_use``:
+          used now (0 between steps), with the prefix ``peak_``: the largest use.
 
     Raises:
-        RuntimeError: before ``smp.init``.
+        RuntimeError: ``smp.init`` was not called.
     """
     store = _run().activation_store
     return {} if store is None else store.stats()
 
 
 def difference(after: Counters, before: Counters) -> dict[str, float]:
-    """``after - before`` by name."""
+    """Returns ``after - before`` by name."""
     return {name: value - before[name] for name, value in after.items()}
 
 
 def executed_order() -> list[str]:
-    """Tasks of the last step in the order in which they began on this rank.
+    """Returns the tasks of the last step in the order in which they began on this rank.
 
-    Empty with one pipeline rank or before the partition.
+    The list is empty with one pipeline rank or before the partition.
     """
     server = _run().server
     return [] if server is None else server.executed_order()
 
 
 def executed_schedule() -> str:
-    """What this rank did in the last step, in the text form of `smp.schedule`: ``"0: F0 F1 B0"``.
+    """Returns this rank's actions in the last step as text of `smp.schedule`: ``"0: F0 F1 B0"``.
 
     The lines of all pipeline ranks together are a schedule, which can be compared with a plan. The
-    driver's backward stands where gradients came to its own modules; it has no ``W``, since nobody
-    waits for gradients of its inputs. Arithmetic and losses that run at the home of their tensors
-    belong to no action. Empty with one pipeline rank or before the partition.
+    driver's backward is listed where gradients came to its own modules. It has no ``W``, since no
+    rank waits for gradients of its inputs. Arithmetic and losses that run at the home of their
+    tensors belong to no action. The text is empty with one pipeline rank or before the partition.
     """
     current = _run()
     if current.server is None:
@@ -131,12 +131,13 @@ def executed_schedule() -> str:
 def transformer_flops_per_token(
     num_params: int, num_layers: int, hidden: int, seq_len: int
 ) -> float:
-    """Model FLOPs of training on one token: ``6 N + 12 L s h``.
+    """Returns model FLOPs of training on one token: ``6 N + 12 L s h``.
 
-    The convention of the PaLM report (arXiv:2204.02311, appendix B): forward and backward take 2
-    and 4 FLOPs per parameter and token, attention scores and their product with the values
-    ``12 * num_layers * seq_len * hidden`` without regard to the causal mask. Recomputation does not
-    count. Parameters of embeddings that are only looked up may be left out of ``num_params``.
+    This is the convention of the PaLM report (arXiv:2204.02311, appendix B): forward and backward
+    take 2 and 4 FLOPs per parameter and token; attention scores and their product with the values
+    take ``12 * num_layers * seq_len * hidden``, without regard to the causal mask. Recomputation
+    does not count. Parameters of embeddings that are only looked up may be left out of
+    ``num_params``.
 
     Args:
         num_params: parameters of the whole model, over all ranks.
@@ -148,7 +149,7 @@ def transformer_flops_per_token(
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
+    """Returns the bytes of this process that are in RAM."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except FileNotFoundError:
@@ -160,13 +161,13 @@ def resident_bytes() -> int:
 
 
 def device_peak_bytes() -> int:
-    """Most memory that tensors took on the current CUDA device since the start; 0 without one."""
+    """Returns the peak bytes of tensors on the current CUDA device since the start, or 0."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Figures of one step; NaN where the meter was not told enough."""
+    """Figures of one step; NaN for figures that the meter cannot compute."""
 
     step: int
     """Counted from 1."""
@@ -179,7 +180,7 @@ class StepRecord:
     bubble: float
     """Fraction of the step in which this rank could run nothing."""
     sent_mb: float
-    """Sent by this rank, in 10^6 bytes."""
+    """Bytes sent by this rank, in units of 10^6."""
     messages_sent: float
     rss_mb: float
     """Resident memory of this process, in 10^6 bytes."""
@@ -202,7 +203,7 @@ _FORMATS = {
 
 
 def format_line(record: StepRecord, extra: Mapping[str, float] | None = None) -> str:
-    """``step=1 step_ms=12.50 ...``: all keys of `StepRecord` in their order, then ``extra``."""
+    """Formats ``step=1 step_ms=12.50 ...``: all keys of `StepRecord` in order, then ``extra``."""
     values = asdict(record)
     parts = [f"{key}={values[key]:{spec}}" for key, spec in _FORMATS.items()]
     parts += [f"{key}={value:.6g}" for key, value in (extra or {}).items()]
@@ -217,14 +218,14 @@ class StepMeter:
         flops_per_token: model FLOPs per token, see `transformer_flops_per_token`.
         peak_flops: FLOPs per second of all devices together at the precision in use; without it
             ``mfu`` is NaN.
-        jsonl_path: every record is appended to this file as a JSON line (NaN as null); the folder
+        jsonl_path: file to which every record is appended as a JSON line (NaN as null); the folder
             must exist.
-        every: a line is written for each ``every``-th step; 0 writes none.
-        write: takes the line.
-        clock: seconds, increasing.
+        every: interval of steps in which a line is written; 0 writes none.
+        write: function that is called with the line.
+        clock: function that returns increasing seconds.
 
     Raises:
-        ValueError: for a number that is not positive (``every``: negative).
+        ValueError: a number is not positive (``every``: negative).
     """
 
     def __init__(
@@ -266,7 +267,7 @@ class StepMeter:
         """Ends a step.
 
         Args:
-            step_s: its duration; by default the time since the last `record` or `start`.
+            step_s: duration in seconds; by default the time since the last `record` or `start`.
             server: counters of this step (not running totals); missing ones become NaN.
             extra: further numbers for the end of the line and for the JSON object, e.g. the loss.
 

@@ -1,12 +1,12 @@
-"""Where NaN and infinities come from: the first module, in time, that makes one.
+"""Finds the origin of NaN and infinities: the first module, in time, that makes one.
 
-A script puts the steps that it doubts into :func:`detect_nonfinite`, or the variable
-`SMP_DETECT_NONFINITE` does that for the whole run. While it is on, forwards of modules are wrapped
-where they run, so on the rank that owns them, and gradients of their inputs, outputs and
-parameters have hooks. While it is off there is nothing of this in a model.
+A script puts suspicious steps into :func:`detect_nonfinite`, or the variable `SMP_DETECT_NONFINITE`
+covers the whole run. While detection is on, forwards of modules are wrapped on the rank that owns
+them, and gradients of their inputs, outputs and parameters have hooks. While it is off, a model
+contains none of this.
 
-That a gradient is looked at where it is complete is the idea of PyTorch's anomaly mode, which
-names an operator; this names the module, in terms of the whole job.
+PyTorch's anomaly mode also looks at a gradient where it is complete, and names an operator; this
+module names the module of the whole job.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class NonFinite:
     Attributes:
         module: name in the whole model; "(root)" is the model itself.
         direction: "forward" or "backward".
-        what: which tensor, in words.
+        what: the tensor in words.
         kind: "NaN", or "Inf" if there is no NaN in it.
-        global_rank: of the rank that has seen it.
-        place: its coordinates, ``"pp 1 tp 0 rdp 0"``.
-        step: calls of step functions before this one, as `SMP_FAULT` counts.
-        microbatch: None outside of steps, and where the thread does not know it.
-        time_ns: since the epoch, by the clock of the rank's host.
+        global_rank: rank that has seen it.
+        place: coordinates of the rank, ``"pp 1 tp 0 rdp 0"``.
+        step: number of calls of step functions before this one, as in `SMP_FAULT`.
+        microbatch: number of the microbatch; None outside steps, and where it is not known.
+        time_ns: nanoseconds since the epoch, by the clock of the rank's host.
     """
 
     module: str
@@ -75,17 +75,18 @@ class NonFinite:
 def detect_nonfinite(raises: bool = False) -> Iterator[list[NonFinite]]:
     """Finds the module that makes the first NaN or infinity of a step.
 
-    Each rank logs the first one that it sees in a step at once. When the step is over the ranks of
-    a replica put theirs together. Infinities in tensors that need no gradient are taken for masks.
-    Enter it on all ranks of a replica, outside of step functions. Steps take longer inside, because
+    Each rank logs the first value that it sees in a step at once. After the step the ranks of a
+    replica compare theirs. Infinities in tensors that need no gradient count as masks. Enter the
+    context on all ranks of a replica, outside step functions. Steps take longer inside, because
     the host waits for each tensor; numbers do not change.
 
     Args:
-        raises: end steps with a FloatingPointError on all ranks if there is something; not for
-            gradients that overflow under a loss scale that changes, since their step is skipped.
+        raises: whether steps end with a FloatingPointError on all ranks if there is a NaN or an
+            infinity; not for gradients that overflow under a dynamic loss scale, since their step
+            is skipped.
 
     Yields:
-        a list that gets what was first in each step that had something, on all ranks of a replica.
+        a list that gets the first entry of each step that has any, on all ranks of a replica.
     """
     detection = _detection_of(runtime.current())
     found: list[NonFinite] = []
@@ -103,7 +104,7 @@ def detect_nonfinite(raises: bool = False) -> Iterator[list[NonFinite]]:
 
 
 class NonFiniteObserver(StepObserver):
-    """Looks for values that are not finite, while `detect_nonfinite` or a setting wants it."""
+    """Looks for values that are not finite, while `detect_nonfinite` or a setting asks for it."""
 
     def __init__(self, current: runtime.Runtime) -> None:
         self._current = current
@@ -138,9 +139,9 @@ class _Watched:
         self.users: list[str] = []
 
     def words(self) -> tuple[str, str]:
-        """Module, and which of its gradients this is."""
+        """Returns a module, and which of its gradients this is."""
         if self.users:
-            # A module that hands a tensor on to a child of its own does not use it.
+            # A module that passes a tensor on to a child of its own does not use it.
             last = self.users[-1]
             others = [u for u in self.users if not last.startswith(f"{u}.") and u != "(root)"]
             names = [name for name in dict.fromkeys(others) if name != last]
@@ -153,31 +154,31 @@ class _Detection:
     """Looks at the models of a runtime.
 
     Attributes:
-        is_on: somebody wants it now.
-        raises: as the argument of `detect_nonfinite`.
-        sinks: lists that get what was first.
+        is_on: whether detection is on.
+        raises: argument of `detect_nonfinite`.
+        sinks: lists that get the first entry of each step.
     """
 
     def __init__(self, current: runtime.Runtime) -> None:
         self._current = current
         self.is_on = self.raises = False
         self.sinks: list[list[NonFinite]] = []
-        # Models live as long as the program has them.
+        # The weak keys do not keep models alive.
         self._undo: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]]
         self._undo = weakref.WeakKeyDictionary()
-        self._own: NonFinite | None = None  # first of this rank in this step
+        self._own: NonFinite | None = None  # first entry of this rank in this step
         self._running = threading.local()
         current.steps.on_finished(self._step_done)
         current.on_shutdown(self.stop)
 
     def start(self) -> None:
-        """Begins to look, at all models that are partitioned."""
+        """Begins to watch all models that are partitioned."""
         self.is_on = True
         for model in self._current.wrapped.models:
             self.watch(model)
 
     def watch(self, model: Any) -> None:
-        """Wraps the forwards of the modules that run here, once the model is partitioned."""
+        """Wraps the forwards of the modules that run here, if the model is partitioned."""
         if not self.is_on or not model.partitioned or model in self._undo:
             return
         undo: list[Callable[[], None]] = []
@@ -195,7 +196,7 @@ class _Detection:
                 undo.append(parameter.register_hook(hook).remove)
 
     def stop(self) -> None:
-        """Leaves nothing in the models."""
+        """Removes all wrappers and hooks from the models."""
         self.is_on, self._own = False, None
         for functions in self._undo.values():
             for undo in functions:
@@ -230,7 +231,7 @@ class _Detection:
         return functools.update_wrapper(checked, forward)
 
     def _callers(self) -> list[str]:
-        """Modules whose forward this thread runs now, the innermost last."""
+        """Returns the modules whose forward this thread runs now, the innermost last."""
         callers: list[str] = vars(self._running).setdefault("callers", [])
         return callers
 
@@ -262,13 +263,13 @@ class _Detection:
         what: str,
         module: nn.Module | None = None,
     ) -> None:
-        """Looks at values, unless something was found in this step.
+        """Checks values, unless something was found in this step.
 
         Args:
-            tensors: of them those whose data are here.
-            name: of the module, in the whole job.
+            tensors: tensors; those without data on this rank are skipped.
+            name: name of the module, in the whole job.
             direction, what: see `NonFinite`.
-            module: whose parameters may be the reason.
+            module: module whose parameters may be the reason.
         """
         for tensor in tensors if self._own is None else ():
             if type(tensor) not in _PLAIN or tensor.is_meta:
@@ -310,7 +311,7 @@ class _Detection:
     # ---- end of a step
 
     def _step_done(self, _: float) -> None:
-        """Finds the first one over the ranks of a replica. Collective over them."""
+        """Finds the first entry over the ranks of a replica. Collective over them."""
         if not self.is_on:
             return
         own, self._own = self._own, None
@@ -329,19 +330,19 @@ class _Detection:
 
     @property
     def _skips(self) -> bool:
-        """Do overflows of gradients only make steps be skipped?"""
+        """Returns whether overflows of gradients only make steps be skipped."""
         optimizers: list[Any] = self._current.wrapped.optimizers
         return any(optimizer.loss_scaler.is_dynamic for optimizer in optimizers)
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Those whose data are here, at any depth of containers."""
+    """Returns floating-point tensors with data on this rank, at any depth of containers."""
     leaves = pytree.tree_leaves(values)
     return [t for t in leaves if type(t) in _PLAIN and t.is_floating_point() and not t.is_meta]
 
 
 def _kind_of(tensor: Tensor) -> str | None:
-    """ "NaN", "Inf", or None if all elements are finite."""
+    """Returns "NaN", "Inf", or None if all elements are finite."""
     if not tensor.is_floating_point():
         return None
     with torch.no_grad(), _disable_current_modes():

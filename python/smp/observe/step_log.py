@@ -1,7 +1,7 @@
-"""Figures of training steps that come by themselves: a line in the log, and to trackers.
+"""Logs figures of training steps in regular intervals, and sends them to trackers.
 
-Each rank measures itself, and nothing talks to other ranks. A step costs some additions; counters
-are read, and numbers of the script fetched from their device, when a stretch of steps ends.
+Each rank measures itself, without communication. A step costs some additions. Counters are read,
+and numbers of the script copied from their device, only when a stretch of steps ends.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _FORMATS = {
 
 
 def format_figures(step: int, values: Mapping[str, float]) -> str:
-    """``"step=100 step_ms=12.50 ..."``."""
+    """Formats figures as ``"step=100 step_ms=12.50 ..."``."""
     parts = [f"{key}={value:{_FORMATS.get(key, '.6g')}}" for key, value in values.items()]
     return " ".join([f"step={step}", *parts])
 
 
 class _Stretch:
-    """Figures of every so many training steps, for one taker.
+    """Figures of a stretch of training steps for one consumer.
 
     Args:
         current: the runtime.
-        every: training steps of a stretch.
-        take: gets the number of the last step, and the figures.
-        clock: seconds, increasing.
+        every: number of training steps of a stretch.
+        take: function that is called with the number of the last step and the figures.
+        clock: function that returns increasing seconds.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class _Stretch:
         self._before = metrics.stats_of(self._current)
 
     def add(self, duration_s: float, trains: bool, num_samples: int) -> None:
-        """A step function returned."""
+        """Adds one call of a step function."""
         self._in_step_s += duration_s
         self._num_steps += trains
         self._num_samples += num_samples if trains else 0
 
     def end_if_full(self, step: int, extra: Mapping[str, Any]) -> bool:
-        """Hands the figures on if the stretch is over."""
+        """Passes the figures to `take` if the stretch is over, and returns whether it is."""
         if self._num_steps < self._every:
             return False
         values = self._figures() | {name: _number(value) for name, value in extra.items()}
@@ -105,11 +105,11 @@ class _Stretch:
 class StepLog(StepObserver):
     """Collects figures of the training steps of a rank for the log and for trackers.
 
-    The first step counts for nothing: in it models are traced, partitioned and compared.
+    The first step does not count: in it models are traced, partitioned and compared.
 
     Args:
         current: the runtime.
-        clock: seconds, increasing.
+        clock: function that returns increasing seconds.
     """
 
     def __init__(
@@ -146,16 +146,16 @@ class StepLog(StepObserver):
             self._extra = {}
 
     def note(self, values: Mapping[str, Any]) -> None:
-        """Numbers of the script, for the next figures."""
+        """Keeps numbers of the script for the next figures."""
         self._extra.update(values)
 
     def track(self, tracker: trackers.Tracker, every: int) -> None:
-        """Hands figures to a tracker from now on."""
+        """Sends figures to a tracker from now on."""
         self._trackers.append(tracker)
         self._want(every, tracker.write)
 
     def close(self) -> None:
-        """Ends what trackers have begun. May be called twice."""
+        """Closes all trackers. A second call has no effect."""
         closing, self._trackers = self._trackers, []
         self._stretches, self._wanted = [], []
         for tracker in closing:
@@ -179,24 +179,24 @@ def to(target: Any, *, every: int | None = None, all_ranks: bool = False, **opti
     """Sends figures of training steps to a tracker, from the next stretch of steps on.
 
     Not collective. Figures are those of the line in the log: ``step_ms`` (mean time of a training
-    step, with what lies between steps, ms), ``in_step`` (part of it within step functions),
+    step, including the time between steps, ms), ``in_step`` (part of it within step functions),
     ``samples_per_s`` (over all replicas, if their batches are alike), ``bubble`` (part of the time
     in steps in which this rank could run nothing; pipelines), ``sent_mb`` (10^6 bytes per step,
     between ranks without the data-parallel reduction), ``rss_mb``, on GPUs ``device_mb`` (peak of
-    tensors) and ``device_util`` (percent, by NVML), and what `log` was given. Names get ``smp/`` in
-    front. What the tracker began is ended by `smp.shutdown` or at the end of the process.
+    tensors) and ``device_util`` (percent, by NVML), and the values passed to `log`. Names get the
+    prefix ``smp/``. `smp.shutdown` or the end of the process closes the tracker.
 
     Args:
-        target: "tensorboard" (options of ``SummaryWriter``, such as ``log_dir``), "wandb" (of
-            ``wandb.init``), "mlflow" (of ``mlflow.start_run``); or a ``SummaryWriter``, a run of
-            wandb, or a function ``(step, values)``.
+        target: "tensorboard" (options of ``SummaryWriter``, such as ``log_dir``), "wandb" (options
+            of ``wandb.init``), "mlflow" (options of ``mlflow.start_run``); or a ``SummaryWriter``,
+            a run of wandb, or a function ``(step, values)``.
         every: training steps of a stretch; by default ``SMP_METRICS_EVERY``, or 100 if that is 0.
-        all_ranks: each rank sends figures of its own; else global_rank 0 alone does.
+        all_ranks: each rank sends its own figures; otherwise only global_rank 0 does.
 
     Raises:
-        ValueError: ``every`` is not positive, or ``target`` is nothing that figures can go to.
+        ValueError: ``every`` is not positive, or ``target`` is not a tracker.
         ImportError: the package of ``target`` is not installed.
-        RuntimeError: before ``smp.init``.
+        RuntimeError: ``smp.init`` was not called.
     """
     current = metrics._run()
     if every is None:
@@ -208,14 +208,14 @@ def to(target: Any, *, every: int | None = None, all_ranks: bool = False, **opti
 
 
 def log(**values: float | Tensor) -> None:
-    """Numbers of the script for the next line and the trackers, such as ``log(loss=loss)``.
+    """Adds numbers of the script to the next line and to trackers, such as ``log(loss=loss)``.
 
     The last value of a stretch counts. Tensors of one element are read when the stretch ends, so
-    that no step waits for the device. Not collective; ranks without a taker forget them.
+    that no step waits for the device. Not collective; ranks without a log or tracker drop them.
 
     Raises:
-        ValueError: a value is no number and no tensor of one element.
-        RuntimeError: before ``smp.init``.
+        ValueError: a value is not a number or a tensor of one element.
+        RuntimeError: ``smp.init`` was not called.
     """
     current = metrics._run()
     for name, value in values.items():

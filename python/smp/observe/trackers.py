@@ -1,4 +1,4 @@
-"""Where figures of steps go besides the log: TensorBoard, Weights & Biases, MLflow, a function."""
+"""Sends figures of steps to TensorBoard, Weights & Biases, MLflow or a function."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Tracker(Protocol):
     """Takes the figures of a stretch of steps."""
 
     def write(self, step: int, values: Values) -> None:
-        """The figures of the steps that end with ``step``."""
+        """Writes the figures of the stretch of steps that ends with ``step``."""
 
     def close(self) -> None:
-        """Ends what the tracker itself has begun, and nothing else."""
+        """Closes what the tracker itself has opened, and nothing else."""
 
 
 class TensorBoard:
     """Scalars of a `torch.utils.tensorboard.SummaryWriter`.
 
     Args:
-        writer: one that the caller made and closes; None makes one of ``options``.
+        writer: writer that the caller made and closes; None makes one of ``options``.
     """
 
     def __init__(self, writer: Any = None, **options: Any) -> None:
@@ -46,10 +46,10 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases; steps are a metric of their own, beside those of the script.
+    """A run of Weights & Biases; steps are a metric separate from those of the script.
 
     Args:
-        run: one that the caller has begun and finishes; None takes the active one, or begins one by
+        run: run that the caller has begun and finishes; None takes the active one, or begins one by
             ``wandb.init(**options)``.
     """
 
@@ -100,7 +100,7 @@ class Function:
         self._function(step, values)
 
     def close(self) -> None:
-        """Nothing was begun."""
+        """Closes nothing: the function has no resources."""
 
 
 _BY_NAME: dict[str, Callable[..., Tracker]] = {
@@ -111,11 +111,11 @@ _BY_NAME: dict[str, Callable[..., Tracker]] = {
 
 
 def make_tracker(target: Any, options: Mapping[str, Any]) -> Tracker:
-    """The tracker for a name, for an object of one of the packages, or for a function.
+    """Returns the tracker for a name, for an object of one of the packages, or for a function.
 
     Raises:
         ValueError: ``target`` is none of these, or has options that it does not take.
-        ImportError: its package is not installed; says which one.
+        ImportError: its package is not installed; the message names it.
     """
     if isinstance(target, str):
         if target not in _BY_NAME:

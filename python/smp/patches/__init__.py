@@ -1,4 +1,4 @@
-"""Import path of v1 for what stands in for functions of PyTorch."""
+"""Import path of v1 for replacements of functions of PyTorch."""
 
 from smp.patches import checkpoint
 

@@ -1,1 +1,1 @@
-"""What a run will hold and how long a step will take, from shapes alone. Pure functions."""
+"""Predicts from shapes alone what a run will hold and how long a step takes. Pure functions."""

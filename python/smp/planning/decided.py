@@ -1,4 +1,4 @@
-"""The partition that a run with a configuration would have, decided without the run."""
+"""Decides the partition that a run with a configuration would have, without the run."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from smp.planning.tensor_split import Shares
 
 @dataclass(frozen=True)
 class Run:
-    """What is estimated.
+    """A run whose partition is decided.
 
     Attributes:
-        config: of the run.
-        given: keys that somebody set.
-        num_ranks: processes.
+        config: configuration of the run.
+        given: keys of the configuration that were set explicitly.
+        num_ranks: number of processes.
         checkpoints: each repeated layer is computed again in backward.
-        room_bytes: of a device; 0: not known.
-        device: whose bucket sizes count.
+        room_bytes: memory of a device that the partition may take; 0: not known.
+        device: type of device, which decides bucket sizes.
     """
 
     config: Config
@@ -45,7 +45,7 @@ class Run:
 
 
 def sharding_of(config: Config, num_ranks: int, device: str = "cpu") -> Sharding:
-    """How a configuration keeps state, on so many ranks."""
+    """Returns how a configuration keeps state on `num_ranks` ranks."""
     rdp = num_ranks // (config.pipeline_parallel_degree * config.tensor_parallel_degree)
     return Sharding(
         half=config.half_dtype is not None,
@@ -57,7 +57,7 @@ def sharding_of(config: Config, num_ranks: int, device: str = "cpu") -> Sharding
 
 
 def scaled(traced: Trace, root: nn.Module, shares: Shares, spreads_experts: bool) -> Trace:
-    """Activations as a rank of a tensor-parallel group keeps them."""
+    """Returns a trace with the activations that a rank of a tensor-parallel group keeps."""
     if shares == Shares(1.0, 1.0, 1.0):
         return traced
     width = tensor_split.hidden_width(root)
@@ -88,7 +88,7 @@ def scaled(traced: Trace, root: nn.Module, shares: Shares, spreads_experts: bool
 
 
 def decided(root: nn.Module, traced: Trace, run: Run, whole: Sequence[nn.Module]) -> Decision:
-    """As a run decides, which does not see what checkpoints save."""
+    """Decides as a run does, which does not count what checkpoints save."""
     config = run.config
     pp_size = config.pipeline_parallel_degree
     sharding = sharding_of(config, run.num_ranks, run.device)

@@ -1,4 +1,4 @@
-"""Memory of each rank for a given configuration: the partition of a run, without the run."""
+"""Estimates the memory of each rank under a configuration, without a run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from smp.planning.traced_model import TracedModel
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """What each rank of a partition has.
+    """Estimate of each rank of one pipeline stage.
 
     Attributes:
-        pp_rank: of the partition.
-        num_ranks: so many ranks are alike.
-        elements: of parameters that a rank computes with.
-        kept_microbatches: whose activations it has at most.
-        microbatch_bytes: activations of one of them, on the device.
+        pp_rank: pipeline rank.
+        num_ranks: number of ranks that are alike.
+        elements: parameter elements that a rank computes with.
+        kept_microbatches: largest number of microbatches whose activations are kept.
+        microbatch_bytes: bytes of activations of one microbatch, on the device.
         held: bytes by kind.
     """
 
@@ -45,13 +45,13 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a model under a configuration.
+    """Estimate of a model under a configuration.
 
     Attributes:
-        elements: of the whole model, shared parameters once.
-        stages: by pipeline rank.
-        decision: where modules are.
-        costs: of modules, by which that was decided.
+        elements: parameter elements of the whole model, shared ones once.
+        stages: estimates by pipeline rank.
+        decision: the partition.
+        costs: costs of modules, by which the partition was decided.
     """
 
     elements: int
@@ -61,12 +61,12 @@ class Estimate:
 
 
 def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: Run) -> Estimate:
-    """Memory of all ranks.
+    """Returns the memory of all ranks.
 
     Args:
-        root: on the meta device; gets the dtypes that the configuration gives it in training.
-        args, kwargs: of one microbatch as one rank reads it; small real tensors.
-        run: the configuration, and what stands beside it.
+        root: model on the meta device; gets the dtypes that the configuration gives it in training.
+        args, kwargs: arguments of one microbatch as one rank reads it; small real tensors.
+        run: the configuration with the number of ranks and other facts of the run.
 
     Raises:
         ValueError: the configuration does not fit the number of ranks or the model.
@@ -90,7 +90,7 @@ def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: 
 
 
 def terms_of(run: Run) -> Terms:
-    """Returns the terms of a configuration; a sample is what one rank reads of a microbatch."""
+    """Returns the terms of a configuration; a sample is one rank's share of a microbatch."""
     config = run.config
     pp = config.pipeline_parallel_degree
     return Terms(

@@ -1,4 +1,4 @@
-"""Gives a model the dtypes of 16-bit training where it is traced without one."""
+"""Gives a model the dtypes of 16-bit training while it is traced without a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device and its links as a few numbers: those of data sheets, or measured on this machine."""
+"""Describes a device and its links in a few numbers, from data sheets or measured."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FOLDER = "devices"
 
 @dataclass(frozen=True)
 class Link:
-    """From one device to others.
+    """The link from one device to others.
 
     Attributes:
-        bytes_per_s: in one direction, for each device.
-        latency_s: of a small message.
+        bytes_per_s: bytes per second in one direction, for each device.
+        latency_s: seconds of a small message.
     """
 
     bytes_per_s: float
@@ -31,19 +31,20 @@ class Link:
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a step takes on the cores of a host besides work and messages, in seconds of a core.
+    """Seconds of a core that a step takes in addition to work and messages.
 
-    Measured while all cores are busy, with the library itself (`benchmarks/calibration.py`).
+    They are measured while all cores are busy, with the library (`benchmarks/calibration.py`).
 
     Attributes:
-        microbatch_element_s: of a microbatch, for each element of the parameters: they are read for
-            the forward and the backward, and their gradients are written and added to sums.
-        update_element_s: of a step, for each element: the optimizer, and gradients set to zero.
-        call_s: of a module that code on another rank calls, and of its backward, on both ranks.
-        microbatch_s: of a microbatch on each rank of a pipeline.
-        alone: as many times as fast is a core while the others idle.
-        crowded: as many times as long takes the work of ranks that wait for each other, if they are
-            more than cores.
+        microbatch_element_s: seconds of a microbatch per parameter element: it is read for the
+            forward and the backward, and its gradient is written and added to a sum.
+        update_element_s: seconds of a step per element: the optimizer, and zeroing of gradients.
+        call_s: seconds of a module that code on another rank calls, and of its backward, on both
+            ranks.
+        microbatch_s: seconds of a microbatch on each rank of a pipeline.
+        alone: speed of a core while the others idle, over its speed while all work.
+        crowded: factor by which work of ranks that wait for each other takes longer, if there are
+            more ranks than cores.
     """
 
     microbatch_element_s: float
@@ -56,23 +57,23 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan knows of a machine.
+    """Figures of a machine that a plan is made for.
 
     Attributes:
-        name: for people.
-        source: where the numbers come from.
-        flops: per second, by precision: "fp32", "bf16", "fp16".
-        product_share: of these, what large products reach; an assumption unless it was measured.
-        memory_bytes: of a device.
-        memory_bytes_per_s: of its memory.
+        name: name for messages.
+        source: origin of the numbers.
+        flops: FLOPs per second, by precision: "fp32", "bf16", "fp16".
+        product_share: share of `flops` that large products reach; assumed unless it was measured.
+        memory_bytes: memory of a device.
+        memory_bytes_per_s: bandwidth of its memory.
         inside: the link between devices of a host.
-        between: that of a device to other hosts.
-        host_copy_bytes_per_s: between the device and its host, in one direction.
+        between: the link of a device to other hosts.
+        host_copy_bytes_per_s: bandwidth between the device and its host, in one direction.
         at_once: devices of a host that run at full speed at the same time (cores of a CPU); 0: all.
-        devices_per_host: where ``--per-host`` is not given.
-        collective: the link inside of a host for sums and gathers over groups of ranks; None: the
+        devices_per_host: number that counts if ``--per-host`` is not given.
+        collective: the link inside a host for sums and gathers over groups of ranks; None: the
             same as for messages.
-        overheads: of cores; None: not known.
+        overheads: overheads of cores; None: not known.
     """
 
     name: str
@@ -90,30 +91,30 @@ class Hardware:
     overheads: Overheads | None = None
 
     def rate(self, precision: str) -> float:
-        """FLOPs per second that large products reach."""
+        """Returns the FLOPs per second that large products reach."""
         return self.flops[precision] * self.product_share
 
     def flops_per_byte(self, precision: str) -> float:
-        """FLOPs that take as long as moving one byte through memory."""
+        """Returns the FLOPs that take as long as moving one byte through memory."""
         return self.rate(precision) / self.memory_bytes_per_s
 
     @property
     def type(self) -> str:
-        """Of its devices, as PyTorch calls it."""
+        """Returns the type of its devices, as PyTorch calls it."""
         return "cpu" if self.at_once else "cuda"
 
     @property
     def bucket_bytes(self) -> int:
-        """Of gradients that are reduced together, by default."""
+        """Returns the default bytes of gradients that are reduced together."""
         return bucket_cap_bytes(DEFAULT_MB, torch.device(self.type))
 
     def to_json(self) -> dict[str, Any]:
-        """What `read` takes."""
+        """Returns values that `read` takes as JSON."""
         return asdict(self)
 
 
 def names() -> list[str]:
-    """Devices that the package has data-sheet figures of."""
+    """Returns the devices for which the package has data-sheet figures."""
     files = [path.name for path in _folder().iterdir()]
     return sorted(name.removesuffix(".json") for name in files if name.endswith(".json"))
 
@@ -123,10 +124,10 @@ def _folder() -> Traversable:
 
 
 def load(name: str) -> Hardware:
-    """Of the package by name, or of a file.
+    """Loads hardware of the package by name, or from a file.
 
     Raises:
-        ValueError: there is no such device and no such file, or the file is not one.
+        ValueError: there is no such device or file, or the file does not describe hardware.
     """
     if name in names():
         return read(_folder().joinpath(f"{name}.json").read_text(), name)
@@ -140,10 +141,10 @@ def load(name: str) -> Hardware:
 
 
 def read(text: str, where: str) -> Hardware:
-    """Hardware of a JSON text.
+    """Parses hardware from a JSON text.
 
     Raises:
-        ValueError: it is not one; names what is wrong.
+        ValueError: the text does not describe hardware; the message names the mistake.
     """
     try:
         values: dict[str, Any] = given_files.parse_json(text)

@@ -1,4 +1,4 @@
-"""One way to run a model on so many devices, and the groups of ranks that it makes."""
+"""Layouts of a model on a number of devices, and the groups of ranks that they make."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ PERSISTENT = 1_000_000  # default of sdp_param_persistence_threshold
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees and choices.
+    """Degrees and choices of a run.
 
     Attributes:
         pp, tp, rdp: ranks along each axis.
-        shard: ranks that hold one copy of the optimizer state together; 1: nobody does.
-        shards_parameters: and of parameters and gradients.
+        shard: ranks that hold one copy of the optimizer state together; 1: it is not sharded.
+        shards_parameters: parameters and gradients are sharded as well.
         microbatch: samples that a tensor-parallel group reads together.
-        microbatches: of a step.
+        microbatches: number of microbatches of a step.
         schedule: name of a policy.
         chunks: stages per rank.
         active: microbatches in flight.
         checkpoints: each repeated layer is computed again.
-        offload: inputs of checkpoints go to host memory.
-        in_memory: with tensor parallelism, activations between split layers are cut as well.
+        offload: inputs of checkpoints are copied to host memory.
+        in_memory: activations between split layers of tensor parallelism are cut as well.
         placement: axes from slow to fast.
-        spreads_experts: over the ranks of a tensor-parallel group, instead of their features.
+        spreads_experts: experts are spread over the ranks of a tensor-parallel group, and their
+            features are not split.
     """
 
     pp: int = 1
@@ -53,25 +54,25 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Devices."""
+        """Returns the number of devices."""
         return self.pp * self.tp * self.rdp
 
     @property
     def samples(self) -> int:
-        """Of a step, over all ranks."""
+        """Returns the samples of a step, over all ranks."""
         return self.microbatch * self.microbatches * self.rdp
 
     @cached_property
     def shares(self) -> Shares:
-        """What a rank has of a tensor-parallel group's microbatch."""
+        """Returns the shares that a rank has of a tensor-parallel group's microbatch."""
         return Shares(1 / self.tp, 1 / self.tp, 1 / self.tp if self.in_memory else 1.0)
 
     def sharding(self, half: bool, bucket_bytes: int) -> Sharding:
-        """How state is kept."""
+        """Returns how state is kept."""
         return Sharding(half, self.shard, self.shards_parameters, PERSISTENT, bucket_bytes)
 
     def config(self, precision: str) -> dict[str, Any]:
-        """The configuration of `smp.init`; only what differs from the defaults."""
+        """Returns the configuration of `smp.init`: keys that differ from the defaults."""
         values: dict[str, Any] = {
             "pipeline_parallel_degree": self.pp,
             "tensor_parallel_degree": self.tp,
@@ -104,7 +105,7 @@ class Layout:
         return values
 
     def text(self) -> str:
-        """For tables: degrees and choices in few words."""
+        """Returns degrees and choices in few words, for tables."""
         words = [f"pp {self.pp}", f"tp {self.tp}", f"dp {self.rdp}"]
         if self.spreads_experts:
             words.insert(2, f"ep {self.tp}")
@@ -123,9 +124,9 @@ class Reach:
     """A group of ranks and how fast they exchange.
 
     Attributes:
-        size: ranks.
-        crosses: hosts.
-        link: of the slowest place, for each rank.
+        size: number of ranks.
+        crosses: the group spans several hosts.
+        link: speed of the slowest place, for each rank.
     """
 
     size: int
@@ -133,36 +134,37 @@ class Reach:
     link: Link
 
     def all_reduce_s(self, num_bytes: float) -> float:
-        """Seconds of a ring, 2 (n - 1) pieces of n."""
+        """Returns the seconds of a ring of 2 (n - 1) messages of 1/n of the bytes."""
         return 2 * self.gather_s(num_bytes)
 
     def gather_s(self, num_bytes: float) -> float:
-        """Seconds of an all-gather or a reduce-scatter of so many bytes in all."""
+        """Returns the seconds of an all-gather or a reduce-scatter of `num_bytes` in all."""
         if self.size == 1:
             return 0.0
         pieces = self.size - 1
         return pieces * (num_bytes / self.size / self.link.bytes_per_s + self.link.latency_s)
 
     def exchange_s(self, sent_bytes: float) -> float:
-        """Seconds of an all-to-all in which each rank sends so many bytes to others."""
+        """Returns the seconds of an all-to-all in which each rank sends `sent_bytes` to others."""
         if self.size == 1:
             return 0.0
         return sent_bytes / self.link.bytes_per_s + (self.size - 1) * self.link.latency_s
 
     def sent_bytes(self, num_bytes: float) -> float:
-        """What a rank sends in an all-gather or a reduce-scatter."""
+        """Returns the bytes that a rank sends in an all-gather or a reduce-scatter."""
         return num_bytes * (self.size - 1) / self.size
 
 
 def other_ranks(num_ranks: int, experts: int, routed: int) -> float:
-    """To how many other ranks a token goes, if all choices of its experts are as likely.
+    """Returns the mean number of other ranks that a token is sent to.
 
-    A rank gets it once, however many of its experts are there.
+    All choices of its experts are equally likely. A token is sent to a rank once, however many of
+    its experts are there.
 
     Args:
-        num_ranks: that share the experts evenly.
-        experts: of the mixture.
-        routed: experts of a token.
+        num_ranks: number of ranks that share the experts evenly.
+        experts: number of experts of the mixture.
+        routed: experts per token.
     """
     elsewhere = experts - experts // num_ranks
     missed = math.comb(elsewhere, routed) / math.comb(experts, routed)
@@ -170,7 +172,7 @@ def other_ranks(num_ranks: int, experts: int, routed: int) -> float:
 
 
 def reach(layout: Layout, axis: str, size: int, per_host: int, hardware: Hardware) -> Reach:
-    """A group of `size` neighbours along an axis.
+    """Returns a group of `size` neighbours along an axis.
 
     Args:
         axis: "D", "P" or "T".

@@ -1,7 +1,7 @@
-"""Bytes of a rank by kind, from numbers of elements and of activations. Pure arithmetic.
+"""Computes bytes of a rank by kind from numbers of elements and of activations.
 
-The formulas are those of docs/memory.md and docs/design/memory.md. Peaks lie where a forward ends,
-with all activations, or where the backward ends, with all gradients.
+The formulas are those of docs/memory.md and docs/design/memory.md. The peak is reached when a
+forward ends, with all activations, or when the backward ends, with all gradients.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _MOMENTS = 8  # two, in FP32
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a rank keeps parameters and their state.
+    """Choices of how a rank keeps parameters and their state.
 
     Attributes:
         half: 16-bit parameters with FP32 masters and sums; otherwise FP32.
         size: ranks that hold one copy of the state together.
         parameters: parameters and gradients are cut as well, not the optimizer state alone.
         persistent: tensors of fewer elements stay whole between uses, if parameters are cut.
-        bucket_bytes: of gradients, reduced together.
+        bucket_bytes: bytes of gradients that are reduced together.
     """
 
     half: bool = False
@@ -32,12 +32,12 @@ class Sharding:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of one element."""
+        """Returns the bytes of one parameter element."""
         return 2 if self.half else 4
 
     @property
     def state_bytes(self) -> float:
-        """Of one element with gradient and the state of Adam, on one rank."""
+        """Returns the bytes on one rank of an element with gradient and the state of Adam."""
         optimizer = _MOMENTS + (_MASTER if self.half else 0)
         shared = (4 + optimizer) / self.size
         return self.parameter_bytes / (self.size if self.parameters else 1) + shared
@@ -45,19 +45,19 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank computes with.
+    """Parameters and activations that a rank computes with.
 
     Attributes:
-        elements: of parameters, whole.
-        trainable: those with gradients.
-        small: in tensors below `Sharding.persistent`.
+        elements: elements of whole parameters.
+        trainable: elements with gradients.
+        small: elements in tensors below `Sharding.persistent`.
         largest: elements of the largest tensor.
-        units: of the two largest layers, elements, without those in small tensors.
-        wide: those of 32 bits, which are their own masters.
+        units: elements of the two largest layers, without those in small tensors.
+        wide: elements of 32 bits, which are their own masters.
         activations: bytes that the microbatches in flight keep, together.
-        temporary: bytes on top where a forward ends, while the loss or one recomputed layer goes
-            back.
-        late: bytes on top where a backward ends: of a gradient, and of a recomputed layer.
+        temporary: additional bytes where a forward ends, in the backward of the loss or of one
+            recomputed layer.
+        late: additional bytes where a backward ends: a gradient, and a recomputed layer.
         host: bytes of activations in host memory.
     """
 
@@ -88,21 +88,21 @@ class RankBytes:
 
     @property
     def peak(self) -> float:
-        """On the device."""
+        """Returns the bytes on the device."""
         state = self.parameters + self.gradients + self.optimizer
         return state + self.activations + self.gathered + self.buckets + self.temporary
 
 
 @dataclass(frozen=True)
 class Passing:
-    """What is there for the time of a few operators, in bytes.
+    """Bytes that are held for the time of a few operators.
 
     Attributes:
-        tensor: the largest tensor that a microbatch makes.
-        gradient: of the largest parameter, before it is added up.
-        tied: gradients of parameters that are used at both ends of the model: the first use of them
-            in a backward waits for the last one.
-        again: activations of the largest recomputed layer.
+        tensor: bytes of the largest tensor that a microbatch makes.
+        gradient: bytes of the largest parameter's gradient, before it is added up.
+        tied: bytes of gradients of parameters that are used at both ends of the model: the first
+            one in a backward is kept until the last one is there.
+        again: bytes of activations of the largest recomputed layer.
     """
 
     tensor: float
@@ -111,23 +111,24 @@ class Passing:
     again: float = 0.0
 
     def forward_ends(self, kept: int) -> float:
-        """On top of the activations of so many microbatches, of which one goes back."""
+        """Returns bytes in addition to the activations of `kept` microbatches, one in backward."""
         loss = self.tensor + max(self.tensor, self.gradient)
         return max(loss, self.again) + (kept - 1) * self.tied
 
     @property
     def backward_ends(self) -> float:
-        """Beside all gradients."""
+        """Returns bytes in addition to all gradients."""
         return max(self.gradient, self.again) + self.tied
 
 
 def rank_bytes(holding: Holding, sharding: Sharding, microbatches: int) -> RankBytes:
-    """What a rank holds at its peak.
+    """Returns what a rank holds at its peak.
 
     Args:
-        holding: of the rank.
-        sharding: of parameters and state.
-        microbatches: of a step; gradients of earlier ones are there while later ones go forward.
+        holding: parameters and activations of the rank.
+        sharding: sharding of parameters and state.
+        microbatches: number of microbatches of a step; from the second on, gradients of earlier
+            ones are held during a forward.
     """
     size, cuts = sharding.size, sharding.parameters and sharding.size > 1
     width = sharding.parameter_bytes
@@ -141,7 +142,7 @@ def rank_bytes(holding: Holding, sharding: Sharding, microbatches: int) -> RankB
     if size > 1:
         cap = sharding.bucket_bytes / (2 if sharding.parameters else 1)
         buckets = min(2 * max(cap, 4 * holding.largest), 4 * holding.trainable)
-    # Shards of gradients come with their first sum; whole buckets stay from step to step.
+    # The first sum of gradients allocates their shards; whole buckets stay from step to step.
     early = gradients if size == 1 or microbatches > 1 else 0.0
     forward_ends = RankBytes(
         parameters,

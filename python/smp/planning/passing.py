@@ -1,4 +1,4 @@
-"""How long microbatches take through a pipeline: by the simulator, on devices or shared cores."""
+"""Estimates how long microbatches take through a pipeline, on own devices or on shared cores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smp.planning.hardware import Hardware, Link
 from smp.planning.layout import Layout
 from smp.planning.stages import Stage
 
-_SHOWN_PER_RANK = 4  # microbatches of a simulation that is looked at
+_SHOWN_PER_RANK = 4  # microbatches per rank of a simulation whose timeline is read
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class StageTime:
     """Seconds of one microbatch in one stage.
 
     Attributes:
-        forward, backward, weight: of the three kinds of work; exchanges that are waited for, and a
-            second forward, are in them.
-        exchanged: of these, for split layers.
-        gathered: of these, for parameters that did not come in time.
-        copied: of these, for activations that go to the host and come back.
-        again: of these, the second forward.
+        forward, backward, weight: seconds of the three kinds of work, with exchanges that are
+            waited for and a second forward.
+        exchanged: part of these seconds for exchanges of split layers.
+        gathered: part of these seconds for parameters that did not arrive in time.
+        copied: part of these seconds for activations that are copied to the host and back.
+        again: part of these seconds for the second forward.
     """
 
     forward: float
@@ -37,18 +37,18 @@ class StageTime:
 
     @property
     def total(self) -> float:
-        """Of a microbatch."""
+        """Returns the seconds of all three kinds of work."""
         return self.forward + self.backward + self.weight
 
 
 @dataclass(frozen=True)
 class Cores:
-    """Of the hosts that ranks of a layout share.
+    """The cores of the hosts that ranks of a layout share.
 
     Attributes:
-        num: of all hosts.
-        alone: as many times as fast is a core while the others of its host idle.
-        crowded: see `Overheads`; for each kind of waiting.
+        num: number of cores of all hosts.
+        alone: speed of a core while the others of its host idle, over its speed while all work.
+        crowded: factor by which work takes longer per kind of waiting; see `Overheads`.
     """
 
     num: int
@@ -57,21 +57,21 @@ class Cores:
 
     @classmethod
     def of(cls, hardware: Hardware, layout: Layout, per_host: int) -> Cores:
-        """Those of the hosts that a layout takes."""
+        """Returns the cores of the hosts that a layout takes."""
         hosts = -(-layout.num_ranks // per_host)
         num = hosts * min(hardware.at_once, per_host)
         overheads = hardware.overheads
         return cls(num) if overheads is None else cls(num, overheads.alone, overheads.crowded)
 
     def crowding(self, layout: Layout) -> float:
-        """What microbatches take longer because ranks wait for others that have no core."""
+        """Returns the factor by which microbatches take longer if ranks outnumber cores."""
         if layout.num_ranks <= self.num:
             return 1.0
         gathers = layout.shards_parameters and layout.shard > 1
         return self.crowded ** ((layout.pp > 1) + (layout.tp > 1) + gathers)
 
     def pace(self, working: int) -> float:
-        """What the same work takes longer (or less) while so many ranks work at one time."""
+        """Returns the factor by which work takes longer (or less) while `working` ranks work."""
         if working >= self.num:
             return working / self.num
         if self.num == 1 or working == 0:
@@ -82,7 +82,7 @@ class Cores:
     def stretch(
         self, stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, link: Link
     ) -> float:
-        """What all microbatches take longer than on a device for each rank, as a share of that."""
+        """Returns the extra time of all microbatches, as a share of that on a device per rank."""
         together = layout.tp * layout.rdp  # ranks that do the same at the same time
         timeline = _simulation(stages, times, layout, link).timeline
         changes = sorted(
@@ -100,7 +100,7 @@ class Cores:
 def simulated_s(
     stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, link: Link
 ) -> float:
-    """Seconds in which all microbatches pass the pipeline, each rank on a device of its own."""
+    """Returns the seconds of all microbatches in the pipeline if each rank has its own device."""
     costs, boundaries = _costs(stages, times, layout, link)
     return simulated_step_ms(costs, boundaries, layout.pp, _shape(layout)) / 1e3
 
@@ -108,7 +108,7 @@ def simulated_s(
 def _simulation(
     stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, link: Link
 ) -> _C.SimulationResult:
-    """Of as many microbatches as show how many ranks work at one time."""
+    """Simulates enough microbatches to show how many ranks work at one time."""
     costs, boundaries = _costs(stages, times, layout, link)
     shape = _shape(layout)
     rounds = min(shape.microbatches, _SHOWN_PER_RANK * layout.pp)

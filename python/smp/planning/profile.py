@@ -1,4 +1,4 @@
-"""A model as a chain of parts with what each costs for one sample: all that a plan asks of it."""
+"""Describes a model as a chain of parts with their costs for one sample."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A layer, or what lies before the first one, between two, or behind the last one.
+    """A layer, or the modules before the first layer, between two, or behind the last one.
 
-    Of one sample. Work is in seconds of a device that does one FLOP per second, and moves bytes as
-    much slower than it computes as the device of the plan does.
+    All figures are for one sample. Work is in seconds of a device that does one FLOP per second,
+    and whose memory is slower than its arithmetic by the same factor as on the device of the plan.
 
     Attributes:
-        name: of its first module.
-        is_layer: one of the repeated ones, which checkpoints are put around.
-        split_elements, whole_elements: of parameters that tensor parallelism divides, and others.
+        name: name of the first module.
+        is_layer: the part is a repeated layer, which checkpoints are put around.
+        split_elements, whole_elements: parameter elements that tensor parallelism divides, and
+            others.
         tensors: elements of each parameter, whether it is divided, and whether it has 32 bits.
         split_forward, whole_forward: work of the forward that is divided, and that is not.
-        split_backward, whole_backward: the same of the backward.
-        split_kept, whole_kept: bytes of activations.
-        input_bytes: what comes into it from the part before, with a gradient.
-        largest_bytes: of the largest tensor that it makes.
-        tied_elements: of parameters that a part before it has as well.
-        frozen_split, frozen_whole: elements of these two that are not trained.
+        split_backward, whole_backward: work of the backward that is divided, and that is not.
+        split_kept, whole_kept: bytes of activations that are divided, and that are not.
+        input_bytes: bytes with a gradient that come from the part before.
+        largest_bytes: bytes of the largest tensor that it makes.
+        tied_elements: elements of parameters that an earlier part has as well.
+        frozen_split, frozen_whole: elements that are not trained, divided and whole.
         num_products: pairs of columns and rows that are summed over ranks in a forward.
-        num_mixtures: of these, experts that tokens are routed to.
+        num_mixtures: number of these that are experts that tokens are routed to.
         routed_kept: bytes of activations that experts keep, and that are whole on each rank unless
-            experts are spread over the ranks; part of `whole_kept`.
+            experts are spread over the ranks; included in `whole_kept`.
     """
 
     name: str
@@ -52,28 +53,28 @@ class Part:
 
     @property
     def elements(self) -> int:
-        """Of all parameters."""
+        """Returns the elements of all parameters."""
         return self.split_elements + self.whole_elements
 
     @property
     def costs(self) -> tuple[object, ...]:
-        """All but the name."""
+        """Returns all figures, without the name."""
         return tuple(getattr(self, field.name) for field in fields(self) if field.name != "name")
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """Parts in the order of execution.
+    """A model as parts in the order of execution.
 
     Attributes:
-        parts: at least one.
-        tail: work behind the last part that has to be where the first one is, because they share
-            parameters (a head tied to the embedding); None if there is none.
-        tokens: of a sample; 1 for a model that is not given tokens.
-        heads: that tensor parallelism can divide; 0: not known.
+        parts: parts of the chain, at least one.
+        tail: work behind the last part that has to be on the rank of the first one, because they
+            share parameters (a head tied to the embedding), or None.
+        tokens: tokens of a sample; 1 for a model without token inputs.
+        heads: attention heads that tensor parallelism can divide; 0: not known.
         width: channels between layers; 0: not known.
-        experts: of each mixture; 0: there is none.
-        routed: experts that a token goes to.
+        experts: number of experts of each mixture; 0: there is none.
+        routed: number of experts that a token is sent to.
     """
 
     parts: tuple[Part, ...]
@@ -86,17 +87,17 @@ class ModelProfile:
 
     @property
     def elements(self) -> int:
-        """Parameters, shared ones once."""
+        """Returns the number of parameter elements, shared ones once."""
         return sum(part.elements for part in (*self.parts, *([self.tail] if self.tail else [])))
 
     @property
     def forward(self) -> float:
-        """Work of a forward."""
+        """Returns the work of a forward."""
         chain = (*self.parts, *([self.tail] if self.tail else []))
         return sum(part.split_forward + part.whole_forward for part in chain)
 
     def repeated(self, num_layers: int) -> ModelProfile:
-        """The same model with so many layers, all as its second one."""
+        """Returns the same model with `num_layers` layers, all like its second one."""
         first = next(i for i, part in enumerate(self.parts) if part.is_layer)
         layers = [part for part in self.parts if part.is_layer]
         others = [part for part in self.parts[first:] if not part.is_layer]

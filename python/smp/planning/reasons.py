@@ -1,4 +1,4 @@
-"""Why a partition is as it is: candidates, what bounds it, costs of modules, and what-ifs."""
+"""Explains a partition: its candidates, what bounds it, costs of modules, and what-ifs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from smp.partition.fastest import StepShape, stage_times, step_ratio
 
 @dataclass(frozen=True)
 class ModuleCosts:
-    """Of a module with all that is below it, on one rank.
+    """Costs of a module with all modules below it, on one rank.
 
     Attributes:
-        name: qualified.
-        pp_rank: where it is.
-        param_bytes: of its parameters, shared ones once.
-        activation_bytes: kept for the backward of one microbatch.
-        compute_share: of all arithmetic, in [0, 1].
+        name: qualified name.
+        pp_rank: pipeline rank of the module.
+        param_bytes: bytes of its parameters, shared ones once.
+        activation_bytes: bytes kept for the backward of one microbatch.
+        compute_share: share of all arithmetic, in [0, 1].
     """
 
     name: str
@@ -34,16 +34,16 @@ class ModuleCosts:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the time of a step is made of, over that of ranks that never wait and are alike.
+    """The bounds of a step; times are over those of ranks that never wait and are alike.
 
     Attributes:
-        step_ratio: of the partition.
-        even_ratio: of stages that all take the same: the schedule fills and drains.
-        largest_rank: that has most to do.
-        largest_share: its time over the mean of ranks.
-        memory_rank: that holds most.
-        memory_bytes: what it holds.
-        limit_bytes: what it may hold; 0: no limit.
+        step_ratio: ratio of the partition.
+        even_ratio: ratio of stages that all take the same: only filling and draining costs.
+        largest_rank: rank with the most work.
+        largest_share: time of that rank over the mean of ranks.
+        memory_rank: rank that holds most.
+        memory_bytes: bytes that this rank holds.
+        limit_bytes: bytes that it may hold; 0: no limit.
     """
 
     step_ratio: float | None
@@ -56,20 +56,20 @@ class Bounds:
 
 
 def shape_of(config: Config) -> StepShape:
-    """How a step passes the pipeline under a configuration."""
+    """Returns how a step passes the pipeline under a configuration."""
     active = min(config.active_microbatches or config.microbatches, config.microbatches)
     return StepShape(config.pipeline, config.microbatches, active)
 
 
 def options_of(decision: Decision, config: Config) -> _C.PartitionOptions:
-    """By which a partition is judged."""
+    """Returns the options by which a partition is judged."""
     if decision.options is not None:
         return decision.options
     return partition_options(config, decision.num_partitions, decision.num_chunks)
 
 
 def module_costs(decision: Decision) -> list[ModuleCosts]:
-    """The largest modules that are whole on one rank, in the order of the model."""
+    """Returns the largest modules that are whole on one rank, in the order of the model."""
     tree, parents = decision.index.tree, decision.index.parents
     total = sum(tree.compute(idx) for idx in range(len(tree)))
     idx_of = {names[0]: idx for idx, names in enumerate(decision.index.names)}
@@ -93,7 +93,7 @@ def module_costs(decision: Decision) -> list[ModuleCosts]:
 
 
 def bounds_of(decision: Decision, config: Config) -> Bounds:
-    """What the time and the memory of a partition are bound by."""
+    """Returns what bounds the time and the memory of a partition."""
     size, tree = decision.num_partitions, decision.index.tree
     options = options_of(decision, config)
     evaluation = _C.evaluate_partition(tree, decision.assignment, options)
@@ -126,12 +126,12 @@ def bounds_of(decision: Decision, config: Config) -> Bounds:
 
 
 def what_if(decision: Decision, moves: Mapping[str, int], config: Config) -> Decision:
-    """The partition with modules, and all that is below them, on other ranks.
+    """Returns the partition with modules, and all modules below them, on other ranks.
 
     Args:
-        decision: as it was made.
+        decision: the original partition.
         moves: rank by qualified name, applied in this order.
-        config: whose schedule counts.
+        config: configuration whose schedule is simulated.
 
     Raises:
         ValueError: there is no such module or rank, or it cannot be there.
@@ -155,7 +155,7 @@ def what_if(decision: Decision, moves: Mapping[str, int], config: Config) -> Dec
 
 
 def bounds_in_words(bounds: Bounds, microbatches: int) -> list[str]:
-    """What bounds a step, for people."""
+    """Returns lines of text that explain what bounds a step."""
     lines = []
     if bounds.step_ratio is not None and bounds.even_ratio is not None:
         waits = max(0.0, bounds.step_ratio - bounds.largest_share)

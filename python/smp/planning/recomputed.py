@@ -1,4 +1,4 @@
-"""Layers of a model that repeat, and what comes into them and stays."""
+"""Finds the repeated layers of a model, with the bytes of their inputs and activations."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from smp.partition.costs import Trace
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that runs as one.
+    """A module that is recomputed as a whole.
 
     Attributes:
-        module: itself.
-        input_bytes: tensors with gradients that come into it.
-        kept_bytes: activations of all modules in it.
+        module: the module.
+        input_bytes: bytes of the tensors with gradients that come into it.
+        kept_bytes: bytes of activations of all modules in it.
     """
 
     module: nn.Module
@@ -26,7 +26,7 @@ class Layer:
 
 
 def repeated_layers(root: nn.Module) -> list[nn.Module]:
-    """Elements of lists of modules that are not inside of another such element."""
+    """Returns the elements of lists of modules that are not inside another such element."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in root.modules():
@@ -43,7 +43,7 @@ def repeated_layers(root: nn.Module) -> list[nn.Module]:
 
 
 def layers_of(trace: Trace, modules: Sequence[nn.Module]) -> list[Layer]:
-    """What comes into modules of a trace, and what they keep."""
+    """Returns input and activation bytes of modules of a trace."""
     index_of = {module: idx for idx, module in enumerate(trace.modules)}
     result = []
     for module in modules:

@@ -1,4 +1,4 @@
-"""Stages as the partition of a run with a layout makes them: also inside of layers."""
+"""Cuts a model into the stages of a run's partition, also inside layers."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def stages_of(model: TracedModel, decision: Decision) -> list[Stage]:
 class RunCuts:
     """The partitions that runs of a model would have.
 
-    A run weighs modules by the rates that it takes for granted of its type of device, and not by
-    those of the plan's hardware.
+    A run weighs modules by the rates that it assumes for its type of device, not by those of the
+    plan's hardware.
     """
 
     def __init__(self, model: TracedModel, device: str) -> None:
         """Traces the model once more.
 
         Args:
-            model: on the meta device.
+            model: model on the meta device.
             device: type of the devices of the run: "cpu" or "cuda".
 
         Raises:
@@ -67,12 +67,12 @@ class RunCuts:
         self._device = device
 
     def stages(self, layout: Layout, precision: str, room_bytes: int) -> list[Stage]:
-        """The cut of a layout with several pipeline ranks.
+        """Returns the stages of a layout with several pipeline ranks.
 
         Args:
-            layout: of the run.
-            precision: of its parameters.
-            room_bytes: that the partition may take on a rank.
+            layout: layout of the run.
+            precision: precision of its parameters.
+            room_bytes: bytes that the partition may take on a rank.
 
         Raises:
             ValueError: the library cannot partition the model so.
@@ -96,7 +96,7 @@ class RunCuts:
 
 
 def _of_samples(traced: Trace, samples: int) -> Trace:
-    """All figures of a trace of one sample are linear in their number."""
+    """Multiplies all figures of a trace of one sample, which are linear in the samples."""
     return replace(
         traced,
         costs=tuple(
@@ -122,7 +122,7 @@ def _of_samples(traced: Trace, samples: int) -> Trace:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """What does not fit is no plan, and needs no warning."""
+    """Silences warnings about partitions that do not fit: they are no plans."""
     level = first_rank_log.logger.level
     first_rank_log.logger.setLevel(logging.ERROR)
     try:

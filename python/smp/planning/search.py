@@ -1,4 +1,4 @@
-"""Looks through layouts for the fastest ones that fit into memory."""
+"""Searches for the fastest layouts that fit into memory."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from smp.planning.stages import (
 from smp.planning.step_time import Grid, StepTime, step_time
 
 _MICROBATCHES = (1, 2, 4, 8, 16)
-_SIMULATED = 24  # of the fastest by bound
-_USABLE = 0.9  # of a device's memory, as the library's own partition takes it
-_SKEW = 1.5  # time of a candidate's bound over the best one's that is still simulated
+_SIMULATED = 24  # number of candidates that are simulated
+_USABLE = 0.9  # share of a device's memory, as in the library's own partition
+_SKEW = 1.5  # largest bound of a simulated candidate, over the best one's bound
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a plan is for.
+    """A model, devices and samples for which a layout is searched.
 
     Attributes:
-        profile: of the model, traced for this hardware and precision.
-        hardware: of the devices.
-        num_ranks: devices.
-        per_host: of them.
-        memory_bytes: of a device.
-        samples: of a step, over all devices.
+        profile: profile of the model, traced for this hardware and precision.
+        hardware: figures of the devices.
+        num_ranks: number of devices.
+        per_host: devices of a host.
+        memory_bytes: memory of a device.
+        samples: samples of a step, over all devices.
         precision: "fp32", "bf16" or "fp16".
-        split_profile: of the form that tensor parallelism gives the model, with operators of its
-            own; None where the model's own code is split.
-        cuts, split_cuts: of both, the partitions that runs would have; None: stages are cut
+        split_profile: profile of the model with the library's tensor-parallel operators; None:
+            the model's own code is split.
+        cuts, split_cuts: partitions that runs of the two profiles would have; None: stages are cut
             between parts of the profile.
     """
 
@@ -61,35 +61,35 @@ class Job:
 
     @property
     def half(self) -> bool:
-        """Are parameters of 16 bits?"""
+        """Returns whether parameters have 16 bits."""
         return self.precision != "fp32"
 
     def profile_of(self, tp: int) -> ModelProfile:
-        """What a rank of so many tensor-parallel ones runs, of the whole model."""
+        """Returns the profile that counts with `tp` tensor-parallel ranks."""
         if tp == 1 or self.split_profile is None:
             return self.profile
         return self.split_profile
 
     def cuts_of(self, tp: int) -> RunCuts | None:
-        """Partitions of what a rank of so many tensor-parallel ones runs."""
+        """Returns the partitions that count with `tp` tensor-parallel ranks."""
         return self.cuts if tp == 1 or self.split_profile is None else self.split_cuts
 
     @property
     def usable_bytes(self) -> float:
-        """Of a device, what a plan may take."""
+        """Returns the bytes of a device that a plan may take."""
         return _USABLE * self.memory_bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout with what is predicted of it.
+    """A layout with its predicted time and memory.
 
     Attributes:
-        layout: itself.
-        stages: the cut.
-        time: of a step.
-        held: per pipeline rank, bytes at its peak.
-        grid: its groups.
+        layout: the layout.
+        stages: stages that the model is cut into.
+        time: time of a step.
+        held: bytes of each pipeline rank at its peak.
+        grid: groups of ranks of the layout.
     """
 
     layout: Layout
@@ -100,11 +100,11 @@ class Plan:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Returns the peak bytes of the fullest rank."""
         return max(rank.peak for rank in self.held)
 
     def shares(self) -> dict[str, float]:
-        """Shares of the step on the busiest rank, by what it does; together 1."""
+        """Returns shares of the step by what the busiest rank does; their sum is 1."""
         time, rounds = self.time, self.layout.microbatches
         own = [
             t
@@ -131,13 +131,13 @@ class Plan:
 
     @property
     def bound(self) -> str:
-        """What takes most of the step, besides computing once."""
+        """Returns the name of the largest share but "compute", or "compute" if all are below 5%."""
         others = {name: share for name, share in self.shares().items() if name != "compute"}
         most = max(others, key=others.__getitem__, default="compute")
         return most if others and others[most] >= 0.05 else "compute"
 
     def sent(self, precision: str) -> dict[str, float]:
-        """Bytes per step that the rank which sends most sends, by link: "inside", "between"."""
+        """Returns the bytes of the rank that sends most in a step, by link: "inside", "between"."""
         grid = self.grid
         crosses = {
             "tensor": grid.tensor.crosses,
@@ -154,13 +154,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         plans: the fastest first; of equal degrees and choices the best microbatches and placement.
-        tried: layouts that were looked at.
-        fitting: of these, that fit.
-        nearest: where nothing fits, what needs least memory.
+        tried: number of layouts that were looked at.
+        fitting: number of these that fit.
+        nearest: the plan that needs least memory if nothing fits, or None.
     """
 
     plans: tuple[Plan, ...]
@@ -170,7 +170,7 @@ class Found:
 
 
 def predict(job: Job, layout: Layout, simulated: bool = True) -> Plan:
-    """Time and memory of one layout.
+    """Returns the predicted time and memory of one layout.
 
     Raises:
         ValueError: the model cannot be cut into the stages of the layout.
@@ -217,11 +217,11 @@ def _time(
 
 
 def search(job: Job, tell: Callable[[str], None] = lambda text: None) -> Found:
-    """The fastest layouts that fit.
+    """Returns the fastest layouts that fit.
 
     Args:
-        job: what for.
-        tell: is told how far the search is.
+        job: the model, devices and samples.
+        tell: function that is called with lines about the progress of the search.
     """
     fitting: list[tuple[float, Layout]] = []  # with bounds of their times
     closest: Layout | None = None
@@ -237,7 +237,7 @@ def search(job: Job, tell: Callable[[str], None] = lambda text: None) -> Found:
             tell(f"pp {layout.pp}, tp {layout.tp}: {tried} layouts looked at, {len(fitting)} fit")
         tried += 1
         stages, contents = cuts[key]
-        # Those that differ in their placement alone come one after the other.
+        # Layouts that differ in their placement alone follow each other.
         anywhere = replace(layout, placement="DPT")
         if anywhere not in peaks:
             terms = Terms.of(layout, job.half, job.hardware.bucket_bytes)
@@ -254,7 +254,7 @@ def search(job: Job, tell: Callable[[str], None] = lambda text: None) -> Found:
 def _best(
     job: Job, fitting: Sequence[tuple[float, Layout]], tell: Callable[[str], None]
 ) -> list[Plan]:
-    """The fastest by simulation, one of each kind: kinds differ in more than microbatches."""
+    """Simulates the fastest of each kind and sorts them; kinds differ in more than microbatches."""
     kinds: dict[Layout, tuple[float, Layout]] = {}
     for bound_s, layout in sorted(fitting, key=lambda found: found[0]):
         kind = replace(layout, microbatch=1, microbatches=1, placement="DPT")
@@ -273,7 +273,7 @@ def _best(
 
 
 def _as_run(job: Job, layout: Layout) -> Plan | None:
-    """With the partition of a run, whose parts are not those of the search; None: there is none."""
+    """Predicts a layout with the partition of a run; returns None if there is no such partition."""
     try:
         return predict(job, layout)
     except ValueError:
@@ -281,7 +281,7 @@ def _as_run(job: Job, layout: Layout) -> Plan | None:
 
 
 def layouts(job: Job) -> Iterator[Layout]:
-    """All that are worth a look, in a fixed order."""
+    """Yields all layouts that are worth a look, in a fixed order."""
     for tp in _tensor_degrees(job):
         num_parts = len(job.profile_of(tp).parts)
         for pp in _divisors(job.num_ranks // tp):
@@ -338,7 +338,7 @@ def _choices(base: Layout, job: Job, num_parts: int) -> Iterator[Layout]:
 
 
 def _borders(base: Layout, job: Job) -> list[tuple[bool, bool]]:
-    """Are activations cut between layers, and experts spread over the ranks?"""
+    """Returns pairs: whether activations are cut between layers, whether experts are spread."""
     if base.tp == 1:
         return [(False, False)]
     if job.profile.experts == 0:
@@ -349,7 +349,7 @@ def _borders(base: Layout, job: Job) -> list[tuple[bool, bool]]:
 
 
 def _policies(pp: int) -> dict[str, _C.Policy]:
-    """By name; those that keep all microbatches are of no use here."""
+    """Returns policies by name, without those that keep all microbatches."""
     if pp == 1:
         return {_C.DEFAULT_POLICY: _C.make_policy(_C.DEFAULT_POLICY)}
     policies = {name: _C.make_policy(name) for name in _C.policy_names()}
@@ -357,7 +357,7 @@ def _policies(pp: int) -> dict[str, _C.Policy]:
 
 
 def _tensor_degrees(job: Job) -> list[int]:
-    """Divisors of a host that leave whole heads to each rank."""
+    """Returns the divisors of a host's devices that leave whole heads to each rank."""
     if job.profile.heads == 0:
         return [1]
     degrees = _divisors(min(job.per_host, job.num_ranks))

@@ -1,4 +1,4 @@
-"""How many bytes ranks send in a step, by what they are for."""
+"""Counts the bytes that ranks send in a step, by purpose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smp.planning.step_time import Grid
 def sent_bytes(
     stages: Sequence[Stage], layout: Layout, grid: Grid, precision: str
 ) -> dict[str, float]:
-    """Bytes that the rank which sends most sends in a step, by what they are for."""
+    """Returns the bytes of the rank that sends most in a step, by purpose."""
     width = 4 if precision == "fp32" else 2
     ranks: list[dict[str, float]] = [
         dict.fromkeys(("tensor", "experts", "gather", "reduce", "pipeline"), 0.0)

@@ -1,4 +1,4 @@
-"""The schedule of a plan, simulated, and why it cannot stop half-way."""
+"""Simulates the schedule of a plan, and proves that it cannot deadlock."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from smp.partition.decision import Decision
 from smp.partition.fastest import stage_times
 from smp.pipeline import schedules
 
-#: What the simulator counts as one microbatch of the whole model on one rank.
+#: Milliseconds that the simulator counts for a microbatch of the whole model on one rank.
 WHOLE = 1000.0
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One thing that an action waits for.
+    """An action that another one waits for.
 
     Attributes:
-        rank, action: what has to be over first.
-        why: in words.
+        rank, action: action that has to end first.
+        why: the reason in words.
     """
 
     rank: int
@@ -32,11 +32,11 @@ class Wait:
 
 @dataclass(frozen=True)
 class Proof:
-    """An order of all actions in which each stands behind everything that it waits for.
+    """An order of all actions in which each comes after everything that it waits for.
 
     Attributes:
-        order: rank, action and its waits.
-        num_waits: of all actions.
+        order: rank, action and its waits, in this order.
+        num_waits: number of waits of all actions.
     """
 
     order: tuple[tuple[int, str, tuple[Wait, ...]], ...]
@@ -44,18 +44,19 @@ class Proof:
 
 
 class NotOrdered(Exception):
-    """An action of a schedule stands before what it waits for, or is missing."""
+    """An action of a schedule comes before something that it waits for, or is missing."""
 
 
 def stages_of(
     decision: Decision, config: Config, microbatch_ms: float | None
 ) -> list[schedules.Stage]:
-    """The chain that a microbatch passes, with times of a partition.
+    """Returns the chain that a microbatch passes, with times of a partition.
 
     Args:
         decision: the partition, with costs.
-        config: its schedule says what ranks keep.
-        microbatch_ms: of forward and backward of one microbatch in one process; None: `WHOLE`.
+        config: configuration whose schedule decides how many activations ranks keep.
+        microbatch_ms: milliseconds of forward and backward of one microbatch in one process; None:
+            `WHOLE`.
 
     Raises:
         ValueError: no costs are known.
@@ -95,20 +96,20 @@ def simulate(stages: Sequence[schedules.Stage], config: Config) -> schedules.Sim
 def prove(
     simulation: schedules.Simulation, num_stages: int, num_microbatches: int, active: int
 ) -> Proof:
-    """Looks at every action of a simulated step whether all that it waits for stands before it.
+    """Checks that every action of a simulated step comes after everything that it waits for.
 
-    The waits are those of the server: the action before on its rank, the same microbatch in the
-    stage before (forward) or behind (backward), and a place among those in flight. This function
-    shares no code with the simulator.
+    The waits are those of the server: for the previous action of the rank, for the same microbatch
+    in the stage before (forward) or after (backward), and for a place among those in flight. This
+    function shares no code with the simulator.
 
     Args:
-        simulation: the step.
-        num_stages: of the chain.
-        num_microbatches: of the step.
-        active: most microbatches in flight.
+        simulation: simulation of the step.
+        num_stages: number of stages of the chain.
+        num_microbatches: number of microbatches of the step.
+        active: largest number of microbatches in flight.
 
     Raises:
-        NotOrdered: some action stands before what it waits for, or is not there.
+        NotOrdered: an action comes before something that it waits for, or is missing.
     """
     entries = simulation.timeline
     done: set[tuple[str, int, int]] = set()  # kind, stage, microbatch
@@ -145,7 +146,7 @@ def prove(
 def _by_dependency(
     entries: Sequence[schedules.TimelineEntry],
 ) -> list[schedules.TimelineEntry]:
-    """By begin; of actions that begin together those that take no time are first."""
+    """Sorts actions by begin; of those that begin together the ones without duration are first."""
     return sorted(entries, key=lambda e: (e.start_ms, e.end_ms, "FBW".index(e.action[0]), e.rank))
 
 

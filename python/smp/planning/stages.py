@@ -1,4 +1,4 @@
-"""Cuts a chain of parts into stages, and says what each rank of them holds."""
+"""Cuts a chain of parts into stages, and estimates what each rank holds of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smp.planning.memory import Holding, Passing, RankBytes, Sharding, rank_byte
 from smp.planning.profile import ModelProfile, Part
 from smp.planning.tensor_split import Shares
 
-_ROUNDS = 40  # of a bisection
+_ROUNDS = 40  # rounds of a bisection
 _MOST_LEAVING = 2  # copies to the host under way, see docs/design/memory.md
 
 
@@ -23,11 +23,11 @@ class Stage:
 
     Attributes:
         rank: pipeline rank.
-        parts: in order.
-        kinds: those that differ in more than their names, and how often each is there; the same
-            object in all stages.
-        input_bytes: of one sample, what comes from the stage before.
-        calls: of its modules by code of other ranks, per microbatch.
+        parts: parts in the order of the chain.
+        kinds: parts that differ in more than their names, and how often each occurs; the same
+            object represents a kind in all stages.
+        input_bytes: bytes of one sample that come from the stage before.
+        calls: calls of its modules by code of other ranks, per microbatch.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class Stage:
     calls: float = 0.0
 
     def elements(self, shares: Shares) -> float:
-        """Of the parameters that a rank computes with."""
+        """Returns the number of parameter elements that a rank computes with."""
         split, whole = self._elements
         return split * shares.split_state + whole
 
@@ -54,8 +54,8 @@ def cut(
     Args:
         profile: the chain; a tail becomes a last stage on rank 0.
         num_ranks: pipeline ranks.
-        chunks: stages of each.
-        weight: what a part weighs.
+        chunks: stages of each rank.
+        weight: function that returns the weight of a part.
 
     Raises:
         ValueError: there are fewer parts than stages.
@@ -91,11 +91,13 @@ def cut(
 def of_parts(
     parts_of: Sequence[tuple[Sequence[Part], float, float]], num_ranks: int
 ) -> list[Stage]:
-    """Stages of parts that are cut already; a last one beyond full rounds is a tail on rank 0.
+    """Returns stages of parts that are cut already.
+
+    A stage beyond the full rounds over all ranks is a tail on rank 0.
 
     Args:
-        parts_of: of each stage its parts, bytes of one sample that come into it, and calls by other
-            ranks.
+        parts_of: parts of each stage, bytes of one sample that come into it, and calls by code of
+            other ranks.
         num_ranks: pipeline ranks.
     """
     kind_of = _kinds_of([part for parts, _, _ in parts_of for part in parts])
@@ -106,7 +108,7 @@ def of_parts(
 
 
 def _kinds_of(parts: Sequence[Part]) -> dict[Part, Part]:
-    """For each part the first one that differs in its name only."""
+    """Maps each part to the first part with the same costs."""
     first_of: dict[tuple[object, ...], Part] = {}
     return {part: first_of.setdefault(part.costs, part) for part in parts}
 
@@ -123,9 +125,9 @@ def _stage(
 
 
 def _ends(weights: Sequence[float], num_stages: int, most: float, tail: float) -> list[int] | None:
-    """Ends of stages of which none weighs more than `most`; None where that cannot be.
+    """Returns ends of stages of which none weighs more than `most`, or None if there are none.
 
-    The first stage has the tail beside it.
+    The weight of the tail counts for the first stage.
     """
     ends: list[int] = []
     begin = 0
@@ -144,7 +146,10 @@ def _ends(weights: Sequence[float], num_stages: int, most: float, tail: float) -
 
 
 def _input(parts: Sequence[Part], begin: int) -> float:
-    """What crosses in front of a part: what the next layer takes, or the last one has given."""
+    """Returns the bytes that cross in front of a part.
+
+    These are the bytes that the next layer takes, or else those that the last one has given.
+    """
     if begin == 0:
         return 0.0
     for part in (*parts[begin:], *reversed(parts[:begin])):
@@ -155,12 +160,12 @@ def _input(parts: Sequence[Part], begin: int) -> float:
 
 @dataclass(frozen=True)
 class Content:
-    """What a pipeline rank has, and so do others.
+    """Parts that one or several pipeline ranks hold.
 
     Attributes:
-        kinds: how often a part is there, as `Stage.kinds`; not those of a tail.
+        kinds: parts and how often each occurs, as in `Stage.kinds`, without a tail.
         tail: parts of a tail.
-        ranks: pipeline ranks, ascending.
+        ranks: pipeline ranks with this content, ascending.
     """
 
     kinds: tuple[tuple[Part, int], ...]
@@ -169,12 +174,12 @@ class Content:
 
 
 def contents_of(stages: Sequence[Stage], num_ranks: int, chunks: int) -> list[Content]:
-    """Different contents of pipeline ranks.
+    """Returns the different contents of pipeline ranks.
 
     Args:
-        stages: of a cut, in the order of the chain.
+        stages: stages of a cut, in the order of the chain.
         num_ranks: pipeline ranks.
-        chunks: stages of each; what lies behind these is a tail.
+        chunks: stages of each rank; later stages are a tail.
     """
     by_rank: list[Counter[Part]] = [Counter() for _ in range(num_ranks)]
     tails: list[tuple[Part, ...]] = [()] * num_ranks
@@ -197,13 +202,13 @@ class Terms:
     """Choices of a run that decide how much of its content a rank holds.
 
     Attributes:
-        shares: what a rank has of a tensor-parallel group's microbatch.
+        shares: shares that a rank has of a tensor-parallel group's microbatch.
         kept: microbatches whose activations each pipeline rank keeps.
-        microbatches: of a step.
-        sharding: of parameters and state.
-        samples: of a microbatch, as parts count them.
+        microbatches: number of microbatches of a step.
+        sharding: sharding of parameters and state.
+        samples: samples of a microbatch, as parts count them.
         checkpoints: each repeated layer is computed again.
-        offload: inputs of checkpoints go to host memory.
+        offload: inputs of checkpoints are copied to host memory.
         horizon: inputs of checkpoints that are back on the device before they are needed.
         spreads_experts: experts are spread over the ranks of a tensor-parallel group.
     """
@@ -276,7 +281,7 @@ def holding_of(content: Content, terms: Terms, kept: int) -> Holding:
     Args:
         content: content of the rank.
         terms: choices of the run.
-        kept: microbatches whose activations it keeps.
+        kept: number of microbatches whose activations the rank keeps.
     """
     shares, sharding = terms.shares, terms.sharding
     elements = frozen = small = largest = wide = all_kept = again = tensor = largest_input = (
@@ -285,7 +290,7 @@ def holding_of(content: Content, terms: Terms, kept: int) -> Holding:
     units: list[float] = []
     layers = 0
     parts = [(part, count, kept) for part, count in content.kinds]
-    # What a tail keeps goes back at once, as on the last rank.
+    # The activations of a tail are freed at once, as on the last rank.
     parts += [(part, 1, terms.kept[-1]) for part in content.tail]
     for part, count, times in parts:
         unit = 0.0

@@ -1,4 +1,4 @@
-"""How long a step takes: work by a roofline, exchanges by rings, waiting by the simulator."""
+"""Estimates a step: work by a roofline, exchanges by rings, waiting by the simulator."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from smp.planning.profile import Part
 from smp.planning.stages import Stage
 from smp.planning.tensor_split import Shares
 
-_UPDATE_BYTES = 34  # of memory, per element: norm, Adam with FP32 masters, 16-bit copies
-_SUM_BYTES = 8  # of memory, per element: a sum of gradients, read and written
+_UPDATE_BYTES = 34  # memory traffic per element: norm, Adam with FP32 masters, 16-bit copies
+_SUM_BYTES = 8  # memory traffic per element: a sum of gradients, read and written
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Groups of a layout.
+    """The groups of ranks of a layout.
 
     Attributes:
         tensor: ranks that split layers together.
-        shard: that hold one copy of the state together.
-        replicas: that hold the same part of it.
+        shard: ranks that hold one copy of the state together.
+        replicas: ranks that hold the same part of the state.
         next_stage: a rank and the one with the next part of the model.
-        apart: to how many other ranks a token goes, where experts are spread.
+        apart: mean number of other ranks that a token is sent to, if experts are spread.
     """
 
     tensor: Reach
@@ -36,7 +36,7 @@ class Grid:
 
     @classmethod
     def of(cls, layout: Layout, per_host: int, hardware: Hardware, apart: float = 0.0) -> Grid:
-        """The groups of a layout."""
+        """Returns the groups of a layout."""
 
         def along(axis: str, size: int) -> Reach:
             return reach(layout, axis, size, per_host, hardware)
@@ -56,13 +56,13 @@ class StepTime:
     """Seconds of a step.
 
     Attributes:
-        total: of the step.
-        pipeline: until the last microbatch is done.
+        total: seconds of the whole step.
+        pipeline: seconds until the last microbatch is done.
         bubble: share of the step in which the busiest rank waits for others.
-        reduced: sums of gradients and gathers of parameters that nothing hides.
-        updated: of the optimizer.
-        stages: by stage.
-        shared: what it takes longer because ranks share cores.
+        reduced: seconds of gradient sums and parameter gathers that nothing hides.
+        updated: seconds of the optimizer.
+        stages: times of one microbatch, by stage.
+        shared: extra seconds because ranks share cores.
         busiest: index of the stage with the most work.
     """
 
@@ -79,7 +79,7 @@ class StepTime:
 def stage_time(
     stage: Stage, layout: Layout, grid: Grid, hardware: Hardware, precision: str
 ) -> StageTime:
-    """Seconds of one microbatch in a stage."""
+    """Returns the seconds of one microbatch in a stage."""
     rate = hardware.rate(precision)
     shares, samples = layout.shares, layout.microbatch
     forward = backward = exchanged_forward = exchanged_backward = again = copies = 0.0
@@ -115,7 +115,7 @@ def stage_time(
     scatter = _scatter_s(stage, layout, grid)
     ahead = forward + exchanged_forward
     back = backward + exchanged_backward + again
-    # What cores copy they do not compute meanwhile.
+    # A core cannot compute while it copies.
     beside = 0.0 if hardware.at_once else 1.0
     late_ahead, late_back = (
         max(0.0, num - beside * work) for num, work in ((gather, ahead), (gather + scatter, back))
@@ -141,7 +141,7 @@ def _shared(split: float, whole: float, shares: Shares) -> float:
 
 
 def _exchanges(part: Part, layout: Layout, group: Reach, apart: float) -> tuple[float, float]:
-    """Seconds of the exchanges of a layer in its forward and backward.
+    """Returns the seconds of the exchanges of a layer in its forward and backward.
 
     Args:
         apart: see `Grid`.
@@ -154,7 +154,7 @@ def _exchanges(part: Part, layout: Layout, group: Reach, apart: float) -> tuple[
     if layout.spreads_experts:
         pairs -= part.num_mixtures
         sent = apart * num_bytes / group.size  # of a rank's own part of the tokens
-        # There and back, and what comes back is gathered: all ranks have the same tokens.
+        # Tokens are sent and returned, and the result is gathered: all ranks have the same tokens.
         routed = part.num_mixtures * (2 * group.exchange_s(sent) + group.gather_s(num_bytes))
     if layout.in_memory:  # gathered and scattered, and gathered again for gradients of weights
         one = group.gather_s(num_bytes)
@@ -170,7 +170,7 @@ def _gather_s(stage: Stage, layout: Layout, grid: Grid, precision: str) -> float
 
 
 def _scatter_s(stage: Stage, layout: Layout, grid: Grid) -> float:
-    """Without a pipeline gradients are reduced with each microbatch."""
+    """Returns the seconds of reducing gradients per microbatch: 0 with a pipeline."""
     if not layout.shards_parameters or layout.shard == 1 or layout.pp > 1:
         return 0.0
     return grid.shard.gather_s(4 * stage.elements(layout.shares))
@@ -185,16 +185,16 @@ def step_time(
     per_host: int,
     simulated: bool = True,
 ) -> StepTime:
-    """Seconds of a step.
+    """Estimates the seconds of a step.
 
     Args:
-        stages: in the order of the chain; stage i is on rank i modulo pp, a tail on rank 0.
-        layout: of the run.
-        grid: its groups.
-        hardware: of the devices.
-        precision: of products.
+        stages: stages in the order of the chain; stage i is on rank i modulo pp, a tail on rank 0.
+        layout: layout of the run.
+        grid: groups of ranks of the layout.
+        hardware: figures of the devices.
+        precision: precision of products.
         per_host: devices of a host.
-        simulated: run the schedule; otherwise a bound from below, for a search.
+        simulated: run the schedule; otherwise return a lower bound, for a search.
     """
     different = {(stage.kinds, stage.calls): stage for stage in stages}
     known = {
@@ -265,11 +265,11 @@ def _reduced_s(
     precision: str,
     hides: bool,
 ) -> float:
-    """Seconds in which gradients are summed and updated parameters gathered, beyond a backward.
+    """Returns the seconds of gradient sums and parameter gathers that a backward does not hide.
 
     Args:
-        stages: different ones, with their times.
-        hides: the last backward goes on meanwhile.
+        stages: the different stages, with their times.
+        hides: the last backward runs at the same time.
     """
     late = 0.0
     for stage, time in stages:

@@ -1,4 +1,4 @@
-"""What tensor parallelism would divide of a model: by the shapes of its modules alone."""
+"""Finds what tensor parallelism would divide of a model, by the shapes of its modules alone."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from smp.nn.linear import ColumnLinear, RowLinear
 from smp.nn.output_layer import DistributedTransformerOutputLayer
 from smp.nn.vocabulary_head import VocabularyHead
 
-# Of the library's own layers.
+# These are classes of the library's own layers.
 _PRODUCTS = (ColumnLinear, RowLinear)
 _KEEPS_INPUT = (DistributedAttentionLayer, DistributedTransformerOutputLayer, VocabularyHead)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What a rank of a tensor-parallel group has of what one process has, for its own microbatch.
+    """Shares of one process's microbatch that a rank of a tensor-parallel group has.
 
     Attributes:
-        split_state: of parameters of split modules.
-        split: of activations inside of split modules, and of their work.
-        whole: of activations between split modules, and of the work on them.
+        split_state: share of the parameters of split modules.
+        split: share of activations inside split modules, and of their work.
+        whole: share of activations between split modules, and of the work on them.
     """
 
     split_state: float
@@ -35,10 +35,10 @@ class Shares:
 
     @classmethod
     def of(cls, config: Config) -> Shares:
-        """As the table of borders in docs/design/tensor_parallelism.md says.
+        """Returns the shares in the table of borders of docs/design/tensor_parallelism.md.
 
         Args:
-            config: the microbatch that shares refer to is what one rank reads.
+            config: configuration; the shares refer to the microbatch that one rank reads.
         """
         degree = config.tensor_parallel_degree
         in_memory = config.optimize == "memory"
@@ -48,7 +48,7 @@ class Shares:
 
 
 def hidden_width(root: nn.Module) -> int | None:
-    """Channels between layers: those of most norms. None for a model without norms."""
+    """Returns the channels between layers: those of most norms. None for a model without norms."""
     widths = Counter(
         weight.shape[0] for m in root.modules() if is_norm(m) and (weight := _weight(m)) is not None
     )
@@ -56,9 +56,9 @@ def hidden_width(root: nn.Module) -> int | None:
 
 
 def has_split_parameters(module: nn.Module) -> bool:
-    """Are the parameters of this module, without its children, divided?
+    """Returns whether the parameters of this module, without its children, are divided.
 
-    Those of products and tables are; norms stay whole, and so do what is left.
+    Products and tables are divided; norms and all other parameters stay whole.
     """
     weight = _weight(module)
     if isinstance(module, WholeEmbedding):
@@ -69,7 +69,7 @@ def has_split_parameters(module: nn.Module) -> bool:
 
 
 def has_split_work(module: nn.Module, width: int | None) -> bool:
-    """Is what this module's own code does and keeps divided?
+    """Returns whether the work and the activations of this module's own code are divided.
 
     Norms, dropouts between layers and the inputs of products that begin with all channels are not.
     Heads, intermediate features, activation functions and vocabulary entries are.
@@ -82,14 +82,14 @@ def has_split_work(module: nn.Module, width: int | None) -> bool:
 def kept_parts(
     module: nn.Module, num_bytes: float, width: int | None, border_bytes: float, routed: int = 0
 ) -> tuple[float, float]:
-    """What a module keeps for its backward, divided and whole.
+    """Returns the bytes that a module keeps for its backward, divided and whole.
 
     Args:
-        module: whose own code keeps it.
-        num_bytes: all that it keeps.
+        module: module whose own code keeps them.
+        num_bytes: all bytes that it keeps.
         width: see `hidden_width`.
-        border_bytes: of the activations between two layers.
-        routed: experts of a token whose features are divided; 0: experts are spread over the ranks.
+        border_bytes: bytes of the activations between two layers.
+        routed: experts per token whose features are divided; 0: experts are spread over the ranks.
     """
     if num_experts(module):  # their rows, and results, have all channels
         whole = min(num_bytes, 2 * routed * border_bytes)
@@ -101,13 +101,13 @@ def kept_parts(
 
 
 def num_experts(module: nn.Module) -> int:
-    """Of a module whose parameters have a slice for each expert; 0 for other modules."""
+    """Returns the experts of a module with one parameter slice per expert; 0 for other modules."""
     sizes = [p.shape[0] for p in module._parameters.values() if p is not None and p.dim() == 3]
     return sizes[0] if len(sizes) >= 2 and len(set(sizes)) == 1 else 0
 
 
 def experts_per_token(root: nn.Module) -> int:
-    """How many experts of a mixture each token goes to, by its configuration; 1 if it has none."""
+    """Returns the experts per token by the model's configuration; 1 if it has none."""
     config = getattr(root, "config", None)
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
     found = (getattr(config, name, None) for name in names)
@@ -115,18 +115,18 @@ def experts_per_token(root: nn.Module) -> int:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A norm over channels, by PyTorch or by name: transformers have classes of their own."""
+    """Returns whether a module is a norm by class or by name: transformers has its own classes."""
     return isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("Norm")
 
 
 def input_width(module: nn.Module) -> int | None:
-    """Input features of a product; None for other modules."""
+    """Returns the input features of a product; None for other modules."""
     if isinstance(module, nn.Linear):
         return module.in_features
     weight = _weight(module)
     if isinstance(module, _PRODUCTS) and weight is not None:
         return weight.shape[1]
-    if type(module).__name__ == "Conv1D" and weight is not None:  # of transformers: transposed
+    if type(module).__name__ == "Conv1D" and weight is not None:  # transformers: transposed
         return weight.shape[0]
     return None
 

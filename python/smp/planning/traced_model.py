@@ -18,11 +18,11 @@ from smp.planning.recomputed import layers_of, repeated_layers
 
 
 class TracedModel:
-    """A model that was traced with one sample, as parts of a chain; parameters stay without memory.
+    """A model that was traced with one sample, as a chain of parts; parameters take no memory.
 
     Attributes:
         root: the model.
-        costs: of its modules, on the hardware of the plan.
+        costs: costs of its modules, on the hardware of the plan.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class TracedModel:
         kwargs: dict[str, Any],
         flops_per_byte: float | None = None,
     ) -> None:
-        """Traces it.
+        """Traces the model.
 
         Args:
-            root: on the meta device, in the dtype that it computes in.
-            args, kwargs: of a forward with one sample.
-            flops_per_byte: of the device, or None for the usual rate of its type.
+            root: model on the meta device, in the dtype that it computes in.
+            args, kwargs: arguments of a forward with one sample.
+            flops_per_byte: rate of the device, or None for the usual rate of its type.
 
         Raises:
             TraceError: the forward raised.
@@ -52,7 +52,7 @@ class TracedModel:
         self._works = _works(self.costs, root, max(self._inputs.values(), default=0))
 
     def profile(self) -> ModelProfile:
-        """The chain with a part for each layer."""
+        """Returns the chain with a part for each layer."""
         parts = list(self._parts({idx: (owner,) for idx, owner in self._owners.items()}).values())
         tail = parts.pop() if self._has_tail else None
         config = getattr(self.root, "config", None)
@@ -69,15 +69,15 @@ class TracedModel:
     def cut(
         self, stage_of: Sequence[int], num_stages: int, num_ranks: int
     ) -> list[tuple[list[Part], float, float]]:
-        """Parts of stages that may begin inside of layers.
+        """Returns the parts of stages that may begin inside layers.
 
         Args:
             stage_of: stage of each module of `costs`.
-            num_stages: of all ranks, without a tail.
+            num_stages: stages of all ranks, without a tail.
             num_ranks: pipeline ranks.
 
         Returns:
-            of each stage, and of a tail if there is one, the parts, bytes of one sample that
+            For each stage, and for a tail if there is one: the parts, bytes of one sample that
             come from the stages before, and calls of its modules by code of other ranks.
         """
         place = dict(enumerate(stage_of))
@@ -85,11 +85,11 @@ class TracedModel:
         furthest = 0
         for _, _, idxs in self._groups:
             for idx in idxs:
-                # What code without parameters does between modules is left to where the data are.
+                # Modules without parameters run where their data are.
                 if not self._has_own(idx):
                     place[idx] = max(furthest, place[idx])
                 furthest = max(furthest, place[idx])
-        # Code around layers makes the loss, where the last module with parameters is.
+        # Code around layers computes the loss on the rank of the last module with parameters.
         holders = [idx for idx in last if self._has_own(idx)]
         for idx in last:
             if not self._has_own(idx) and holders:
@@ -125,7 +125,7 @@ class TracedModel:
         return any(True for _ in self.costs.modules[idx].parameters(recurse=False))
 
     def _parts(self, place_of: Mapping[int, tuple[int, ...]]) -> dict[tuple[int, ...], Part]:
-        """Modules by their place in the chain, in order."""
+        """Groups modules by their place in the chain, in order."""
         first_place: dict[nn.Parameter, tuple[int, ...]] = {}
         members: dict[tuple[int, ...], list[int]] = {}
         for _, _, idxs in self._groups:
@@ -193,7 +193,7 @@ class TracedModel:
 def profile(
     root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], flops_per_byte: float
 ) -> ModelProfile:
-    """The chain of `TracedModel`, which see."""
+    """Returns the chain of parts of a model; see `TracedModel`."""
     return TracedModel(root, args, kwargs, flops_per_byte).profile()
 
 
@@ -208,10 +208,10 @@ Group = tuple[str, nn.Module | None, list[int]]
 
 
 def _groups(traced: Trace, layers: Sequence[nn.Module]) -> tuple[list[Group], dict[int, int]]:
-    """Indices of modules by part: layers, and the others by where they are called first.
+    """Groups indices of modules by part: by layer, and otherwise by where they are first called.
 
     Returns:
-        also the part of each module.
+        The groups, and the group of each module.
     """
     index_of = {module: idx for idx, module in enumerate(traced.modules)}
     names = {module: name for name, module in traced.modules[0].named_modules()}
@@ -238,8 +238,8 @@ def _groups(traced: Trace, layers: Sequence[nn.Module]) -> tuple[list[Group], di
         owners[idx] = position
     if not groups:
         groups.append((names[traced.modules[last]] or "(root)", None, []))
-    # The code around layers makes the loss, at the end; what is never called goes there as well, if
-    # it is not in a layer, whose code reads its parameters.
+    # The code around layers computes the loss, at the end. A module that is never called belongs to
+    # the layer whose code reads its parameters, or else to the end as well.
     for idx in range(len(traced.modules)):
         if idx not in owners:
             owners[idx] = place.get(layer_of.get(idx), len(groups) - 1)
@@ -253,14 +253,14 @@ def _is_above_layers(module: nn.Module, layers: Sequence[nn.Module]) -> bool:
 
 
 def _shares(traced: Trace, first: Sequence[int], last: Sequence[int]) -> bool:
-    """Does the last part read a parameter of the first one?"""
+    """Returns whether the last part reads a parameter of the first one."""
     early = {p for idx in first for p in traced.modules[idx].parameters(recurse=False)}
     return any(p in early for idx in last for p in traced.modules[idx].parameters(recurse=False))
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Of one module; as in `Part`."""
+    """Work and activations of one module, as in `Part`."""
 
     split_forward: float
     whole_forward: float
@@ -273,7 +273,7 @@ class _Work:
 
 
 def _works(traced: Trace, root: nn.Module, border_bytes: int) -> list[_Work]:
-    """By module; `border_bytes` come into a layer."""
+    """Returns the work of each module; `border_bytes` come into a layer."""
     width = tensor_split.hidden_width(root)
     routed = tensor_split.experts_per_token(root)
     largest = [0] * len(traced.modules)
@@ -281,7 +281,7 @@ def _works(traced: Trace, root: nn.Module, border_bytes: int) -> list[_Work]:
         largest[value.producer] = max(largest[value.producer], value.num_bytes)
     works = []
     for module, cost, most in zip(traced.modules, traced.costs, largest, strict=True):
-        # A product is divided whatever comes into it.
+        # A product is divided, whatever its input is.
         is_split = tensor_split.has_split_parameters(module) or tensor_split.has_split_work(
             module, width
         )
@@ -302,11 +302,12 @@ def _works(traced: Trace, root: nn.Module, border_bytes: int) -> list[_Work]:
 
 
 def _num_products(layer: nn.Module, inside: Container[nn.Module]) -> tuple[int, int]:
-    """Pairs of columns and rows of a layer, and how many of them are mixtures.
+    """Returns the pairs of columns and rows of a layer, and how many of them are mixtures.
 
-    There is one in each of its children, or two products of it are one.
+    Each child with products is one pair; two products that are children themselves are one, too.
 
     Args:
+        layer: the layer.
         inside: modules of the layer that count.
     """
     own = pairs = mixtures = 0

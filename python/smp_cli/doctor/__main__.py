@@ -1,4 +1,4 @@
-"""One probe: ``python -m smp_cli.doctor <module:function> <file descriptor of the answer>``."""
+"""Runs a probe: ``python -m smp_cli.doctor <module:function> <file descriptor of the answer>``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from smp_cli.doctor.probes import Probe
 
 
 def main() -> None:
-    """Runs the probe and writes what it found as JSON."""
+    """Runs the probe and writes its section as JSON."""
     function, descriptor = sys.argv[1:]
     section = Probe("", function, 0).load()()
     with os.fdopen(int(descriptor), "w", encoding="utf-8") as answer:

@@ -1,4 +1,4 @@
-"""GPUs that torch sees."""
+"""Probes the GPUs that torch sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine: cores, memory, limits, shared memory, temporary files. Without torch."""
+"""Probes the machine: cores, memory, limits, shared memory, temporary files. Without torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "
 
 
 def system() -> Section:
-    """Platform, cores and memory."""
+    """Describes platform, cores and memory."""
     section = Section("system")
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota()
@@ -52,7 +52,7 @@ def system() -> Section:
 
 
 def _memory() -> tuple[int, int, int | None]:
-    """Total, available, and the limit of the control group; bytes."""
+    """Returns the bytes in total, those available, and the limit of the control group."""
     sizes = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -68,7 +68,7 @@ def _memory() -> tuple[int, int, int | None]:
 
 
 def limits() -> Section:
-    """ulimit -n, -u, -l, -c."""
+    """Describes ulimit -n, -u, -l, -c."""
     section = Section("limits")
     names = {
         "open files (-n)": resource.RLIMIT_NOFILE,
@@ -106,7 +106,7 @@ def _as_number(value: int) -> float:
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> Section:
-    """Size of /dev/shm, and whether memory can be shared by descriptor (memfd)."""
+    """Describes the size of /dev/shm, and whether memory can be shared by descriptor (memfd)."""
     section = Section("shared memory")
     try:
         usage = shutil.disk_usage(folder)
@@ -170,7 +170,7 @@ def temporary_files() -> Section:
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
-    """Kind of the file system of a folder, as ``mount`` names it."""
+    """Returns the kind of a folder's file system, as ``mount`` names it."""
     resolved = folder.resolve()
     best, kind = -1, None
     for line in (_read(mounts) or "").splitlines():

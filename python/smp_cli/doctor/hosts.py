@@ -1,6 +1,6 @@
-"""All hosts of a job before it begins: ``smp doctor --hosts``, started by the job's own launcher.
+"""``smp doctor --hosts``: checks all hosts before a job begins, started by the job's launcher.
 
-A process per host is enough; of several, the first of each host measures. Rank 0 prints.
+One process per host is enough; of several, the first on each host measures. Rank 0 prints.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from smp_cli.doctor.report import Section, gib, print_report
 
 _TIMEOUT_S = 120.0
 _MIN_FREE = 5 << 30
-_MOST_APART_S = 1.0  # of wall clocks: logs and file times mislead
-# Every pair of so few hosts; of more, the first with each, and each with the next.
+_MOST_APART_S = 1.0  # of wall clocks: otherwise logs and file times mislead
+# Up to this many hosts every pair is measured; else the first with each, and each with the next.
 _MAX_ALL_PAIRS = 8
-_SLOW = 0.5  # of the median bandwidth
+_SLOW = 0.5  # share of the median bandwidth
 
 
 @dataclass
 class Host:
-    """What one host says of itself."""
+    """Facts that one host reports about itself."""
 
     name: str
     machine: str
@@ -55,7 +55,7 @@ class Host:
 
 
 def look(launch: Launch, meeting_host: str, env: Mapping[str, str]) -> Host:
-    """Facts about this host."""
+    """Returns facts about this host."""
     problems = find_conflicts(env, {name for _, name in socket.if_nameindex()}, Path("/"))
     way = Way("", "", "none")
     try:
@@ -78,7 +78,7 @@ def look(launch: Launch, meeting_host: str, env: Mapping[str, str]) -> Host:
 
 
 def pairs_of(num_hosts: int) -> list[tuple[int, int]]:
-    """Which pairs of hosts are measured."""
+    """Returns the pairs of hosts that are measured."""
     numbers = range(num_hosts)
     if num_hosts <= _MAX_ALL_PAIRS:
         return [(one, other) for one in numbers for other in numbers[one + 1 :]]
@@ -86,7 +86,7 @@ def pairs_of(num_hosts: int) -> list[tuple[int, int]]:
 
 
 def differences(hosts: Sequence[Host]) -> list[str]:
-    """Versions and variables that are not the same on all hosts."""
+    """Describes versions and variables that are not the same on all hosts."""
     found = []
     for kind in ("versions", "variables"):
         names = sorted({name for host in hosts for name in getattr(host, kind)})
@@ -101,11 +101,11 @@ def differences(hosts: Sequence[Host]) -> list[str]:
 
 
 def report(hosts: Sequence[Host], measured: Mapping[tuple[int, int], Pair | str]) -> list[Section]:
-    """What is printed: a section per host and one for the pairs.
+    """Returns the sections to print: one per host and one for the pairs.
 
     Args:
-        hosts: those that are different machines.
-        measured: by pair of hosts, a text if one did not reach the other.
+        hosts: hosts that are different machines.
+        measured: results by pair of hosts; a text if one host did not reach the other.
     """
     sections = []
     for host in hosts:
@@ -143,7 +143,7 @@ def report(hosts: Sequence[Host], measured: Mapping[tuple[int, int], Pair | str]
 def _measure_all(
     store: dist.Store, own: int, hosts: Sequence[Host], secret: bytes
 ) -> dict[tuple[int, int], Pair | str]:
-    """One pair after the other, each by its first host; all hosts learn the results."""
+    """Measures pair after pair, each by its first host, and shares the results with all hosts."""
     measured: dict[tuple[int, int], Pair | str] = {}
     for one, other in pairs_of(len(hosts)):
         key = f"pair/{one}/{other}"
@@ -165,7 +165,7 @@ def _measure_all(
 
 
 def main() -> int:
-    """Returns 1 on all hosts when something is wrong."""
+    """Checks all hosts; returns 1 on all of them if there is a problem."""
     env = os.environ
     launch = read_launch(env, socket.gethostname())
     if launch.world_size == 1:
@@ -218,7 +218,7 @@ def main() -> int:
         sections = report(hosts, measured)
         store.add("end", 1)
         deadline_s = time.monotonic() + _TIMEOUT_S
-        # The store is in rank 0, and ends with it.
+        # Rank 0 holds the store, so it ends last.
         while rank == 0 and store.add("end", 0) < launch.world_size:
             if time.monotonic() > deadline_s:
                 break

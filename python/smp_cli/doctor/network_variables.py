@@ -1,4 +1,4 @@
-"""Variables of NCCL, Gloo and libfabric, and combinations that are known not to work."""
+"""Checks variables of NCCL, Gloo and libfabric for combinations that are known not to work."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _VIRTUAL = ("lo", "docker", "virbr")
 
 
 def network_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Those that are set, by name."""
+    """Returns the variables that are set, by name."""
     return {name: env[name] for name in sorted(env) if name.startswith(_PREFIXES)}
 
 
 def find_conflicts(env: Mapping[str, str], interfaces: set[str], root: Path) -> list[str]:
-    """What contradicts itself or the machine, and what to do.
+    """Describes contradictions between variables, or with the machine, and their remedies.
 
     Args:
         env: environment variables.
-        interfaces: names of those of this host.
-        root: of the file system, in which `sys` tells the devices.
+        interfaces: names of this host's interfaces.
+        root: root of the file system, whose `sys` lists the devices.
     """
     problems = [
         *_interface_problems(env, interfaces),

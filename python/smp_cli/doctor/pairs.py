@@ -1,4 +1,4 @@
-"""How fast two hosts answer and send each other bytes, and how far their clocks are apart."""
+"""Measures round trip, bandwidth and clock difference between two hosts."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _HELLO_S = 2.0
 
 @dataclass(frozen=True)
 class Pair:
-    """What was measured between two hosts."""
+    """The results of measuring a pair of hosts."""
 
     round_trip_s: float
     bytes_per_s: float
     ahead_s: float
-    """How far the other wall clock is ahead of this one; wrong by half a round trip at most."""
+    """Seconds by which the other wall clock is ahead; wrong by half a round trip at most."""
 
 
 class Server:
     """Answers the questions of other hosts, one after the other, while the block lasts.
 
-    Who does not begin with a proof that it knows the secret gets no answer. The proof is that of
-    all connections of a job: `csrc/health/handshake.h`.
+    A caller that does not first prove that it has the secret gets no answer. The proof is that
+    of all connections of a job: `csrc/health/handshake.h`.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
@@ -69,7 +69,7 @@ class Server:
 
 
 def _prove(connection: socket.socket, handshake: _C.Handshake) -> bytes:
-    """Returns what came behind the proof of the other side."""
+    """Exchanges proofs, and returns the bytes that came after the proof of the other side."""
     received = b""
     while True:
         try:
@@ -98,7 +98,7 @@ def _read(connection: socket.socket, num_bytes: int) -> bytes:
 
 def _answer(connection: socket.socket, first: bytes) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    while command := first or connection.recv(1):  # who asks waits for the answer
+    while command := first or connection.recv(1):  # the caller waits for each answer
         first = b""
         if command == _ASK:
             connection.sendall(struct.pack("!d", time.time()))
@@ -109,16 +109,16 @@ def _answer(connection: socket.socket, first: bytes) -> None:
 
 
 def measure(own: str, address: str, port: int, secret: bytes) -> Pair:
-    """Asks the server of another host.
+    """Measures the connection to the server of another host.
 
     Args:
-        own: address of this host, from which to ask.
-        address: of the other.
-        port: of its server.
-        secret: which the server knows.
+        own: address of this host, from which to connect.
+        address: address of the other host.
+        port: port of its server.
+        secret: secret of the server.
 
     Raises:
-        OSError: it does not answer, or does not know the secret.
+        OSError: the server does not answer, or has another secret.
     """
     with socket.create_connection((address, port), _ANSWER_S, (own, 0)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -131,7 +131,7 @@ def measure(own: str, address: str, port: int, secret: bytes) -> Pair:
             connection.sendall(data)
             num_bytes += len(data)
         connection.sendall(_END)
-        connection.settimeout(60.0)  # what is in buffers has to get through
+        connection.settimeout(60.0)  # buffered data have to get through
         if connection.recv(1) != _END:
             raise OSError("the connection closed in the middle")
         sent_s = time.perf_counter() - started_s
@@ -140,7 +140,7 @@ def measure(own: str, address: str, port: int, secret: bytes) -> Pair:
 
 
 def _ask(connection: socket.socket) -> tuple[float, float]:
-    """Seconds until the answer, and how far its clock is ahead of the middle of these."""
+    """Returns the seconds until the answer, and how far its clock is ahead of their middle."""
     before, started_s = time.time(), time.perf_counter()
     connection.sendall(_ASK)
     answer = _read(connection, 8)

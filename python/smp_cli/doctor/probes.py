@@ -1,4 +1,4 @@
-"""The list of probes, and how one is run in a process of its own."""
+"""Lists the probes, and runs each in a process of its own."""
 
 from __future__ import annotations
 

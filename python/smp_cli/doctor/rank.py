@@ -1,4 +1,4 @@
-"""A rank of a few that measure each pair of them: ``python -m smp_cli.doctor.rank <bytes>``."""
+"""Runs a rank that measures pairs of ranks: ``python -m smp_cli.doctor.rank <bytes>``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _message_way(mailbox: _C.Mailbox) -> str:
 
 
 def main() -> None:
-    """Measures; rank 0 prints the result."""
+    """Measures the pairs; rank 0 prints the result."""
     found = measure_pairs(int(sys.argv[1]))
     is_first = smp.rank() == 0
     smp.shutdown()

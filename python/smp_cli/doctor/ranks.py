@@ -1,4 +1,4 @@
-"""Pairs of ranks of this machine, measured: a few processes that call smp.init."""
+"""Measures pairs of ranks of this machine: starts a few processes that call smp.init."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SLOW_ROUND_TRIP_S = 2e-3
 _SLOW_BYTES_PER_S = 2e8
 _HOST_BYTES, _DEVICE_BYTES = 16 << 20, 64 << 20
 _MAX_DEVICE_RANKS = 8
-_LIMIT_S = 100.0  # less than that of the probe
+_LIMIT_S = 100.0  # less than the limit of the probe
 _LAUNCHERS = ("SMP_", "SM_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
 _LAUNCHED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 

@@ -1,4 +1,4 @@
-"""What a probe found, and how it is printed."""
+"""Defines the result of a probe, and prints it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of what is installed, and whether torch and the extension of smp load."""
+"""Probes installed versions, and whether torch and the extension of smp load."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""``smp verify``: does a script compute in other layouts what it computes in one process?"""
+"""``smp verify``: compares results of a script in other layouts with those in one process."""
 
 from smp.commands.verify.command import add_parser as add_parser

@@ -12,17 +12,17 @@ from smp.commands.verify.layouts import ALONE, Layout
 from smp.commands.verify.records import Records
 from smp.commands.verify.verdict import Verdict
 
-#: Without a pair in float64 this much in float32 is taken for rounding by its size alone.
+#: Without results in float64, a smaller difference in float32 counts as rounding.
 _BY_SIZE = 1e-3
 
 
 @dataclass
 class Check:
-    """Of one script.
+    """The check of one script.
 
     Args:
-        script: what to run.
-        say: tells what goes on.
+        script: the script.
+        say: function that is called with lines about the progress.
     """
 
     script: Script
@@ -33,7 +33,7 @@ class Check:
         """Runs the script in one process.
 
         Raises:
-            ScriptFailed: it fails there already.
+            ScriptFailed: the script fails in one process.
         """
         self.say("one process")
         self._plain = self.script.run("one", ALONE)
@@ -121,14 +121,14 @@ class Check:
         result = replace(result, exact=again.largest)
         if not judging.counted(again, real.num_batches):
             return replace(result, answer=judging.ROUNDING)
-        # Which module is first says the comparison of results with one process in 16 bits.
+        # The first module is found by comparing results with one process in 16 bits.
         rough = compare(real, one, 3e-2)
         again.module = rough.module
         return _differing(result, again, real, one)
 
 
 def _before(found: Comparison) -> bool:
-    """Does something differ that no random number of a step can explain?"""
+    """Returns whether there are differences that random numbers of a step cannot explain."""
     return any(d.kind in ("value", "setting") for d in found.differences)
 
 

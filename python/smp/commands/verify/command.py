@@ -1,4 +1,4 @@
-"""The command: its arguments, and what it prints."""
+"""Defines the arguments of the command, and prints its results."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def execute(arguments: argparse.Namespace) -> int:
         config = {} if arguments.config is None else read_config(arguments.config)
     except ValueError as error:
         raise BadUse(str(error)) from None
-    for alias in ("partitions", "pipeline_parallel_degree"):  # a layout says it
+    for alias in ("partitions", "pipeline_parallel_degree"):  # a layout sets it
         config.pop(alias, None)
     folder = _folder(arguments.keep)
     module = ("-m",) if arguments.module else ()

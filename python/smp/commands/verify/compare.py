@@ -1,9 +1,9 @@
-"""Compares what a layout has computed with one process. Pure functions of records.
+"""Compares results of a layout with those of one process. Pure functions of records.
 
-Three rules say what is rounding. In float64 a difference above 1e-6 is none: modules that compute
-in float32 inside leave less. In float32 what is above 1e-5 is computed again in float64, which
-decides. With 16 bits both are compared with one process in float64: the layout may be as far from
-it as one process in 16 bits is, times four.
+Three rules define rounding. In float64 a difference of up to 1e-6 is rounding, which allows for
+modules that compute in float32 inside. In float32 a difference above 1e-5 is computed again in
+float64, which decides. With 16 bits both are compared with one process in float64: the error of the
+layout may be up to four times the error of one process in 16 bits.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from smp.commands.verify.records import Copies, Records, Stage
 EXACT = 1e-6
 NEAR = {"torch.float64": EXACT, "torch.float32": 1e-5}
 _RATIO = 4.0
-_FLOOR = 1e-3  # of the largest of a kind: what is that much smaller may be nothing but rounding
+_FLOOR = 1e-3  # share of the largest of a kind: smaller quantities may be rounding errors only
 _KINDS = ("value", "output", "gradient", "parameter", "optimizer", "buffer")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One quantity that is not that of one process.
+    """A quantity that differs from that of one process.
 
     Attributes:
         what: "begin", "step" or "update".
-        number: of the step or update, counted from 0.
+        number: number of the step or update, counted from 0.
         kind: "output", "gradient", "parameter", "optimizer", "setting", "buffer" or "value".
-        name: of the parameter, output or entry.
+        name: name of the parameter, output or entry.
         share: norm of the difference over that of the quantity; with 16 bits over the error of one
             process.
         text: the two sides in words.
@@ -48,13 +48,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class FirstModule:
-    """The first module, in the order of one process, that returned something else.
+    """The first module, in the order of one process, with another result.
 
     Attributes:
-        name: in the model; "(root)" is the model itself.
-        microbatch: in its batch.
-        batch: the data-parallel rank whose batch it is.
-        place: of the rank that ran it.
+        name: name in the model; "(root)" is the model itself.
+        microbatch: number of the microbatch in its batch.
+        batch: data-parallel rank of the batch.
+        place: words for the rank that ran it.
         share: norm of the difference over that of the result.
     """
 
@@ -67,14 +67,14 @@ class FirstModule:
 
 @dataclass
 class Comparison:
-    """Of one layout.
+    """The comparison of one layout with one process.
 
     Attributes:
-        differences: in the order of time, the largest of a stage first.
-        largest: by kind.
-        module: None where results of modules agree, or cannot be compared.
-        copies: ranks that ought to hold the same.
-        unknown: parameters that the layout names in another way, so nothing is known of them.
+        differences: differences in the order of time, the largest of a stage first.
+        largest: largest share by kind.
+        module: first module that differs; None if results of modules agree, or have no comparison.
+        copies: ranks whose copies of a tensor differ, or None.
+        unknown: parameters that are not compared, because the layout has other names for them.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -90,10 +90,10 @@ def compare(
     """Compares all that was recorded.
 
     Args:
-        layout: of the ranks.
-        one: of one process with the same inputs.
+        layout: records of the layout.
+        one: records of one process with the same inputs.
         limit: the largest share that is rounding.
-        truth: of one process in float64: the ratio rule counts instead.
+        truth: records of one process in float64; if given, the ratio rule decides.
     """
     found = Comparison()
     replicas = layout.replicas
@@ -168,7 +168,10 @@ def _differences(
 
 
 def share_of(real: Tensor, expected: Tensor, floor: float, slack: float = 0.0) -> float:
-    """Norm of the difference over that of the larger one; infinite where shapes or NaNs differ."""
+    """Returns the norm of the difference over that of the larger side, or inf if shapes differ.
+
+    It is also inf if a value is not finite on one side only.
+    """
     if real.shape != expected.shape:
         return float("inf")
     odd = ~real.isfinite() & ~expected.isfinite()
@@ -182,19 +185,19 @@ def share_of(real: Tensor, expected: Tensor, floor: float, slack: float = 0.0) -
 
 
 def ratio_of(real: Tensor, one: Tensor, exact: Tensor, floor: float, slack: float) -> float:
-    """How much farther a layout is from the exact value than one process is."""
+    """Returns the layout's distance from the exact value over that of one process."""
     if real.shape != exact.shape:
         return float("inf")
     error = float((real - exact).norm())
     if error != error:
         return 0.0 if bool((one - exact).isnan().any()) else float("inf")
-    # Sixteen bits are not more exact than this.
+    # Smaller errors are not expected of 16 bits.
     least = max(float((one - exact).norm()), 1e-3 * float(exact.norm()), floor * 1e-2, slack)
     return error / least if least else (float("inf") if error else 0.0)
 
 
 def in_words(real: Tensor, expected: Tensor) -> str:
-    """Both sides of a difference."""
+    """Describes both sides of a difference."""
     if real.shape != expected.shape:
         return f"shape {tuple(real.shape)} instead of {tuple(expected.shape)}"
     if real.numel() == 1:
@@ -221,7 +224,7 @@ def _settings(
 
 
 def first_module(layout: Records, one: Records, step: int, limit: float) -> FirstModule | None:
-    """The first module whose result is another one, in a step.
+    """Returns the first module with another result in a step, or None.
 
     Results of other shapes (halves of split layers) are not compared.
     """
@@ -249,7 +252,7 @@ def _share_of_rows(rows: Sequence[Any], expected: Sequence[Any]) -> float:
 
 
 def last_module_of(gradients: Iterable[str], one: Records, step: int) -> str:
-    """Of parameters whose gradients differ, the one that backward comes to first."""
+    """Returns the parameter that backward comes to first, of those whose gradients differ."""
     counts: list[int] = one.load(0, f"step{step}")["counts"]
     order = {name: i for i, (_, name, _) in enumerate(one.modules(step, counts))}
     return max(gradients, key=lambda name: order.get(name.rpartition(".")[0], -1))

@@ -1,4 +1,4 @@
-"""Starts the user's script on a small world, and waits for its records."""
+"""Runs the user's script as a small job, and returns its records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ScriptFailed(Exception):
     """The script ended with another status than 0.
 
     Attributes:
-        output: its last lines.
+        output: last lines of its output.
     """
 
     def __init__(self, text: str, output: str) -> None:
@@ -33,14 +33,14 @@ class ScriptFailed(Exception):
 
 @dataclass(frozen=True)
 class Script:
-    """What to run.
+    """A script with everything that is needed to run it.
 
     Attributes:
         command: script, or ``-m`` and a module, and its arguments.
         config: keys of the configuration from the command line.
-        steps: updates of the optimizer.
-        folder: for the records of all jobs.
-        timeout_s: of one job.
+        steps: number of updates of the optimizer.
+        folder: folder for the records of all jobs.
+        timeout_s: time limit of one job in seconds.
     """
 
     command: tuple[str, ...]
@@ -55,10 +55,10 @@ class Script:
         """Runs the script in a layout.
 
         Args:
-            name: of the job, for its folder.
-            layout: degrees.
-            replay: records whose inputs are those of this one process.
-            is_exact: in float64.
+            name: name of the job, for its folder.
+            layout: degrees of parallelism.
+            replay: records whose inputs this one process computes with, or None.
+            is_exact: compute in float64.
 
         Raises:
             ScriptFailed: it failed, took too long or made no update.
@@ -108,7 +108,7 @@ class Script:
         env["SM_HP_MP_PARAMETERS"] = json.dumps(layout.configuration(given, is_exact))
         env["SMP_VERIFY"] = str(order)
         env["SMP_DEVICE"] = "cpu"
-        env["SMP_CHECK_FIRST_STEP"] = "0"  # every step is compared here, and named
+        env["SMP_CHECK_FIRST_STEP"] = "0"  # every step is compared here
         env.setdefault("SMP_TIMEOUT_S", str(max(1.0, self.timeout_s)))
         env.setdefault("PYTHONHASHSEED", "0")
         return env
@@ -123,7 +123,7 @@ def _tail(folder: Path) -> str:
 
 
 def _error(folder: Path) -> str | None:
-    """The line of the exception that came first, not of those that it caused on other ranks."""
+    """Returns the line of the first exception that is not a consequence of other ranks' errors."""
     raised = re.compile(r"^(?:\[\d+\] )?((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b.*)")
     found = [match[1] for line in _lines(folder) if (match := raised.match(line))]
     own = [line for line in found if "PeerFailure" not in line]
@@ -131,6 +131,6 @@ def _error(folder: Path) -> str | None:
 
 
 def same_inputs(first: Records, second: Records) -> bool:
-    """Has one job seen the very inputs of the other, in one batch per step?"""
+    """Returns whether two jobs have read equal inputs, in one batch per step."""
     pairs: Sequence[str] = first.digests
     return bool(pairs) and first.num_batches == second.num_batches == 1 and pairs == second.digests

@@ -1,4 +1,4 @@
-"""Layouts of a script on a few processes: their names, and what they change of a configuration."""
+"""Parses names of small layouts, and sets their degrees in a configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from smp.commands.ending import BadUse
 
-#: What "all" means: every way to spread a model, and the pairs that meet in one world of four.
+#: Layouts of "all": every way to spread a model, and the pairs that meet in one world of four.
 ALL = ("pp2", "tp2", "dp2", "sdp2", "os2", "pp2tp2", "pp2dp2")
 _MOST_PROCESSES = 16
 _TOKEN = re.compile(r"(pp|tp|ep|dp|sdp|os)([1-9][0-9]*)")
@@ -18,12 +18,12 @@ _EXAMPLE = "expected degrees like pp2, tp2, dp2, sdp2, os2, ep2 or several of th
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism.
+    """Degrees of parallelism of a job.
 
     Attributes:
-        name: as the user wrote it.
+        name: name that the user wrote.
         pp, tp, dp: pipeline, tensor and replica degree; ``dp`` counts replicas of a split model.
-        sdp: ranks over which parameters are sharded; divides ``dp``.
+        sdp: number of ranks over which parameters are sharded; divides ``dp``.
         shards_state: optimizer state is sharded over the replicas.
         spreads_experts: experts are spread over the tensor-parallel ranks.
     """
@@ -41,10 +41,10 @@ class Layout:
         return self.pp * self.tp * self.dp
 
     def configuration(self, given: Mapping[str, Any], is_exact: bool = False) -> dict[str, Any]:
-        """What takes the place of the script's own values.
+        """Returns a configuration that replaces the script's own values.
 
         Args:
-            given: by the command line.
+            given: keys of the command line.
             is_exact: everything is computed in float64.
         """
         values = {
@@ -55,7 +55,7 @@ class Layout:
             "sharded_data_parallel_degree": self.sdp,
             "shard_optimizer_state": self.shards_state,
             "ddp": True,
-            "partition_file": None,  # it is of the script's own degree
+            "partition_file": None,  # the file is for the script's own degree
         }
         if self.pp == 1:
             values["virtual_stages"] = None
@@ -70,10 +70,10 @@ ALONE = Layout("one process")
 
 
 def parse_layouts(text: str) -> list[Layout]:
-    """Layouts of ``all`` or names that commas separate.
+    """Parses ``all``, or names of layouts that are separated by commas.
 
     Raises:
-        BadUse: one of them is no layout.
+        BadUse: a name is not a layout.
     """
     names = list(ALL) if text.strip() == "all" else [name.strip() for name in text.split(",")]
     return [_parse(name) for name in dict.fromkeys(names)]

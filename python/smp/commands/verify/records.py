@@ -1,4 +1,4 @@
-"""What the ranks of one job have recorded, put together."""
+"""Joins the records of the ranks of one job."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Key = tuple[str, str]
 
 @dataclass
 class Stage:
-    """All that is compared of one call of a step function, or of one update.
+    """Quantities of one call of a step function, or of one update, that are compared.
 
     Attributes:
-        what: "step" or "update".
-        number: counted from 0.
+        what: "begin", "step" or "update".
+        number: number of the step or update, counted from 0.
         items: tensors in float64, by kind and name.
-        slack: rounding of the values behind them, as a norm.
-        settings: of the optimizer's groups.
+        slack: rounding errors of the values they were computed from, as a norm.
+        settings: settings of the optimizer's groups.
     """
 
     what: str
@@ -41,12 +41,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Copies:
-    """Two ranks that ought to hold the same, and do not.
+    """Two ranks whose copies of a tensor differ.
 
     Attributes:
-        name: of the parameter.
-        places: of the ranks.
-        share: norm of the difference over that of the first.
+        name: name of the parameter.
+        places: words for the two ranks.
+        share: norm of the difference over that of the first copy.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Records:
     """Records of one job.
 
     Args:
-        folder: of the order that the job had.
+        folder: folder of the job's order.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -82,13 +82,13 @@ class Records:
 
     @property
     def half(self) -> str | None:
-        """The 16-bit type of the configuration, or of the parameters."""
+        """Returns the 16-bit type of the configuration, or of the parameters, or None."""
         found: str | None = self.facts[0]["half"]
         return found or next((d for d in sorted(self.dtypes) if "16" in d), None)
 
     @property
     def draws(self) -> list[str]:
-        """What draws random numbers, as far as one process saw it."""
+        """Returns modules and step functions that draw random numbers in one process."""
         return list(dict.fromkeys(name for facts in self.facts for name in facts["draws"]))
 
     @property
@@ -97,30 +97,30 @@ class Records:
 
     @property
     def taken(self) -> list[str]:
-        """Places where this process was given data of others that were no arguments."""
+        """Returns places where the process was given other data than its own."""
         return [place for facts in self.facts for place in facts["taken"]]
 
     @functools.cached_property
     def digests(self) -> list[str]:
-        """Of the inputs of all steps and data-parallel ranks, whatever way they come by."""
+        """Returns digests of all inputs: arguments, and other data that enter a step."""
         return [path.read_text() for path in sorted(self.folder.glob("*-*.digest"))]
 
     @property
     def num_batches(self) -> int:
-        """Data-parallel ranks with inputs of their own."""
+        """Returns the number of data-parallel ranks with inputs of their own."""
         return len(list(self.folder.glob("inputs-*-0.pickle")))
 
     @property
     def replicas(self) -> list[list[int]]:
-        """Ranks that hold one whole copy together."""
+        """Returns groups of ranks that hold one whole copy together."""
         groups: dict[int, list[int]] = {}
         for rank, facts in enumerate(self.facts):
-            # Neighbours share parameters: `smp.world.groups`.
+            # Neighbours along rdp shard parameters together; see `smp.world.groups`.
             groups.setdefault(facts["ranks"]["rdp"] // facts["sizes"]["shard"], []).append(rank)
         return list(groups.values())
 
     def batch_of(self, rank: int) -> int:
-        """Which of the batches of a step a rank works on."""
+        """Returns the index of the batch that a rank works on."""
         kind = "rdp" if self.num_batches == self.facts[rank]["sizes"]["rdp"] else "dp"
         idx: int = self.facts[rank]["ranks"][kind]
         return idx
@@ -139,7 +139,7 @@ class Records:
     # ---- putting together
 
     def stages(self, replica: Sequence[int]) -> Iterator[Stage]:
-        """What one replica has computed, in the order of time."""
+        """Yields the results of one replica in the order of time."""
         begin = self.begin(replica)
         yield Stage("begin", 0, {("value", n): t for n, t in _tensors(begin)})
         update = 0
@@ -152,7 +152,7 @@ class Records:
             yield self._update(replica, rest, begin)
 
     def begin(self, replica: Sequence[int]) -> dict[str, Any]:
-        """Values before the first step."""
+        """Returns the values before the first step."""
         values: dict[str, Any] = {}
         for model in self._models:
             parts = [self.load(rank, f"begin{model}")["values"] for rank in replica]
@@ -160,7 +160,7 @@ class Records:
         return values
 
     def parameters(self) -> set[str]:
-        """Names of parameters, as far as ranks name them as one process does."""
+        """Returns names of parameters, except those that one process names differently."""
         return {
             self.load(0, f"begin{model}")["prefix"] + name
             for model in self._models
@@ -168,14 +168,14 @@ class Records:
         }
 
     def _named(self, model: int, values: Mapping[Any, Any]) -> dict[str, Any]:
-        """By the names that the model had before modules of it were replaced."""
+        """Renames values to the names that the model had before modules were replaced."""
         facts, named = self.load(0, f"begin{model}"), dict(values)
         for translate in facts["translators"]:
             named = translate(named)
         return {facts["prefix"] + name: value for name, value in named.items()}
 
     def _filled(self, replica: Sequence[int], model: int, values: dict[str, Any]) -> dict[str, Any]:
-        """Values of some parameters, with zeros for the others, by the names of the user."""
+        """Returns values of some parameters and zeros for the others, by the user's names."""
         if not self.load(0, f"begin{model}")["translators"]:
             return self._named(model, values)
         parts = [self.load(rank, f"begin{model}")["values"] for rank in replica]
@@ -199,7 +199,7 @@ class Records:
         return stage
 
     def _outputs(self, name: str) -> dict[str, Tensor]:
-        """Of all batches; a replay has them one after the other."""
+        """Returns outputs of all batches, one batch after the other as in a replay."""
         found: dict[str, Tensor] = {}
         begin = 0
         for rank, facts in sorted(enumerate(self.facts), key=lambda x: self.batch_of(x[0])):
@@ -249,7 +249,7 @@ class Records:
         entries: Mapping[Any, Any],
         begin: Mapping[str, Any],
     ) -> None:
-        """The optimizer's own numbers, by names of parameters."""
+        """Adds the optimizer's entries to a stage, by names of parameters."""
         indices: dict[str, int] = {}
         for content in contents:
             indices = content["indices"] | indices
@@ -275,11 +275,11 @@ class Records:
     # ---- modules
 
     def modules(self, step: int, counts: Sequence[int]) -> dict[Any, list[tuple[str, list[Any]]]]:
-        """What ranks noted of modules: place and rows, by microbatch of all, name and call.
+        """Returns places and rows of modules, by microbatch of all batches, name and call.
 
         Args:
-            step: which one.
-            counts: microbatches of each batch.
+            step: number of the step.
+            counts: number of microbatches of each batch.
         """
         found: dict[Any, list[tuple[str, list[Any]]]] = {}
         for rank, facts in enumerate(self.facts):
@@ -291,7 +291,7 @@ class Records:
     # ---- copies
 
     def apart(self) -> Copies | None:
-        """Ranks that hold other values of what they hold together, after the first such update."""
+        """Returns two ranks whose copies differ, after the first update where that happens."""
         for number in range(self.num_updates):
             for model in self._models:
                 found = self._apart_in(number, model)

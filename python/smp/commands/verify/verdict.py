@@ -1,4 +1,4 @@
-"""What a comparison means, in words."""
+"""Describes the meaning of a comparison in words."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ GOOD = (EQUAL, ROUNDING)
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one layout.
+    """The result for one layout.
 
     Attributes:
-        layout: its name.
-        answer: "equal", "rounding", "differs", "random" (it cannot be told) or "failed".
-        text: what differs, and where first; empty if nothing does.
+        layout: name of the layout.
+        answer: "equal", "rounding", "differs", "random" (not comparable) or "failed".
+        text: the differences, and the place of the first one; empty if there is none.
         largest: share of the largest difference by kind, in the script's own precision.
-        exact: the same in float64, where that was computed; with 16 bits the ratio to the error of
-            one process.
+        exact: shares in float64, if it was computed; with 16 bits ratios to the error of one
+            process.
         module: first module that differs.
         step: first call of a step function that differs, counted from 0.
-        hints: what may be the reason.
-        notes: what was not compared.
+        hints: possible reasons.
+        notes: limits of the comparison.
     """
 
     layout: str
@@ -58,9 +58,10 @@ class Verdict:
 
 
 def counted(comparison: Comparison, num_batches: int) -> list[Difference]:
-    """The differences that make a layout another one.
+    """Returns the differences that count.
 
-    Buffers that replicas write are each their own, and those of one process saw all batches.
+    Buffers do not count with several batches: each replica writes its own, and in one process they
+    depend on all batches.
     """
     return [d for d in comparison.differences if d.kind != "buffer" or num_batches == 1]
 
@@ -68,7 +69,7 @@ def counted(comparison: Comparison, num_batches: int) -> list[Difference]:
 def describe(
     layout: str, comparison: Comparison, real: Records, one: Records
 ) -> tuple[str, str | None, int | None, tuple[str, ...]]:
-    """What differs: text, module, step, hints."""
+    """Describes the differences: text, module, step, hints."""
     found = counted(comparison, real.num_batches)
     first = found[0]
     at = {"begin": "before the first step", "step": f"step {first.number}"}.get(

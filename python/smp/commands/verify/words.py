@@ -1,4 +1,4 @@
-"""The words of the command line: which are options of `smp verify`, which belong to the script."""
+"""Divides the words of the command line between `smp verify` and the script."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from smp.commands.ending import BadUse
 from smp.commands.verify.layouts import ALL
 
 SEPARATOR = "--"
-"""What stands behind it belongs to the script, whatever it is."""
+"""Everything after this separator is passed to the script."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that may stand in front of the script's name and behind it."""
+    """Adds the options that are allowed in front of the script's name and behind it."""
     add = parser.add_argument
     add("--layouts", default="pp2,dp2", help=f"all ({','.join(ALL)}) or some (pp2,dp2)")
     add("--steps", type=int, default=3, metavar="N", help="updates of the optimizer (3)")
@@ -34,14 +34,14 @@ class Divided:
 
     Attributes:
         options: values of the options of `smp verify` among them, by attribute.
-        script: what the script gets.
+        script: arguments of the script.
     """
 
     options: dict[str, Any]
     script: tuple[str, ...]
 
     def told(self, script: str) -> str:
-        """Says which options were taken, for scripts that have options of the same names."""
+        """Returns which options were taken, for scripts that have options of the same names."""
         flags = [_flag(name) for name in self.options]
         return (
             f"{' and '.join(flags)} behind {script!r}: taken by smp verify; options of the script "
@@ -52,16 +52,16 @@ class Divided:
 def divide(words: Sequence[str], before: argparse.Namespace) -> Divided:
     """Divides the words behind the script's name.
 
-    In front of a separator, and without one, options of `smp verify` are taken wherever they
-    stand. Other words are the script's; with a separator they have to stand behind it.
+    Without a separator, options of `smp verify` are taken wherever they are, and all other words
+    are arguments of the script. With a separator, arguments of the script have to be behind it.
 
     Args:
-        words: behind the script's name.
-        before: what stands in front of it.
+        words: words behind the script's name.
+        before: parsed arguments in front of it.
 
     Raises:
-        BadUse: an option has no value, or one of the wrong kind, or is in front of the script's
-            name as well; a word in front of the separator is nobody's.
+        BadUse: an option has no value, or a value of the wrong kind, or is in front of the script's
+            name as well; or a word in front of the separator is not an option.
     """
     parser = _Options(add_help=False, allow_abbrev=False)
     add_options(parser)

@@ -1,1 +1,1 @@
-"""Is the loss of a batch the weighted mean of the losses of its pieces?"""
+"""Checks whether the loss of a batch is the weighted mean of the losses of its pieces."""

@@ -1,4 +1,4 @@
-"""One pass of the check: a step function runs without gradients, and its losses are noted."""
+"""Runs one pass of the check: a step function without gradients, whose losses are noted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from smp.pipeline.remote_tensor import localize
 
 _log = logging.getLogger("smp")
 
-#: number of the model that stands for the end of the driver's body
+#: model index that marks the end of the driver's body
 ENDED = -1
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
@@ -34,20 +34,20 @@ class BatchPass:
     """Runs of a step function over pieces of a batch, on one rank.
 
     Args:
-        sizes: number of samples of each microbatch; together they are all samples.
+        sizes: number of samples of each microbatch; their sum is the whole batch.
         device: device of this process.
         shakes: outputs of models are moved, each sample in its own way, so that losses that
             happen to be equal at the first step are not.
         rounds: operators get rounding errors.
-        alike: one number stands for all that an operator draws.
+        alike: all numbers that an operator draws are the same one.
 
     Attributes:
-        losses: of each microbatch the values at which backward would begin, in their order.
-        eps: of the coarsest dtype of these.
-        failure: in words why the pass says nothing; None: it ran.
-        drawn: random numbers.
+        losses: values at which backward would begin, in order, by microbatch.
+        eps: machine epsilon of the coarsest dtype of these.
+        failure: reason in words why the pass has no result; None: it ran.
+        drawn: random numbers that were drawn.
         kept: copies of parameters that forwards have written to.
-        shaken: shapes of what was moved.
+        shaken: shapes of outputs that were moved.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class BatchPass:
 
     @contextlib.contextmanager
     def running(self, mb: int) -> Iterator[None]:
-        """The block computes for a microbatch: a body, or a module for another rank."""
+        """Prepares the block to compute a microbatch: a body, or a module for another rank."""
         rounds = mb + 1 if self._rounds else None
-        _C.seed_generators(1, str(self._device))  # for operators that do not say that they draw
+        _C.seed_generators(1, str(self._device))  # for operators that do not declare that they draw
         # A mode is entered once in each thread.
         mode = DrawsBySample(
             self._samples[mb],
@@ -97,7 +97,7 @@ class BatchPass:
 
     @contextlib.contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """What the block raises ends the pass, not the step; failures of other ranks go on."""
+        """Lets an exception of the block end the pass, not the step; peer failures are raised."""
         try:
             yield
         except Exception as error:
@@ -106,7 +106,7 @@ class BatchPass:
             self.fail(error)
 
     def fail(self, error: Exception) -> str:
-        """Notes why the pass says nothing."""
+        """Notes the error by which the pass ends, and returns it in words."""
         lines = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {lines[0] if lines else ''}"
         if isinstance(error, CallFailed):
@@ -119,7 +119,7 @@ class BatchPass:
 
     @contextlib.contextmanager
     def replacing_backward(self) -> Iterator[None]:
-        """``loss.backward()`` notes the loss and starts nothing."""
+        """Replaces ``loss.backward()``: it notes the loss and starts nothing."""
         theirs = torch.autograd.backward
 
         @functools.wraps(theirs)
@@ -137,12 +137,12 @@ class BatchPass:
     # ---- calls of models
 
     def note_call(self, called_idx: int) -> None:
-        """A rank that follows the driver has received an output of a model, or the end."""
+        """Notes that a rank that follows the driver received a model's output, or the end."""
         if called_idx == ENDED:
             self._ended.add(_C.current_microbatch())
 
     def follow(self, called_idx: int) -> None:
-        """A call of a model has received what the driver publishes.
+        """Notes a message of the driver that a call of a model has received.
 
         Raises:
             CallFailed: the driver's body is over.
@@ -152,11 +152,11 @@ class BatchPass:
             raise CallFailed("the first pipeline rank calls models less often")
 
     def has_ended(self, mb: int) -> bool:
-        """Has the end of the driver's body been received?"""
+        """Returns whether the end of the driver's body has been received."""
         return mb in self._ended
 
     def on_output(self, model_idx: int, output: Any) -> Any:
-        """The output of a model where losses are noted, moved."""
+        """Returns the output of a model, moved; for ranks where losses are noted."""
         if not self._shakes:
             return output
         mb = max(_C.current_microbatch(), 0)
@@ -196,13 +196,13 @@ class BatchPass:
         shape = (-1, *(1,) * (leaf.dim() - 1))
         is_zero = (own == 0).all(1).view(shape)
         is_mask = ((own == 0) | (own == 1)).all(1).view(shape)
-        # Signs and bounds stay: these may be probabilities. Zeros are a head that has not learnt,
-        # and masks say which positions there are.
+        # Signs and bounds stay, because these may be probabilities. Zeros come from a head that has
+        # not learnt; masks select positions.
         moved = leaf.where(is_mask, leaf * (1 - noise))
         return noise.where(is_zero, moved)
 
     def on_backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
-        """A backward would begin."""
+        """Notes the losses of a backward that would begin."""
         total = 0.0
         for root, grad in zip(roots, grads or [None] * len(roots), strict=True):
             value = localize(root).detach()

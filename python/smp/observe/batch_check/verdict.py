@@ -1,4 +1,4 @@
-"""What follows from the losses of a batch and of its pieces."""
+"""Judges the losses of a batch and of its pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Losses are sums of their own: so many roundings in the last place are no difference.
+# Losses are sums in different orders: a difference of up to this many last places is rounding.
 _LAST_PLACES = 64
 _MARGIN = 10.0
 
@@ -18,18 +18,18 @@ class Found:
 
     Attributes:
         place: rank in words.
-        failure: in words why a pass says nothing; None: all ran.
+        failure: reason in words why the pass has no result; None: all ran.
         is_driver: whether losses are noted on this rank.
-        num_samples: samples of the batch that was looked at.
-        weights: of its pieces, 1 on average.
+        num_samples: number of samples of the batch that was looked at.
+        weights: weights of its pieces, 1 on average.
         whole_weights: weight of the batch as one microbatch.
         whole: values at which backward would begin, for the batch.
-        pieces: the same for each piece.
-        rounded: the same for each piece with rounding errors in operators, once that has run.
-        eps: of the coarsest dtype of these values.
+        pieces: values at which backward would begin, for each piece.
+        rounded: values of each piece with rounding errors in operators; None before that pass.
+        eps: machine epsilon of the coarsest dtype of these values.
         draws: whether the batch and its pieces drew the same random numbers, or permuted samples.
         is_shaken_alike: whether outputs of models were moved alike.
-        reasons: what was seen on this rank that may explain a difference.
+        reasons: observations on this rank that may explain a difference.
         averages: whether gradients of microbatches are averaged.
     """
 
@@ -54,10 +54,10 @@ class Difference:
     """Loss of a batch that is not the weighted mean over its pieces.
 
     Attributes:
-        whole, mean: losses.
+        whole, mean: loss of the batch, and weighted mean over its pieces.
         is_sum: the whole is the sum over the pieces, of which several have a loss.
         share: distance of `whole` and `mean`, relative to the largest loss.
-        rounding: what rounding explains, relative to the same.
+        rounding: distance that rounding explains, relative to the same.
     """
 
     whole: float
@@ -68,19 +68,19 @@ class Difference:
 
 
 def reason_to_run_again(found: Sequence[Found]) -> bool:
-    """Does nothing follow from what was looked at, or does code not bear moved outputs?"""
+    """Returns whether the passes have no clear result, or code does not bear moved outputs."""
     is_unsound = any(one.failure or not one.is_shaken_alike or _is_odd(one) for one in found)
     return is_unsound or _are_all_zero(found)
 
 
 def _are_all_zero(found: Sequence[Found]) -> bool:
-    """Are there losses, and all of them zero, as those of pairs within one sample?"""
+    """Returns whether there are losses and all are zero, as those of pairs within one sample."""
     losses = [loss for one in found for own in (one.whole, *one.pieces) for loss in own]
     return bool(losses) and not any(losses)
 
 
 def difference_of(one: Found) -> Difference | None:
-    """The largest difference on a rank that notes losses; None: rounding explains all."""
+    """Returns the largest difference on a driver; None: rounding explains all."""
     if not one.is_driver or one.failure is not None:
         return None
     differences = [
@@ -92,12 +92,12 @@ def difference_of(one: Found) -> Difference | None:
 
 
 def _compare(one: Found, number: int) -> Difference | None:
-    # A piece of weight 0 has no backward, and its mean over nothing is no number.
+    # A piece of weight 0 has no backward, and its mean over nothing is NaN.
     pieces = [p[number] if w else 0.0 for w, p in zip(one.weights, one.pieces, strict=True)]
     whole = one.whole[number] * one.whole_weights[0]
     total = sum(pieces)
     if math.isfinite(whole) and not math.isfinite(total):
-        # A mean over nothing: what is divided by is not in each piece.
+        # A mean over nothing: some pieces lack what the loss divides by.
         return Difference(whole, total, False, math.inf, 0.0)
     mean = sum(w * loss for w, loss in zip(one.weights, pieces, strict=True)) / len(pieces)
     scale = max(map(abs, (whole, *pieces)))
@@ -105,10 +105,10 @@ def _compare(one: Found, number: int) -> Difference | None:
     if one.rounded is not None:
         pairs = zip(one.weights, one.rounded, pieces, strict=True)
         moved = [w * abs(r[number] - loss) for w, r, loss in pairs if w]
-        # Roundings of pieces are independent: their mean moves by less than the largest.
+        # Rounding errors of pieces are independent: their mean moves by less than the largest.
         rounding = max(rounding, _MARGIN * math.hypot(*moved) * 2 / len(pieces))
     is_equal = abs(whole - mean) <= rounding
-    # With sums the script has divided by a number, or it is a sum in one process as well.
+    # Without averaging, the script has divided by a number, or sums in one process as well.
     is_equal |= not one.averages and abs(whole - total) <= rounding
     if is_equal or scale == 0.0:
         return None
@@ -118,7 +118,7 @@ def _compare(one: Found, number: int) -> Difference | None:
 
 
 def why_unknown(found: Sequence[Found]) -> str | None:
-    """In words why nothing follows; None: something does."""
+    """Returns a reason in words why there is no result; None: there is one."""
     for one in found:
         if one.failure is not None:
             return f"a run besides the step failed on {one.place}: {one.failure}"
@@ -138,15 +138,15 @@ def why_unknown(found: Sequence[Found]) -> str | None:
 
 
 def draws_differ(found: Sequence[Found]) -> bool:
-    """Can a difference come from random numbers?"""
+    """Returns whether a difference may come from random numbers."""
     differences = [d for one in found if (d := difference_of(one)) is not None]
-    # No random numbers make a loss that is none.
+    # Random numbers cannot make an infinite difference.
     is_open = bool(differences) and not any(math.isinf(d.share) for d in differences)
     return is_open and not all(one.draws for one in found)
 
 
 def _is_odd(one: Found) -> bool:
-    """Is the loss of the batch no number, or that of a piece only because of rounding?"""
+    """Returns whether the batch's loss is not finite, or a piece's only because of rounding."""
     is_odd = not all(map(math.isfinite, one.whole))
     for piece, rounded in zip(one.pieces, one.rounded or (), strict=False):
         is_odd |= all(map(math.isfinite, piece)) and not all(map(math.isfinite, rounded))
@@ -154,7 +154,7 @@ def _is_odd(one: Found) -> bool:
 
 
 def in_words(step: str, found: Sequence[Found], worst: Found, difference: Difference) -> str:
-    """The message."""
+    """Returns the message of a difference."""
     mean = "weighted mean" if len(set(worst.weights)) > 1 else "mean"
     parts = (
         f"and {difference.mean:.6g} as the {mean} over {len(worst.pieces)} pieces "
@@ -196,7 +196,7 @@ def in_words(step: str, found: Sequence[Found], worst: Found, difference: Differ
 
 
 def reason_of_labels(names: Sequence[str]) -> str:
-    """Integer arguments have negative entries."""
+    """Returns the reason for integer arguments with negative entries."""
     return (
         f"argument {_listed(names)} has negative entries, as labels have at positions that the "
         "loss ignores, and pieces have other numbers of these; count the others: "
@@ -205,7 +205,7 @@ def reason_of_labels(names: Sequence[str]) -> str:
 
 
 def reason_of_buffers(names: Sequence[str]) -> str:
-    """Forwards wrote buffers."""
+    """Returns the reason for forwards that write buffers."""
     return (
         f"forwards write buffer {_listed(names)}, as statistics over the batch are (BatchNorm, "
         "codebooks, running quantiles), and each piece has its own: use a norm over each sample "
@@ -221,7 +221,7 @@ REASON_OF_PERMUTATION = (
 
 
 def reason_of_dims(module: str, shapes: dict[str, Any]) -> str:
-    """Modules take samples along dim 1."""
+    """Returns the reason for modules that take samples along dim 1."""
     listed = ", ".join(f"'{name}' {list(shape)}" for name, shape in shapes.items())
     return (
         f"module '{module}' has batch_first=False, and the step cuts dim 0 of {listed}; where dim "

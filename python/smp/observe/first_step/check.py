@@ -1,4 +1,4 @@
-"""The check of the first training step of a partitioned model, from its partition to its verdict.
+"""Checks the first training step of a partitioned model, from its partition to its verdict.
 
 See docs/design/first_step.md.
 """
@@ -34,25 +34,25 @@ from smp.world.observers import StepObserver
 
 _log = logging.getLogger("smp")
 
-_SMALL = 4096  # elements of an output that is compared itself, wherever it was made
+_SMALL = 4096  # elements of an output that is always compared itself
 
 
 class FirstStepDifference(RuntimeError):
-    """The pipeline does not compute what one process computes."""
+    """The pipeline computes something else than one process."""
 
 
 class FirstStepCheck(StepObserver):
     """The check of one model on one rank, which observes steps until its outcome is known.
 
-    All ranks of the job have one, and agree on whether it is on.
+    All ranks of the job have such a check, and agree on whether it is on.
 
     Args:
         current: the runtime.
         root: the user's model.
-        label: what messages call it.
+        label: name of the model in messages.
 
     Attributes:
-        outcome: in words what came of it; None until then.
+        outcome: the result in words; None while there is none.
     """
 
     def __init__(self, current: runtime.Runtime, root: nn.Module, label: str) -> None:
@@ -66,7 +66,7 @@ class FirstStepCheck(StepObserver):
         self._names: Sequence[str] = ()
         self._local: dict[str, nn.Parameter] = {}
         self._is_watching = False
-        self._reason: str | None = None  # why this rank has nothing to say
+        self._reason: str | None = None  # why this rank has no result
         self._records = Records(_in_first_microbatch)
         self._gradients: dict[str, Tensor | None] = {}
         self._undo: list[Callable[[], None]] = []
@@ -84,7 +84,7 @@ class FirstStepCheck(StepObserver):
 
     @property
     def _takes_part(self) -> bool:
-        """The other replicas do the same with other data."""
+        """Returns whether this is the first replica; others do the same with other data."""
         return self._current.rank.ranks["rdp"] == 0
 
     def before_placing(
@@ -93,11 +93,11 @@ class FirstStepCheck(StepObserver):
         local: Sequence[tuple[str, nn.Parameter]],
         shows_values: bool,
     ) -> None:
-        """Keeps the values of the whole model where that is to be run as a whole.
+        """Keeps the values of the whole model on ranks that will run it as a whole.
 
         Args:
-            trace: of the model, on the first rank, if there is one.
-            local: the parameters of this rank.
+            trace: trace of the model, on the first rank, or None.
+            local: parameters of this rank.
             shows_values: see `Storage`.
         """
         self._local = dict(local)
@@ -136,7 +136,7 @@ class FirstStepCheck(StepObserver):
         """Compares the parameters of replicas. Collective over all ranks.
 
         Raises:
-            FirstStepDifference: replicas hold different values, on all ranks.
+            FirstStepDifference: replicas hold different values; raised on all ranks.
         """
         if engine.root is not self._root:
             return
@@ -166,14 +166,14 @@ class FirstStepCheck(StepObserver):
         return [stamp(t) for t in (*self._local.values(), *self._root.buffers())]
 
     def _compare_makers(self) -> None:
-        """Ranks that drew other values train a model that this process never had."""
+        """Ends the check if ranks drew values that differ from those of the whole model."""
         ranks = self._current.rank.ranks
         told = comm.allgather((ranks["tp"], self._is_driver, self._made), comm.MP_GROUP)
         split = {n for n, p in self._root.named_parameters() if interval_of(p) is not None}
         for tp_rank, is_driver, expected in told:
             peers = [made for tp, driver, made in told if tp == tp_rank and not driver]
             for name, value in ((n, v) for made in peers for n, v in made.items()):
-                # Of whole parameters those of the first tensor-parallel rank count.
+                # Whole parameters count on the first tensor-parallel rank only.
                 counts = is_driver and (tp_rank == 0 or name in split)
                 if counts and not _is_near(expected.get(name, value), value):
                     self._end(f"inconclusive: ranks have made other values of '{name}'")
@@ -232,8 +232,8 @@ class FirstStepCheck(StepObserver):
                 self._gradients[name] = None
                 had_none = parameter._backward_hooks is None
                 handle = parameter.register_hook(functools.partial(self._note_gradient, name))
-                # Before hooks of the user, which may change gradients. PyTorch goes by the order of
-                # insertion, whatever an OrderedDict says.
+                # The hook runs before hooks of the user, which may change gradients. PyTorch calls
+                # hooks in the order of insertion, whatever an OrderedDict's own order is.
                 table = parameter._backward_hooks
                 assert table is not None
                 *others, own = list(table.items())
@@ -252,7 +252,7 @@ class FirstStepCheck(StepObserver):
             self._current.pipeline.keep_first_apart(apart)
 
     def _note_gradient(self, name: str, grad: Tensor | None) -> None:
-        # A custom function may give nothing at all.
+        # The gradient of a custom function may be None.
         if grad is None or self._reason is not None or not _in_first_microbatch():
             return
         with self._or_reason():
@@ -267,7 +267,7 @@ class FirstStepCheck(StepObserver):
         return lambda *args, **kwargs: self._call(forward, args, kwargs)
 
     def _call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Runs the model on the driver, and before it in this process alone."""
+        """Runs the model on the driver; before that, runs it in this process alone."""
         real, reference = self._real, self._reference
         is_checked = real is not None and self._reason is None and _in_first_microbatch()
         if not is_checked:
@@ -286,7 +286,7 @@ class FirstStepCheck(StepObserver):
                 self._real.note_backward(losses)
 
     def around_body(self, body: Callable[[int], None]) -> Callable[[int], None]:
-        """The body of a step, and what the driver does behind its first microbatch."""
+        """Wraps the body of a step; the driver ends the check's run after its first microbatch."""
         if self._real is None:
             return body
 
@@ -300,7 +300,7 @@ class FirstStepCheck(StepObserver):
 
     @contextlib.contextmanager
     def _or_reason(self) -> Any:
-        """Whatever fails in the second run is no failure of the step."""
+        """Turns a failure of the second run into a reason, so that the step goes on."""
         try:
             yield
         except Inconclusive as reason:
@@ -394,10 +394,10 @@ class FirstStepCheck(StepObserver):
     # ---- verdict
 
     def end_step(self) -> None:
-        """The step is over on this rank. Collective over the ranks of the replica.
+        """Compares at the end of the step. Collective over the ranks of the replica.
 
         Raises:
-            FirstStepDifference: on all of them.
+            FirstStepDifference: there is a difference; raised on all ranks of the replica.
         """
         if not self._is_watching:
             return
@@ -444,7 +444,7 @@ class FirstStepCheck(StepObserver):
         return seen
 
     def _doubt(self) -> str | None:
-        """Runs the reference again, where there is one; why it says nothing, if so."""
+        """Runs the reference again, if there is one; returns why it gives no result, or None."""
         reference, found = self._reference, self._found
         if reference is None or found is None:
             return None
@@ -456,14 +456,14 @@ class FirstStepCheck(StepObserver):
         return self._reason
 
     def _moved(self) -> judging.ReferenceSeen | None:
-        """The reference once more, with other last digits of all parameters, where there is one."""
+        """Runs the reference with other last digits of all parameters, if there is one."""
         reference, found = self._reference, self._found
         if reference is None or found is None:
             return None
         with self._or_reason(), torch.enable_grad():
             again = reference.again(moved=True)
             seen = self._seen_of(again, [], found.gradients is not None)
-            return dataclasses.replace(seen, records={})  # nobody looks at these
+            return dataclasses.replace(seen, records={})  # these are not needed
         return None
 
     def model_closed(self, engine: Any) -> None:
@@ -483,7 +483,7 @@ class FirstStepCheck(StepObserver):
         self._keep_apart(False)
 
     def _end(self, outcome: str) -> None:
-        """Keeps the outcome alone, and observes no more."""
+        """Keeps only the outcome, and stops observing."""
         self.outcome = outcome
         self._current.observers.remove(self)
         level = logging.DEBUG
@@ -503,7 +503,7 @@ class FirstStepCheck(StepObserver):
 def _remove(parameter: nn.Parameter, handle: RemovableHandle, had_none: bool) -> None:
     handle.remove()
     if had_none and not parameter._backward_hooks:
-        parameter._backward_hooks = None  # later backwards do not even look
+        parameter._backward_hooks = None  # later backwards skip it
 
 
 def _in_first_microbatch() -> bool:
@@ -511,7 +511,7 @@ def _in_first_microbatch() -> bool:
 
 
 def _stamps_of_state(root: nn.Module) -> dict[str, tuple[float, float]]:
-    """Of buffers, and of tensors that are attributes."""
+    """Returns stamps of buffers, and of tensors that are attributes."""
     return {
         f"{name}.{key}": stamp(value)
         for name, module in root.named_modules()
@@ -525,7 +525,7 @@ def _is_same(first: tuple[float, float], second: tuple[float, float]) -> bool:
 
 
 def _is_near(first: tuple[float, float], second: tuple[float, float]) -> bool:
-    """Processors add up in another order."""
+    """Returns whether two stamps are equal up to the order of summation."""
     bound = 1e-6 * max(map(abs, (*first, *second)))
     return _is_same(first, second) or all(
         abs(a - b) <= bound for a, b in zip(first, second, strict=True)

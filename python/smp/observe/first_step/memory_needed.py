@@ -1,4 +1,4 @@
-"""Does a second run of the whole model, or of a part of the batch, fit into this process?"""
+"""Estimates whether a second run of a model or of a part of the batch fits into this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from smp.partition.costs import Trace
 
 _CGROUP = Path("/sys/fs/cgroup")
-# Values kept, values on the device, gradients, and what a backward needs besides.
+# Values kept, values on the device, gradients, and temporary tensors of a backward.
 _COPIES = 4
 _SHARE_OF_FREE = 0.5
 
@@ -18,13 +18,13 @@ _SHARE_OF_FREE = 0.5
 def reason_not_to_fit(
     root: nn.Module, device: torch.device, num_processes: int, trace: Trace | None
 ) -> str | None:
-    """In words why there is not enough memory; None: there is.
+    """Returns a reason in words if memory is not enough for the whole model, or None.
 
     Args:
         root: the model.
-        device: of this process.
-        num_processes: of this host.
-        trace: of the model; without one its activations are taken for as large as four models.
+        device: device of this process.
+        num_processes: number of processes of this host.
+        trace: trace of the model; without it activations count as large as four models.
     """
     parameters = sum(p.numel() * p.element_size() for p in root.parameters())
     activations = _COPIES * parameters
@@ -44,11 +44,11 @@ def reason_not_to_fit(
 
 
 def reason_not_to_fit_again(device: torch.device, num_processes: int) -> str | None:
-    """Returns why what the process has held at most does not fit any more; None: it does.
+    """Returns a reason if the peak of this process does not fit a second time, or None.
 
     Args:
-        device: of this process.
-        num_processes: of this host.
+        device: device of this process.
+        num_processes: number of processes of this host.
     """
     if device.type == "cuda":
         held = torch.cuda.memory_allocated(device)

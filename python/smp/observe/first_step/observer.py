@@ -30,6 +30,6 @@ class FirstStepObserver(StepObserver):
 
 
 def outcome_of(model: Any) -> str | None:
-    """Returns what the check of a `DistributedModel` came to, in words; None: it is not over."""
+    """Returns the outcome of the check of a `DistributedModel` in words; None: it is not over."""
     observer: FirstStepObserver = model._runtime.observers.of_kind(FirstStepObserver)
     return observer.checks[model._engine].outcome

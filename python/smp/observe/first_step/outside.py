@@ -1,4 +1,4 @@
-"""The graph between the outputs of a model and where a backward begins."""
+"""Walks the graph between the outputs of a model and the roots of a backward."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _MAX_NODES = 200_000
 
 
 class TooLarge(Exception):
-    """The graph has more nodes than are worth a look."""
+    """The graph has too many nodes to be searched."""
 
 
-#: node, and which of its outputs
+#: node, and number of its output
 Edge = tuple[Any, int]
 
 
 def edge_of(tensor: Tensor) -> Edge | None:
-    """Where the gradient of a tensor goes; None without gradients."""
+    """Returns the edge that a tensor's gradient flows to; None without gradients."""
     with torch._C.DisableTorchFunctionSubclass():
         if not tensor.requires_grad:
             return None
@@ -31,14 +31,14 @@ def edge_of(tensor: Tensor) -> Edge | None:
 
 
 def reached(starts: Iterable[Edge | None], stops: Iterable[Edge]) -> tuple[set[Any], set[Edge]]:
-    """What a backward from ``starts`` passes.
+    """Finds the nodes that a backward from ``starts`` passes.
 
     Args:
-        starts: where it begins; one that is a stop is not passed.
+        starts: edges where it begins; a start that is also a stop is not passed.
         stops: edges that it does not go beyond.
 
     Returns:
-        nodes passed; stops that were met.
+        nodes that were passed; stops that were met.
 
     Raises:
         TooLarge: the graph has too many nodes.
@@ -63,12 +63,12 @@ def reached(starts: Iterable[Edge | None], stops: Iterable[Edge]) -> tuple[set[A
 
 
 def is_call_without_inputs(node: Any) -> bool:
-    """A call of a module on another rank whose gradient ends in that module."""
+    """Returns whether a node is a call on another rank whose gradient ends in the called module."""
     return "RemoteCall" in node.name() and all(below is None for below, _ in node.next_functions)
 
 
 def are_independent(edges: list[Edge]) -> bool:
-    """Is none of these made of another one, nor there twice?"""
+    """Returns whether all edges are different, and none is computed from another one."""
     if len(set(edges)) < len(edges):
         return False
     for i, (node, _) in enumerate(edges):

@@ -1,4 +1,4 @@
-"""What modules return in the first microbatch, call by call."""
+"""Records outputs of modules in the first microbatch, call by call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Call = tuple[int, int]
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """The leaves of an output; attention caches stay whole."""
+    """Returns the leaves of an output; attention caches stay whole."""
     return pytree.tree_leaves(value, is_leaf=is_cache)
 
 
@@ -28,7 +28,7 @@ def may_record(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Is its forward a function that torch.compile has made?"""
+    """Returns whether the forward of a module is a function made by torch.compile."""
     return hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
@@ -36,24 +36,24 @@ class Records:
     """Sketches of the outputs of modules, in the order in which they returned.
 
     Args:
-        wanted: whether a call that begins now counts.
+        wanted: function that returns whether a call that begins now counts.
     """
 
     def __init__(self, wanted: Callable[[], bool] = lambda: True) -> None:
         self._wanted = wanted
         self._num_calls: dict[int, int] = {}
         self.sketches: dict[Call, list[Tensor | None]] = {}
-        #: the call that returned a tensor first; with the tensors, whose ids are the keys
+        #: the first call that returned a tensor, by id; the tensor is kept so that the id stays
         self._makers: dict[int, tuple[Call, int, Tensor]] = {}
         self.keeps_makers = False
 
     def around(self, idx: int, forward: Forward) -> Forward:
-        """The forward of a module with a note behind it."""
+        """Wraps the forward of a module to record its output."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return forward(*args, **kwargs)
-            # What a checkpoint computes again in backward is no call.
+            # Calls that a checkpoint repeats in backward do not count.
             if torch._C._current_graph_task_id() != -1 or not self._wanted():
                 return forward(*args, **kwargs)
             result = forward(*args, **kwargs)
@@ -73,7 +73,7 @@ class Records:
                     self._makers[id(leaf)] = ((idx, number), position, leaf)
 
     def maker(self, tensor: Tensor) -> tuple[Call, int] | None:
-        """Call and position of the output that this tensor is."""
+        """Returns the call and the position of the output that is this tensor, or None."""
         found = self._makers.get(id(tensor))
         return None if found is None else found[:2]
 
@@ -81,7 +81,7 @@ class Records:
         self._makers.clear()
 
     def on_host(self) -> dict[Call, list[Tensor | None]]:
-        """The sketches in host memory; those of one call as rows of its own."""
+        """Returns the sketches by call, copied to host memory."""
         return {
             call: [None if s is None else s.cpu() for s in rows]
             for call, rows in self.sketches.items()
@@ -89,10 +89,10 @@ class Records:
 
 
 def watch_modules(modules: Sequence[nn.Module], records: Records) -> Callable[[], None]:
-    """Records the modules where they compute, under all else that stands around them.
+    """Records the outputs of modules, inside all other wrappers of their forwards.
 
     Returns:
-        undoes it.
+        function that undoes it.
     """
     undo = [
         wrap_forward(module, Around.RECORD, functools.partial(records.around, idx))

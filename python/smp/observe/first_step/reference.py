@@ -1,4 +1,4 @@
-"""What one process computes: the whole model, run besides the pipeline, leaving nothing behind."""
+"""Runs the whole model in one process, in addition to the pipeline, without lasting effects."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.
 
 
 class Inconclusive(Exception):
-    """The check can say nothing of this model; the text says why."""
+    """The check has no result for this model; the text is the reason."""
 
 
 class _Operators(TorchDispatchMode):
     """Sees every operator of a run.
 
-    Other ranks do not run the model at this time: a collective of its own would hang. And what a
-    module rounds to a coarser dtype (norms of models in float64 that compute in float32) is as
-    exact as that one from there on: another order of sums, because a tensor came over the wire
-    with other strides, shows in its digits.
+    A collective of the model's own would hang, because other ranks do not run it at this time. And
+    a value that a module rounds to a coarser dtype (norms of models in float64 that compute in
+    float32) is only as exact as that dtype from there on: its digits depend on the order of sums,
+    which changes with the strides of a tensor from another rank.
 
     Args:
-        rounded: gets the dtypes to which floating-point tensors were rounded.
+        rounded: set that gets the dtypes to which floating-point tensors were rounded.
     """
 
     def __init__(self, rounded: set[torch.dtype]) -> None:
@@ -66,13 +66,13 @@ class _Operators(TorchDispatchMode):
 
 @dataclass
 class ReferenceCall:
-    """One call of the model.
+    """A call of the model.
 
     Attributes:
-        arguments: copies; each run gets copies of these.
-        casts: autocast as it was on.
+        arguments: copies of the arguments; each run gets copies of these.
+        casts: state of autocast.
         grad: whether gradients were enabled.
-        leaves: of the output.
+        leaves: leaves of the output.
     """
 
     arguments: Any
@@ -82,16 +82,16 @@ class ReferenceCall:
 
 
 class Reference:
-    """Runs a model that is spread over ranks whole in this process.
+    """Runs a model that is spread over ranks as a whole in this process.
 
-    Parameters of other ranks get their values back for the time of a run, as data of the very
-    parameters, so that it does not matter how the model reaches them.
+    Parameters of other ranks get their values back for the time of a run, as data of the same
+    parameter objects, so that it does not matter how the model reaches them.
 
     Args:
         root: the user's model.
         modules: all of its modules.
         kept: values of the parameters that are placeholders here.
-        device: of this process.
+        device: device of this process.
         moved: whether it computes with other last digits of all parameters.
     """
 
@@ -108,27 +108,27 @@ class Reference:
         self._kept = kept
         self._device = device
         self._moved = moved
-        self._first: _State | None = None  # before the first call
+        self._first: _State | None = None  # state before the first call
         self._now: _State | None = None
-        self._left: _State | None = None  # what the last call has changed
-        self._leaves_contents = False  # in containers
+        self._left: _State | None = None  # state that the last call has changed
+        self._leaves_contents = False  # whether a call has changed containers
         self.calls: list[ReferenceCall] = []
         self.records = Records()
         self.records.keeps_makers = True
-        #: dtypes to which the model rounded what it computed with
+        #: dtypes to which the model rounded values
         self.rounded: set[torch.dtype] = set()
-        #: no output that gets gradients from outside is made of another one
+        #: whether no output with an incoming gradient is computed from another such output
         self.is_certain = True
 
     def run(self, arguments: Any) -> ReferenceCall:
-        """The forward of one call, with its graph.
+        """Runs the forward of one call, with its graph.
 
         Args:
             arguments: (args, kwargs) of the call.
 
         Raises:
-            Inconclusive: the call draws random numbers, or cannot be made twice.
-            Exception: whatever the model raises.
+            Inconclusive: the call draws random numbers, or cannot be repeated.
+            Exception: any exception of the model.
         """
         call = ReferenceCall(
             _copy_arguments(arguments), autocast.capture(self._device), torch.is_grad_enabled()
@@ -136,13 +136,13 @@ class Reference:
         if self._leaves_contents:
             raise Inconclusive("the model collects something from call to call")
         if self._now is None or self.calls:
-            # What the last call left is there in this one, and all that others have set since.
+            # This call sees what the last one changed, and what other code has set since.
             self._now = _State.of(self._modules).updated(self._left)
             self._first = self._first or self._now
         with self._whole(records=True), _random_state_kept(self._device):
             args, kwargs = _copy_arguments(call.arguments)
             before = _random_state(self._device)
-            with places.at(None):  # masks that no layout changes are drawn past the generators
+            with places.at(None):  # masks that are equal in all layouts do not use the generators
                 output = self._root(*args, **kwargs)
             if _random_state(self._device) != before:
                 raise Inconclusive("the model draws random numbers, which layouts draw differently")
@@ -153,7 +153,7 @@ class Reference:
         return call
 
     def again(self, moved: bool = False) -> Reference:
-        """A second run of all calls so far, in the state of that time."""
+        """Returns a second run of all calls so far, in the state at that time."""
         other = Reference(self._root, self._modules, self._kept, self._device, moved)
         other._first = other._now = self._first
         for call in self.calls:
@@ -167,15 +167,16 @@ class Reference:
     def gradients(
         self, grads: Mapping[tuple[int, int], Tensor | None]
     ) -> dict[nn.Parameter, Tensor | None]:
-        """Gradients of all parameters.
+        """Returns the gradients of all parameters.
 
         Args:
-            grads: by number of the call and of its leaf: all that flows into an output from outside
-                of the model. A leaf that is upstream of others takes what is given, and not what
-                comes of these.
+            grads: gradients that flow into an output from outside the model, by number of the call
+                and of its leaf. A leaf that others are computed from gets this gradient alone, not
+                the gradients that flow back from these others.
 
         Raises:
-            Inconclusive, Exception: as `run`.
+            Inconclusive: as in `run`.
+            Exception: as in `run`.
         """
         parameters = [p for p in self._root.parameters() if p.requires_grad]
         roots, root_grads, handles, edges = [], [], [], []
@@ -204,14 +205,14 @@ class Reference:
         return dict(zip(parameters, found, strict=True))
 
     def forget_graph(self) -> None:
-        """Lets go of activations; calls can be run again."""
+        """Frees activations; calls can still be run again."""
         for call in self.calls:
             call.leaves = []
         self.records.forget_makers()
 
     @contextlib.contextmanager
     def _whole(self, records: bool) -> Iterator[None]:
-        """The model as in one process; afterwards it is as before."""
+        """Restores the model as in one process for a block; afterwards it is as before."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(running_again())
             stack.enter_context(apart())
@@ -242,10 +243,11 @@ class Reference:
 
 @dataclass
 class _State:
-    """Buffers and attributes of modules. Tensors are copies, and shared as they were.
+    """Buffers and attributes of modules. Tensors are copies, which share as the originals did.
 
     Attributes:
-        contents: of containers, to notice changes; `untouched` gives them back what they had.
+        buffers, attributes: values by name, for each module.
+        contents: contents of containers, to notice changes; `untouched` restores them.
     """
 
     buffers: list[dict[str, Tensor | None]]
@@ -270,7 +272,7 @@ class _State:
         )
 
     def put(self, modules: Sequence[nn.Module]) -> None:
-        # Copies again: writing to the true ones would spoil graphs that use them.
+        # These are copies again: writing to the originals would spoil graphs that use them.
         copies: dict[int, Tensor] = {}
         for module, buffers, attributes in zip(modules, self.buffers, self.attributes, strict=True):
             module._buffers.clear()
@@ -278,7 +280,7 @@ class _State:
             module.__dict__.update(_cloned(attributes, copies))
 
     def without(self, other: _State) -> _State:
-        """What is not as in another state."""
+        """Returns the values that differ from another state."""
         return _State(
             [_changed(a, b) for a, b in zip(self.buffers, other.buffers, strict=True)],
             [_changed(a, b) for a, b in zip(self.attributes, other.attributes, strict=True)],
@@ -286,7 +288,7 @@ class _State:
         )
 
     def updated(self, changes: _State | None) -> _State:
-        """With what `without` has found."""
+        """Returns this state with changes that `without` has found."""
         if changes is None:
             return self
         return _State(
@@ -303,7 +305,7 @@ class _State:
 
 
 def is_coarser(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Does a floating-point number lose digits on its way from the other dtype?"""
+    """Returns whether a floating-point number loses digits when cast from the other dtype."""
     both = dtype.is_floating_point and other.is_floating_point
     return both and torch.finfo(dtype).eps > torch.finfo(other).eps
 
@@ -327,12 +329,12 @@ def _is_same(first: Any, second: Any) -> bool:
     return first is second
 
 
-# Which code calls is not what a call leaves behind.
+# Wrappers of a forward are not state that a call leaves.
 _NO_STATE = frozenset((*nn.Module().__dict__, "forward", "_smp_forwards"))
 
 
 def _cloned(values: Mapping[str, Any], copies: dict[int, Tensor]) -> dict[str, Any]:
-    """With copies of tensors that have no gradients."""
+    """Returns the values with copies of tensors that have no gradients."""
     cloned = {}
     for name, value in values.items():
         if type(value) is Tensor and not value.requires_grad:
@@ -353,7 +355,7 @@ def _values_in(values: Mapping[nn.Parameter, Tensor], device: torch.device) -> I
     before = [(parameter, parameter.data) for parameter in values]
     try:
         for parameter, value in values.items():
-            parameter.data = value.to(device, parameter.dtype)  # as it was cast since
+            parameter.data = value.to(device, parameter.dtype)  # its dtype may have changed since
         yield
     finally:
         for parameter, data in before:
@@ -361,17 +363,17 @@ def _values_in(values: Mapping[nn.Parameter, Tensor], device: torch.device) -> I
 
 
 def _nearby(value: Tensor) -> Tensor:
-    """The same numbers, moved by up to some units in the last place."""
+    """Returns the same numbers, moved by up to some units in the last place."""
     if not value.is_floating_point():
         return value
-    generator = torch.Generator().manual_seed(1)  # not the one of the user
+    generator = torch.Generator().manual_seed(1)  # leaves the global generator alone
     noise = torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value.device)
     return value * (1 + 4 * torch.finfo(value.dtype).eps * noise.to(value.dtype))
 
 
 @contextlib.contextmanager
 def _without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Hooks that the user has put on parameters are for gradients of the step."""
+    """Removes the user's hooks on parameters for a block: they are for gradients of the step."""
     tables = [p._backward_hooks for p in parameters if p._backward_hooks]
     kept = [dict(table) for table in tables]
     for table in tables:
@@ -410,7 +412,7 @@ def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _random_state(device: torch.device) -> tuple[Any, ...]:
-    """All generators that a model may draw from."""
+    """Returns the state of all generators that a model may draw from."""
     state: list[Any] = [bytes(torch.get_rng_state().tolist()), random.getstate()]
     if device.type == "cuda":
         state.append(bytes(torch.cuda.get_rng_state(device).tolist()))
@@ -436,7 +438,7 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 def draws_by_setting(modules: Sequence[nn.Module]) -> str | None:
-    """A module that will draw random numbers, as far as its attributes tell."""
+    """Returns a module whose attributes show that it draws random numbers, or None."""
     for module in modules:
         if not module.training:
             continue

@@ -1,4 +1,4 @@
-"""What is left of a tensor for a comparison: a few hundred numbers, whatever its size."""
+"""Reduces a tensor of any size to a few hundred numbers for a comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK = 4096 * SIZE  # elements that are worked on at once
 
 
 class _Signs:
-    """One sequence of +1 and -1 per device, the same on all ranks."""
+    """A sequence of +1 and -1 per device, which is the same on all ranks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,7 +26,7 @@ class _Signs:
         with self._lock:
             signs = self._of.get(device)
             if signs is None:
-                generator = torch.Generator().manual_seed(20_011)  # not the one of the user
+                generator = torch.Generator().manual_seed(20_011)  # leaves the global one alone
                 bits = torch.randint(0, 2, (_CHUNK,), generator=generator)
                 signs = self._of[device] = (bits * 2 - 1).to(torch.float32).to(device)
             return signs
@@ -36,7 +36,7 @@ _signs = _Signs()
 
 
 def is_plain(value: Any) -> bool:
-    """Is it a tensor with values in this process that can be summed?"""
+    """Returns whether a value is a tensor with values in this process that can be summed."""
     if not isinstance(value, Tensor) or isinstance(value, RemoteTensor):
         return False
     return (
@@ -49,13 +49,14 @@ def is_plain(value: Any) -> bool:
 
 
 def sketch(tensor: Tensor) -> Tensor:
-    """Sums of the elements under random signs, float64, on the tensor's device.
+    """Sums the elements under random signs, in float64, on the tensor's device.
 
-    Linear: the sketch of a sum is the sum of the sketches. Its norm is that of the tensor, give or
-    take a tenth, and so is that of a difference; a tensor of up to `SIZE` elements is its own.
+    The sketch is linear: the sketch of a sum is the sum of the sketches. Its norm is that of the
+    tensor within about a tenth, and the same holds for differences. A tensor of up to `SIZE`
+    elements is its own sketch.
 
     Args:
-        tensor: of any dtype, for which :func:`is_plain` is true.
+        tensor: tensor of any dtype, for which :func:`is_plain` is true.
     """
     with (
         torch.no_grad(),
@@ -85,7 +86,7 @@ def _add(result: Tensor, chunk: Tensor, signs: Tensor) -> None:
 
 
 def stamp(tensor: Tensor) -> tuple[float, float]:
-    """Sum and norm; enough to notice that values have changed."""
+    """Returns sum and norm, which are enough to notice that values have changed."""
     with torch.no_grad():
         flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         if not is_plain(flat):

@@ -14,27 +14,27 @@ from smp.observe.first_step.records import Call
 # Both sides do the same operations, so they differ in rounding at most.
 _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4}
 _HALF_TOLERANCE = 3e-2
-# Gradients that are this much smaller than the largest one may be nothing but rounding.
+# Gradients that are this much smaller than the largest one may be rounding errors only.
 _FLOOR = 1e-2
-# What one process makes of other last digits, the pipeline may make this many times: it rounds at
-# other places.
+# The pipeline may differ by this many times the effect of other last digits in one process, because
+# it rounds in other places.
 _MARGIN = 10.0
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:
-    """Of a model with parameters and outputs of these dtypes: that of the coarsest."""
+    """Returns the tolerance of the coarsest of the dtypes of parameters and outputs."""
     known = [_TOLERANCES.get(d, _HALF_TOLERANCE) for d in dtypes if d.is_floating_point]
     return max(known, default=1e-4)
 
 
 @dataclass
 class OutputSeen:
-    """One leaf of what the model returned, on both sides.
+    """A leaf of the model's output, on both sides.
 
     Attributes:
-        name: where it is.
-        kinds: what must be equal.
-        sketches: None where one has no numbers to compare.
+        name: position of the leaf, in words.
+        kinds: descriptions that must be equal.
+        sketches: sketches of both sides, or None where there are no numbers to compare.
         maker: module that returned the leaf in the reference, and its position there.
     """
 
@@ -46,15 +46,15 @@ class OutputSeen:
 
 @dataclass
 class Seen:
-    """What one rank has to tell.
+    """Observations of one rank.
 
     Attributes:
-        place: of the rank, in words.
-        pp_rank, tp_rank: of it.
-        reason: why the check says nothing; None: it does.
+        place: the rank in words.
+        pp_rank, tp_rank: coordinates of the rank.
+        reason: reason why the check has no result; None: it has one.
         gradients: sketches by name of the parameter; None: no gradient came.
-        records: of the modules that it ran.
-        reference: the driver's.
+        records: sketches of the modules that it ran.
+        reference: results of one process, on a driver.
     """
 
     place: str
@@ -68,18 +68,18 @@ class Seen:
 
 @dataclass
 class ReferenceSeen:
-    """What one process computed.
+    """Results of one process.
 
     Attributes:
-        tolerance: by dtype.
-        outputs: of all calls, on both sides.
-        own_outputs: sketches of all its leaves.
-        gradients: as in `Seen`; None: there was no backward.
-        records: of all modules, in the order in which they returned.
-        names: of the modules.
-        is_certain: the gradients that flow into the model are known one by one. Otherwise one
-            output is made of another one, or is it, and views and copies may tell them apart on
-            one side only; equal gradients are equal all the same.
+        tolerance: tolerance by dtype.
+        outputs: outputs of all calls, on both sides.
+        own_outputs: sketches of all leaves of the reference.
+        gradients: sketches as in `Seen`; None: there was no backward.
+        records: sketches of all modules, in the order in which they returned.
+        names: names of the modules.
+        is_certain: whether the gradients that flow into the model are known one by one. If not,
+            one output is, or is computed from, another one, and views and copies may separate them
+            on one side only. Equal gradients are a result even then.
     """
 
     tolerance: float
@@ -93,11 +93,11 @@ class ReferenceSeen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of it.
+    """The result of the comparison.
 
     Attributes:
-        reason: why there is no answer; None: there is one.
-        difference: in words; None: all is equal.
+        reason: reason why there is no answer; None: there is one.
+        difference: difference in words; None: all is equal.
     """
 
     reason: str | None = None
@@ -105,12 +105,12 @@ class Verdict:
 
 
 def judge(seen: Sequence[Seen], moved: Sequence[ReferenceSeen | None] = ()) -> Verdict:
-    """The same answer on every rank that has the same arguments.
+    """Compares all ranks with one process; gives the same answer for the same arguments.
 
     Args:
-        seen: by all ranks.
-        moved: of each of them its reference once more, with parameters moved by some units in the
-            last place; what the pipeline makes no more of than this is no difference.
+        seen: observations of all ranks.
+        moved: reference of each rank with parameters moved by some units in the last place; a
+            pipeline that differs by no more than such a reference is equal.
     """
     for own in seen:
         if own.reason is not None:
@@ -127,7 +127,7 @@ def judge(seen: Sequence[Seen], moved: Sequence[ReferenceSeen | None] = ()) -> V
 
 
 def agrees(first: ReferenceSeen, second: ReferenceSeen) -> bool:
-    """Does one process compute the same twice?"""
+    """Returns whether one process computes the same twice."""
     as_rank = Seen("", 0, 0, gradients=second.gradients or {})
     comparison = _Comparison(first, [as_rank])
     outputs = len(first.own_outputs) == len(second.own_outputs) and all(
@@ -138,12 +138,12 @@ def agrees(first: ReferenceSeen, second: ReferenceSeen) -> bool:
 
 
 class _Comparison:
-    """Of the ranks with one process.
+    """A comparison of ranks with one process.
 
     Args:
-        reference: what this one computed.
-        peers: the ranks.
-        moved: what it computes with parameters moved by some units in the last place.
+        reference: results of the process.
+        peers: observations of the ranks.
+        moved: results with parameters moved by some units in the last place.
     """
 
     def __init__(
@@ -212,9 +212,9 @@ class _Comparison:
         return None
 
     def _recorded(self, call: Call, position: int) -> Tensor | None:
-        """What a rank has noted of the only call of a module."""
+        """Returns a rank's record of the only call of a module, or None."""
         if sum(idx == call[0] for idx, _ in self._reference.records) > 1:
-            return None  # which is which is not known where several ranks call it
+            return None  # calls cannot be told apart if several ranks make them
         for peer in self._peers:
             rows = peer.records.get(call)
             if rows is not None and position < len(rows) and rows[position] is not None:
@@ -222,7 +222,7 @@ class _Comparison:
         return None
 
     def differing_gradient(self, is_forward_equal: bool = False) -> str | None:
-        """The worst one; where only gradients differ, the first that backward comes to."""
+        """Describes the worst gradient, or the first in backward order if outputs are equal."""
         reference = self._reference
         if reference.gradients is None:
             return None
@@ -230,7 +230,7 @@ class _Comparison:
         order = self._order() if is_forward_equal else {}
         found: list[tuple[int, float, str]] = []
         for name, expected in reference.gradients.items():
-            # Frozen by mistake, it is on no rank.
+            # A parameter that was frozen by mistake is on no rank.
             holders = [peer for peer in self._peers if name in peer.gradients]
             real = holders[0].gradients[name] if holders else None
             share = _share(_filled(real), _filled(expected), floor)
@@ -243,17 +243,17 @@ class _Comparison:
         return max(found)[2] if found else None
 
     def _order(self) -> dict[str, int]:
-        """When modules returned for the last time."""
+        """Returns the position of each module's last return."""
         names = self._reference.names
         return {names[idx]: i for i, (idx, _) in enumerate(self._reference.records)}
 
     def first_module(self) -> str | None:
-        """The first in the order of one process whose result is another one."""
+        """Describes the first module, in the order of one process, with a different result."""
         reference = self._reference
         for call, expected in reference.records.items():
             text = None
             for peer in self._peers:
-                # Several ranks may call a module, in another order.
+                # Several ranks may call a module, in different orders.
                 calls = [rows for known, rows in peer.records.items() if known[0] == call[0]]
                 texts = [_differing_rows(rows, expected, reference.tolerance) for rows in calls]
                 if texts and all(found is not None for found in texts):
@@ -296,7 +296,7 @@ def _share(real: Tensor, expected: Tensor, floor: float) -> float:
 def _differ(
     real: Tensor | None, expected: Tensor | None, tolerance: float, floor: float
 ) -> str | None:
-    """In words how two sketches differ; None: not more than rounding explains."""
+    """Describes how two sketches differ; None: by no more than rounding explains."""
     if real is None or expected is None:
         return None
     both_odd = ~real.isfinite() & ~expected.isfinite()

@@ -1,4 +1,4 @@
-"""The first microbatch of the real step as the driver sees it: outputs, and gradients into them."""
+"""Watches the driver's first microbatch: the model's outputs, and gradients into them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from smp.observe.first_step.sketch import is_plain, sketch
 from smp.pipeline import resolve
 from smp.pipeline.remote_tensor import RemoteTensor
 
-_MAX_FETCHED = 1 << 20  # elements of an output that nobody has asked for
+_MAX_FETCHED = 1 << 20  # elements of an output that is fetched for the check alone
 
 
 @dataclass
 class Output:
-    """A leaf of what the model returned."""
+    """A leaf of the model's output."""
 
     value: Any
     sketch: Tensor | None
@@ -38,11 +38,11 @@ class Output:
 
 
 class RealCalls:
-    """What the model returned, and what comes back to it.
+    """The outputs of the model, and the gradients that flow back into them.
 
     Attributes:
-        outputs: of each call.
-        has_backward: one was run.
+        outputs: leaves of the output, for each call.
+        has_backward: whether a backward has begun.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -55,7 +55,7 @@ class RealCalls:
         self._inside: set[Any] | None = None
 
     def note_call(self, arguments: Any, output: Any) -> None:
-        """The model returned."""
+        """Notes the output of a call of the model."""
         number = len(self.outputs)
         self._inside = None
         tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
@@ -82,7 +82,7 @@ class RealCalls:
         tensor.register_hook(keep)
 
     def note_backward(self, roots: Sequence[Any]) -> None:
-        """A backward begins.
+        """Notes that a backward begins.
 
         Raises:
             Inconclusive: it reaches the model by other ways than its outputs.
@@ -116,10 +116,10 @@ class RealCalls:
         return variable is not None and id(variable) in self._parameters
 
     def incoming(self) -> dict[tuple[int, int], Tensor | None]:
-        """Gradients that flow into outputs from outside of the model. In a context.
+        """Returns gradients that flow into outputs from outside the model; runs in a context.
 
         Raises:
-            Inconclusive: they are not known.
+            Inconclusive: the gradients are not known.
         """
         found: dict[tuple[int, int], Tensor | None] = {}
         for number, position in sorted(self._met):
@@ -133,12 +133,12 @@ class RealCalls:
         return found
 
     def are_independent(self) -> bool:
-        """Is no output that a backward begins at made of another one?"""
+        """Returns whether no output that a backward begins at is computed from another one."""
         edges = [self.outputs[number][position].edge for number, position in self._met]
         return are_independent([edge for edge in edges if edge is not None])
 
     def fetch(self, unknown: Sequence[tuple[int, int]]) -> None:
-        """Brings outputs here that nothing else tells of. In a context."""
+        """Fetches outputs from other ranks and sketches them; runs in a context."""
         for number, position in unknown:
             output = self.outputs[number][position]
             value = output.value
@@ -147,7 +147,7 @@ class RealCalls:
                     output.sketch = sketch(value._data())
 
     def forget(self) -> None:
-        """Lets go of the step's graph."""
+        """Frees the step's graph."""
         for outputs in self.outputs:
             for output in outputs:
                 output.edge = None
@@ -175,7 +175,7 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 
 def describe_leaf(value: Any) -> tuple[Any, ...]:
-    """What must be the same of a leaf besides its numbers."""
+    """Returns the facts about a leaf, other than its numbers, that must be equal."""
     if isinstance(value, Tensor):
         value = _Shape.of(value)
     if isinstance(value, _Shape):

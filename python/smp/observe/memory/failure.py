@@ -1,4 +1,4 @@
-"""That there was no memory: how to tell, and what was in use at that moment."""
+"""Recognises failed allocations, and notes what was in use at that moment."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ON_DEVICE = "CUDA out of memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator of tensors had no memory. Backwards and C++ change the type."""
+    """Returns whether an allocator of tensors had no memory. Backwards and C++ change the type."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     if isinstance(error, _C.PeerFailure):
-        return False  # it has the words of another rank
+        return False  # its text is that of another rank
     text = str(error)
     return isinstance(error, RuntimeError) and (
         _ON_HOST.search(text) is not None or _ON_DEVICE in text
@@ -32,13 +32,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """An allocation that failed. Bytes.
+    """An allocation that failed, in bytes.
 
     Attributes:
-        asked: for so much; 0: not known.
-        in_use: by tensors at that moment.
-        cached: that the allocator had for later tensors then, or has now on the CPU.
-        counted_from: the smallest tensor that ``in_use`` counts.
+        asked: bytes that were asked for; 0: not known.
+        in_use: bytes of tensors at that moment.
+        cached: bytes that the allocator had for later tensors then, or has now on the CPU.
+        counted_from: size of the smallest tensor that ``in_use`` counts.
     """
 
     asked: int
@@ -51,7 +51,7 @@ class Failures:
     """Notes what was in use when an allocation failed; an exception frees it on its way.
 
     Args:
-        device: of the rank.
+        device: device of the rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class Failures:
             self._noted = Failure(asked, held, torch.cuda.memory_reserved(device) - held)
 
     def failure(self, error: BaseException) -> Failure:
-        """That of an error for which `is_out_of_memory` holds."""
+        """Returns the failure of an error for which `is_out_of_memory` holds."""
         if self._device.type == "cuda":
             noted, self._noted = self._noted, None
             if noted is not None:

@@ -1,4 +1,4 @@
-"""What a rank holds, by kind and by module: bytes of storages, each counted once."""
+"""Counts what a rank holds, by kind and by module: bytes of storages, each counted once."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Held:
     """Bytes of a rank.
 
     Attributes:
-        by_kind: of `KINDS`.
+        by_kind: bytes by kind of `KINDS`.
         by_module: the same for groups of modules, by name.
-        large_bytes: of storages of at least ``large_from``.
-        has_state: an optimizer has state already.
+        large_bytes: bytes of storages of at least ``large_from``.
+        has_state: whether an optimizer has state already.
     """
 
     by_kind: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -33,11 +33,11 @@ class Held:
 
     @property
     def total(self) -> int:
-        """Of all kinds."""
+        """Returns the bytes of all kinds."""
         return sum(self.by_kind.values())
 
     def largest_modules(self) -> list[tuple[str, dict[str, int]]]:
-        """The largest groups, largest first."""
+        """Returns the largest groups, largest first."""
         ordered = sorted(self.by_module.items(), key=lambda item: -sum(item[1].values()))
         return ordered[:_MOST_MODULES]
 
@@ -76,12 +76,12 @@ class _Counter:
 def held_by(
     models: Iterable[Any], optimizers: Iterable[Any], device: torch.device, large_from: int = 0
 ) -> Held:
-    """What models and optimizers of a rank hold on its device. Not collective.
+    """Counts what models and optimizers of a rank hold on its device. Not collective.
 
     Args:
         models: `DistributedModel`s that are partitioned.
         optimizers: `DistributedOptimizer`s.
-        device: of the rank.
+        device: device of the rank.
         large_from: see `Held.large_bytes`.
     """
     counter = _Counter(device, large_from)
@@ -112,7 +112,7 @@ def held_by(
 
 
 def _depth(names: Iterable[str]) -> int:
-    """How many parts of a name make groups: as many as tell blocks of a list apart."""
+    """Returns how many parts of a name make a group: enough to separate blocks of a list."""
     for depth in range(1, 5):
         heads = {".".join(name.split(".")[:-1][:depth]) for name in names}
         if len(heads) >= 3:

@@ -1,4 +1,4 @@
-"""The error of a rank that has no memory left: what it held, and what the partition expected."""
+"""Explains out-of-memory errors: what the rank held, and what the partition expected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OutOfMemory(torch.OutOfMemoryError):
 
 
 class MemoryObserver(StepObserver):
-    """Makes errors of an allocator say what was held. Not collective."""
+    """Replaces an allocator's errors by errors that list what was held. Not collective."""
 
     def __init__(self, current: runtime.Runtime) -> None:
         self._current = current

@@ -1,4 +1,4 @@
-"""``smp.trace``: what the ranks of a pipeline did in a few steps, as files to look at."""
+"""``smp.trace``: records what the ranks of a pipeline do in a few steps, as files to look at."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ __all__ = ["trace"]
 
 @contextmanager
 def trace(path: str | Path, *, max_events: int = 200_000) -> Iterator[None]:
-    """Records the steps inside of the block and writes what each rank did. Collective.
+    """Records the steps inside the block and writes what each rank did. Collective.
 
     Rank 0 writes two files: ``<path>.json``, which chrome://tracing and Perfetto open, and
     ``<path>.html``, a page that needs nothing else: a row per rank, with the planned schedule above
     the executed one, tensors on their way, waits with their reason, and the bubble of each rank.
 
-    The first step of a model partitions it and learns the shapes; trace later ones to see how fast
-    a step is. On a GPU a second row shows when the device did what a task had asked for, measured
-    by events that nobody waits for before the block ends; bubbles and plan are made of that row
-    then. Where tensors travel over lanes between devices, rows show each of them. Not yet run on a
-    GPU.
+    The first step of a model partitions it and learns the shapes; trace later ones to measure a
+    usual step. On a GPU a second row shows when the device executed a task, measured by events
+    that are awaited only at the end of the block; bubbles and plan are computed from that row then.
+    If tensors travel over lanes between devices, rows show each of them. This has not run on a GPU
+    yet.
 
     Args:
-        path: of the files without their ending; or an existing folder, for ``trace.json`` and
-            ``trace.html`` in it. That of rank 0 counts.
-        max_events: kept per rank; when there are more, the oldest are dropped.
+        path: path of the files without their ending, or an existing folder, for ``trace.json`` and
+            ``trace.html`` in it. The path of rank 0 counts.
+        max_events: number of events kept per rank; if there are more, the oldest are dropped.
 
     Raises:
         ValueError: rank 0 cannot write there, or ``max_events`` is below 1; raised on all ranks
             before the block begins.
-        RuntimeError: inside of another trace or of a step function, without a
-            ``DistributedModel``, or if no step ran in the block.
+        RuntimeError: it is called inside another trace or a step function, or without a
+            ``DistributedModel``, or no step ran in the block.
     """
     current = runtime.current()
     rank = current.rank
@@ -53,7 +53,7 @@ def trace(path: str | Path, *, max_events: int = 200_000) -> Iterator[None]:
     num_steps = current.steps.num_finished
     try:
         yield
-        comm.barrier(comm.WORLD)  # behind it, all tensors of the steps have arrived
+        comm.barrier(comm.WORLD)  # afterwards all tensors of the steps have arrived
     except BaseException:
         current.timeline.stop()
         current.timeline.discard()
@@ -78,7 +78,7 @@ def trace(path: str | Path, *, max_events: int = 200_000) -> Iterator[None]:
 
 
 def _open(current: runtime.Runtime, path: str | Path, max_events: int) -> Path:
-    """Where rank 0 will write, once all ranks know that nothing is in the way, and record."""
+    """Starts recording if no rank has an error; returns the path where rank 0 will write."""
     stem = _stem(path)
     error: tuple[type[Exception], str] | None = None
     if current.timeline.is_on:
@@ -89,7 +89,7 @@ def _open(current: runtime.Runtime, path: str | Path, max_events: int) -> Path:
         error = ValueError, f"smp.trace: max_events is {max_events}; expected 1 or more"
     elif current.rank.global_rank == 0 and (complaint := _why_not_writable(stem)):
         error = ValueError, complaint
-    if error is None:  # before the others may begin: what they send has to be seen
+    if error is None:  # before the other ranks begin: what they send has to be recorded
         current.timeline.start(max_events)
     for rank, other in enumerate(comm.allgather(error, comm.WORLD)):
         if other is not None:

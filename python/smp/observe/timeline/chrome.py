@@ -1,4 +1,4 @@
-"""The Chrome trace event format, which chrome://tracing and Perfetto open.
+"""Writes the Chrome trace event format, which chrome://tracing and Perfetto open.
 
 Source: "Trace Event Format" of the Chromium project (catapult).
 """
@@ -10,11 +10,11 @@ from typing import Any
 from smp.observe.timeline.document import Document, StepSpan, lane_tracks
 from smp.observe.timeline.events import PHASES, Event, RankRecording
 
-# "device" is named where it has boxes only. Behind these, if there are any, those of lanes follow.
+# "device" is named only if it has boxes. The threads of lanes, if any, follow behind these.
 _THREADS = ("executed", "planned", "idle", "tensors sent", "tensors received", "device")
 EXECUTED, _PLANNED, _IDLE, _SENT, _RECEIVED, DEVICE = range(len(_THREADS))
 CATEGORIES = ("forward", "backward", "weight gradients")
-# An arrow has to start and end on a box; those of tensors are as narrow as possible.
+# An arrow has to start and end on a box; the boxes of tensors are as narrow as possible.
 _ARROW_END_US = 1.0
 
 
@@ -107,7 +107,7 @@ def _of_rank(
         box = {"ph": "X", "tid": _IDLE, "dur": duration, "name": awaited, "cat": "idle"}
         return [base | box | {"args": {"step": event.step}}]
     if event.kind == "wait":
-        # They overlap, hence asynchronous.
+        # Waits overlap, hence asynchronous.
         shared = {"name": f"{label} waits for {awaited}", "cat": "wait", "id": identifier}
         end = {"pid": rank.rank, "ts": _us(event.end_ns, origin_ns)}
         return [

@@ -1,4 +1,4 @@
-"""Joins the recordings of all ranks to what the page and the Chrome trace show."""
+"""Joins the recordings of all ranks into the document that page and Chrome trace show."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class LaneTrack:
     """Copies of the lanes between two ranks that do not overlap each other.
 
     Attributes:
-        name: "lane to rank 1"; further ones at the same time have a number.
-        copies: of one rank, by begin.
+        name: "lane to rank 1"; further tracks at the same time have a number.
+        copies: copies of one rank, by begin.
     """
 
     name: str
@@ -39,16 +39,16 @@ class LaneTrack:
 
 @dataclass(frozen=True)
 class StepSpan:
-    """One call of a step function by one replica.
+    """A call of a step function by one replica.
 
     Attributes:
-        number: counted from 0 since the partition.
+        number: number of the step, counted from 0 since the partition.
         replica: global ranks.
-        begin_ns, end_ns: of the calls, over all its ranks.
+        begin_ns, end_ns: begin and end of the calls, over all ranks of the replica.
         first_ns, last_ns: begin of the first and end of the last task.
-        num_microbatches: of the driver.
-        busy_ns: sum of task times, of the device where it was recorded, by global rank.
-        plan: the same step without anything in the way.
+        num_microbatches: number of microbatches of the driver.
+        busy_ns: sum of task times by global rank; of the device if it was recorded.
+        plan: simulation of the same step without disturbances.
     """
 
     number: int
@@ -66,13 +66,13 @@ class StepSpan:
         return self.last_ns - self.first_ns
 
     def bubble(self, rank: int) -> float:
-        """Fraction of the makespan in which this rank ran no task."""
+        """Returns the fraction of the makespan in which this rank ran no task."""
         if self.makespan_ns <= 0:
             return 0.0
         return 1.0 - self.busy_ns[rank] / self.makespan_ns
 
     def planned_bubble(self, rank: int) -> float | None:
-        """The same of the plan; None if there is none."""
+        """Returns the same fraction of the plan; None if there is no plan."""
         if self.plan.bubble is None:
             return None
         return self.plan.bubble.get(self.replica.index(rank), 1.0)
@@ -80,14 +80,14 @@ class StepSpan:
 
 @dataclass(frozen=True)
 class Document:
-    """Everything that is shown; times on the clock of rank 0.
+    """The recordings of all ranks as they are shown; times are on the clock of rank 0.
 
     Attributes:
-        ranks: grouped by replica, then by pipeline rank.
-        steps: by number, then by replica.
-        transfers: those of which both ends were recorded.
-        num_unpaired: tensors of which only one end was.
-        begin_ns, end_ns: of all steps.
+        ranks: recordings, grouped by replica, then by pipeline rank.
+        steps: spans by number, then by replica.
+        transfers: tensors of which both ends were recorded.
+        num_unpaired: number of tensors of which only one end was recorded.
+        begin_ns, end_ns: begin and end of all steps.
     """
 
     ranks: tuple[RankRecording, ...]
@@ -99,7 +99,7 @@ class Document:
     notes: tuple[str, ...] = field(default=())
 
     def bubble(self, rank: int) -> float:
-        """Over all steps of a rank."""
+        """Returns the bubble of a rank over all steps."""
         steps = [step for step in self.steps if rank in step.busy_ns]
         total = sum(step.makespan_ns for step in steps)
         busy = sum(step.busy_ns[rank] for step in steps)
@@ -107,10 +107,10 @@ class Document:
 
 
 def build(recordings: Sequence[RankRecording]) -> Document:
-    """Makes the document.
+    """Joins the recordings.
 
     Raises:
-        ValueError: if no step was recorded.
+        ValueError: no step was recorded.
     """
     ranks = tuple(sorted(recordings, key=lambda r: (r.replica[0], r.pp_rank)))
     transfers, num_unpaired = pair_transfers(ranks)
@@ -138,10 +138,10 @@ def build(recordings: Sequence[RankRecording]) -> Document:
 
 
 def pair_transfers(ranks: Sequence[RankRecording]) -> tuple[tuple[Transfer, ...], int]:
-    """Joins the two ends of each tensor, and counts ends without the other one.
+    """Joins the two ends of each tensor, and counts ends without a counterpart.
 
-    Tensors of one name from one rank to another arrive in the order in which they were sent. Those
-    of steps that were not recorded do not count.
+    Tensors of one name from one rank to another arrive in the order in which they were sent.
+    Tensors of steps that were not recorded do not count.
     """
     steps = {event.step for rank in ranks for event in rank.of_kind("step")}
     waiting: dict[tuple[object, ...], deque[Event]] = defaultdict(deque)
@@ -163,7 +163,7 @@ def pair_transfers(ranks: Sequence[RankRecording]) -> tuple[tuple[Transfer, ...]
                     event.peer,
                     rank.rank,
                     sent.begin_ns,
-                    # Clocks of two hosts agree up to the uncertainty only.
+                    # Clocks of two hosts agree only within the uncertainty.
                     max(event.begin_ns, sent.begin_ns),
                     event.num_bytes,
                     event.mb,
@@ -176,7 +176,7 @@ def pair_transfers(ranks: Sequence[RankRecording]) -> tuple[tuple[Transfer, ...]
 
 
 def lane_tracks(rank: RankRecording) -> list[LaneTrack]:
-    """What came and went over lanes, by peer; a viewer cannot show boxes of a row that overlap."""
+    """Returns copies over lanes by peer, in tracks without overlap, as viewers need them."""
     by_way: dict[tuple[str, int], list[Event]] = defaultdict(list)
     for kind in ("lane sent", "lane received"):
         for event in rank.of_kind(kind):

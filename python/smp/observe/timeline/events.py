@@ -1,4 +1,4 @@
-"""What the recorder of one rank knows, as Python values."""
+"""The recording of one rank, as Python values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OPERATION = -2
 
 
 class Event(NamedTuple):
-    """One event; times in nanoseconds. See csrc/pipeline/timeline.h for what applies to which."""
+    """An event; times are in nanoseconds. See csrc/pipeline/timeline.h for fields by kind."""
 
     kind: str
     """Words for the kinds of csrc/pipeline/timeline.h, such as "run" or "lane sent"."""
@@ -32,7 +32,7 @@ class Event(NamedTuple):
 
     @property
     def task(self) -> str:
-        """The text of `smp.metrics.executed_order`."""
+        """Returns the text of `smp.metrics.executed_order`."""
         module = "" if self.module_id == _STEP_BODY else f":m{self.module_id}"
         visit = f".{self.visit}" if self.visit else ""
         resume = f"/{self.resume}" if self.resume else ""
@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
     @property
     def is_body(self) -> bool:
-        """Whether the user's step function ran, not a module for another rank."""
+        """Returns whether the user's step function ran, not a module for another rank."""
         return self.module_id == _STEP_BODY
 
     @property
@@ -50,20 +50,20 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRecording:
-    """What one rank tells rank 0 about itself.
+    """The recording that one rank sends to rank 0.
 
     Attributes:
         rank: global rank.
-        pp_rank: its partition.
+        pp_rank: pipeline rank.
         replica: global ranks of its pipeline group.
         place: words for its place in the grid.
-        machine: equal for ranks that share a clock.
-        module_names: by module id; empty without a server.
-        policy, active_microbatches: how its tasks were scheduled.
-        events: by the time they were known; clock of this rank until `aligned`.
-        num_dropped: older events that found no room.
-        offset_ns: what this rank's clock shows when that of rank 0 shows 0.
-        uncertainty_ns: the offset is at most so much larger or smaller.
+        machine: identifier that is equal for ranks that share a clock.
+        module_names: names by module id; empty without a server.
+        policy, active_microbatches: schedule of its tasks.
+        events: events in the order of recording; on the clock of this rank until `aligned`.
+        num_dropped: number of older events that found no room.
+        offset_ns: time on this rank's clock when that of rank 0 shows 0.
+        uncertainty_ns: largest error of the offset, in both directions.
     """
 
     rank: int
@@ -84,11 +84,11 @@ class RankRecording:
 
     @property
     def tasks(self) -> list[Event]:
-        """When tasks were worked on: by the device, where it was recorded, else by the host."""
+        """Returns tasks with times of the device if they were recorded, else of the host."""
         return self.of_kind("device") or self.of_kind("run")
 
     def name_of(self, event: Event) -> str:
-        """Module of a task, or what ran instead of one."""
+        """Returns the module of a task, or words for a task without one."""
         if event.is_body:
             return "step function"
         if event.module_id == _OPERATION:
@@ -98,7 +98,7 @@ class RankRecording:
         return self.module_names[event.module_id] or "(root)"
 
     def aligned(self, offset_ns: int, uncertainty_ns: int) -> RankRecording:
-        """The same on the clock of rank 0."""
+        """Returns the recording on the clock of rank 0."""
         moved = tuple(
             event._replace(begin_ns=event.begin_ns - offset_ns, end_ns=event.end_ns - offset_ns)
             for event in self.events
@@ -107,11 +107,11 @@ class RankRecording:
 
 
 def to_events(rows: list[tuple[Any, ...]], num_passes: int = 0) -> tuple[Event, ...]:
-    """Events of the C++ recorder.
+    """Converts events of the C++ recorder.
 
     Args:
-        rows: of the recorder.
-        num_passes: steps before these that are none of the script.
+        rows: rows of the recorder.
+        num_passes: number of earlier steps that are not the script's.
     """
     events = (Event(*row) for row in rows)
     return tuple(e._replace(step=e.step - num_passes) if e.step >= 0 else e for e in events)

@@ -13,7 +13,7 @@ _ROUNDS = 10
 
 
 def own_recording(current: runtime.Runtime) -> RankRecording:
-    """Takes what the recorder of this rank holds."""
+    """Takes the events of this rank's recorder."""
     rows, num_dropped = current.timeline.take()
     # A pipeline counts the passes of the check of the loss as steps.
     passes = 0 if current.pipeline is None else current.steps.num_passes
@@ -33,7 +33,7 @@ def own_recording(current: runtime.Runtime) -> RankRecording:
 
 
 def gather(current: runtime.Runtime) -> list[RankRecording]:
-    """All recordings on rank 0, by rank, aligned; nothing on the other ranks. Collective."""
+    """Returns all recordings by rank, aligned, on rank 0; [] on other ranks. Collective."""
     own = own_recording(current)
     if current.rank.global_rank != 0:
         _answer_clock_questions()
@@ -49,13 +49,13 @@ def gather(current: runtime.Runtime) -> list[RankRecording]:
 
 
 def estimate(rounds: list[tuple[int, int, int]]) -> tuple[int, int]:
-    """Offset of a clock and how wrong it may be, from questions and answers.
+    """Estimates the offset of a clock and its uncertainty, from questions and answers.
 
-    The answer was given somewhere between question and arrival; the quickest round says it most
-    exactly (Cristian's algorithm, as in NTP).
+    The answer was given somewhere between question and arrival, so the quickest round is the most
+    exact one (Cristian's algorithm, as in NTP).
 
     Args:
-        rounds: (asked, clock of the other one, arrived); the first and last of the own clock.
+        rounds: (asked, clock of the other rank, arrived); the first and last on the own clock.
     """
     asked, other, arrived = min(rounds, key=lambda r: r[2] - r[0])
     return other - (asked + arrived) // 2, (arrived - asked + 1) // 2

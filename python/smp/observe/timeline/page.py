@@ -1,4 +1,4 @@
-"""The page that shows a trace: one file that loads nothing from elsewhere."""
+"""Makes the page that shows a trace: one file that loads no other files."""
 
 from __future__ import annotations
 

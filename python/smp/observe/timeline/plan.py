@@ -1,4 +1,4 @@
-"""What the schedule would have been with the measured task times and nothing in the way."""
+"""Simulates the schedule with the measured task times and without disturbances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORWARD, _BACKWARD = 0, 1
 
 @dataclass(frozen=True)
 class Planned:
-    """One action of the plan, in nanoseconds from the begin of the step."""
+    """An action of the plan; times are nanoseconds since the step began."""
 
     pp_rank: int
     phase: int
@@ -29,10 +29,10 @@ class Plan:
     """A simulated step.
 
     Attributes:
-        actions: those that take time.
-        makespan_ns: how long it takes.
-        bubble: fraction of it in which a rank has nothing to do, by pipeline rank.
-        note: why there is no plan, if there is none.
+        actions: actions that take time.
+        makespan_ns: duration of the step.
+        bubble: fraction of the step in which a rank has nothing to do, by pipeline rank.
+        note: reason why there is no plan, or "".
     """
 
     actions: tuple[Planned, ...] = ()
@@ -48,13 +48,13 @@ def make_plan(
     policy: str,
     active_microbatches: int | None,
 ) -> Plan:
-    """Simulates a step from what was measured in it.
+    """Simulates a step from its measured times.
 
     Args:
-        runs: of the step, by pipeline rank; the driver is 0.
-        hops: how long each tensor from one pipeline rank to another was on its way, in ns.
-        num_microbatches: of the step.
-        policy, active_microbatches: as configured.
+        runs: tasks of the step, by pipeline rank; the driver is 0.
+        hops: transfer times of tensors by pair of pipeline ranks, in ns.
+        num_microbatches: number of microbatches of the step.
+        policy, active_microbatches: the configured schedule.
     """
     stages = chain(runs, num_microbatches)
     if not stages:
@@ -96,10 +96,10 @@ def make_plan(
 def chain(
     runs: Mapping[int, Sequence[Event]], num_microbatches: int
 ) -> list[tuple[int, float, float]]:
-    """Stages as (pipeline rank, mean ns of a forward, mean ns of a backward).
+    """Returns stages as (pipeline rank, mean ns of a forward, mean ns of a backward).
 
     Each rank is one stage, in the order in which the first microbatch reached them. The driver is
-    the first one, and the last one too with what it did after the others (a head, the loss).
+    the first stage, and also the last one with the tasks that follow the others (a head, the loss).
     """
     others = {rank: list(events) for rank, events in runs.items() if rank != 0 and events}
     first_ns = {rank: min(event.begin_ns for event in events) for rank, events in others.items()}
@@ -118,7 +118,7 @@ def chain(
 def _split_driver(
     driver: Sequence[Event], others: Sequence[Event]
 ) -> tuple[list[Event], list[Event]]:
-    """Runs of the driver before and behind those of the other ranks, per microbatch and phase."""
+    """Splits tasks of the driver into those before and behind the others', per microbatch."""
     forward_end: dict[int, int] = {}
     backward_begin: dict[int, int] = {}
     for event in others:

@@ -1,4 +1,4 @@
-"""Arguments of a step function, kept in bytes for another process of the same script."""
+"""Keeps arguments of a step function as bytes for another process of the same script."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Objects of the script that the other process has itself.
+# Objects of the script that the other process has, too.
 _OWN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
@@ -17,7 +17,7 @@ class _Pickler(pickle.Pickler):
     """Leaves out models and optimizers, and casts floating-point tensors.
 
     Args:
-        dtype: of floating-point tensors; None: as they are.
+        dtype: dtype of floating-point tensors; None: they stay as they are.
     """
 
     def __init__(self, file: io.BytesIO, dtype: torch.dtype | None) -> None:
@@ -40,7 +40,7 @@ class _Pickler(pickle.Pickler):
         plain = obj.detach().cpu().contiguous()
         if self._dtype is not None and plain.is_floating_point():
             plain = plain.to(self._dtype)
-        # Bytes of its own: those of torch name a storage by its address, and would never be equal.
+        # The pickles of torch name a storage by its address, and would never be equal.
         content = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
         return _rebuilt, (content, plain.dtype, tuple(plain.shape))
 
@@ -61,17 +61,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 class KeptArguments:
-    """Arguments of one call.
+    """Arguments of one call, as bytes.
 
     Args:
-        arguments: the script's.
-        dtype: that floating-point tensors are cast to, if any.
+        arguments: arguments of the script's call.
+        dtype: dtype that floating-point tensors are cast to, or None.
 
     Attributes:
-        data: all of them but models and optimizers.
+        data: pickle of all arguments but models and optimizers.
 
     Raises:
-        Exception: something in them cannot be pickled.
+        Exception: something in the arguments cannot be pickled.
     """
 
     def __init__(self, arguments: Any, dtype: torch.dtype | None = None) -> None:
@@ -82,9 +82,9 @@ class KeptArguments:
         self._own = pickler.own
 
     def restored(self, data: bytes | None = None) -> Any:
-        """New objects, with the models and optimizers of this process.
+        """Returns new arguments, with the models and optimizers of this process.
 
         Args:
-            data: of another process; its own by default.
+            data: bytes of another process; its own by default.
         """
         return _Unpickler(io.BytesIO(self.data if data is None else data), self._own).load()

@@ -1,9 +1,9 @@
-"""What reaches the computation of a step function by another way than its arguments.
+"""Records data that reach the computation of a step function other than by its arguments.
 
 A batch may come by a closure, a global or an iterator. It meets the model in one of two places: as
-an argument of the model's call, or in an operator that also takes what the model has returned (a
-loss, for one). Tensors are recorded there, and one process that is to compute with the data of
-several ranks is given them there.
+an argument of the model's call, or in an operator that also takes an output of the model (a loss,
+for example). Tensors are recorded in these places. A process that replays the data of several ranks
+gets their tensors in the same places.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from smp.modules.tracing import is_tracing
 from smp.observe.verification.arguments import KeptArguments
 
 _CALL = "the model's call"
-_NEAR = 1e-6  # of a norm: the same data, computed by another number of threads
+_NEAR = 1e-6  # share of a norm: the same data, computed by another number of threads
 _SETTERS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
 
 @dataclass
 class Entry:
-    """What enters in one place.
+    """Data that enter in one place.
 
     Attributes:
-        name: of the operator, or of the model's call.
-        tensors: in the order of the arguments.
-        numbers: among the arguments of an operator; compared only.
+        name: name of the operator, or of the model's call.
+        tensors: tensors in the order of the arguments.
+        numbers: numbers among the arguments of an operator; they are compared only.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Entry:
 
 
 class Entering:
-    """Of one rank.
+    """The recorder of entering data on one rank.
 
     Args:
-        dtype: that floating-point tensors are cast to on their way in; None: they stay as they are.
-        own_tensors: buffers of the wrapped models, which are no data.
-        notes_draws: look whether operators on results of a model draw random numbers; where one
-            thread runs at a time.
+        dtype: dtype that entering floating-point tensors are cast to; None: they stay as they are.
+        own_tensors: function that returns buffers of the wrapped models, which are no data.
+        notes_draws: record which operators on outputs of a model draw random numbers; only where
+            one thread runs at a time.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class Entering:
         self._given: list[list[Entry]] | None = None
         self._where = ""
         self.keeps = True
-        #: places where one process was given other data than it has itself
+        #: places where the process was given other data than its own
         self.taken: list[str] = []
-        #: step functions that draw, each once
+        #: step functions that draw random numbers, each once
         self.draws: list[str] = []
-        #: numbers that are others, and data that cannot be followed
+        #: notes on numbers that differ, and on data that cannot be followed
         self.notes: list[str] = []
 
     # ---- a step
 
     def begin(self, number: int, replay: Path | None) -> None:
-        """A step begins.
+        """Begins a step.
 
         Args:
-            number: of the call, counted from 0.
-            replay: folder of a job whose data one process computes with.
+            number: number of the call, counted from 0.
+            replay: folder of a job whose data the process computes with.
         """
         self._records.clear()
         self._where = f"step {number}"
@@ -97,14 +97,14 @@ class Entering:
             self._given = [entries for path in files for entries in _read(path)]
 
     def take(self) -> bytes:
-        """What has entered in all microbatches of the step, which is forgotten."""
+        """Returns the data that entered in all microbatches of the step, and clears them."""
         found = [self._records[mb] for mb in sorted(self._records)]
         self._records.clear()
         plain = [[(e.name, e.tensors, e.numbers) for e in entries] for entries in found]
         return KeptArguments(plain).data
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The step function, watched."""
+        """Wraps a step function to record the data that enter it."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             mb = -1 if is_tracing() else _C.current_microbatch()
@@ -130,7 +130,7 @@ class Entering:
         return functools.update_wrapper(watched, function)
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The model's call, whose operators are the model's own."""
+        """Records and runs the model's call; operators inside it are not recorded."""
         body: _Body | None = getattr(self._threads, "body", None)
         if body is None:
             return forward(args, kwargs)
@@ -142,13 +142,13 @@ class Entering:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """The model's backward, in which checkpoints run a second time."""
+        """Pauses the recording for the model's backward, in which checkpoints run again."""
         body: _Body | None = getattr(self._threads, "body", None)
         with contextlib.nullcontext() if body is None else body.paused():
             yield
 
     def is_own(self, tensor: Tensor) -> bool:
-        """Is it of a model?"""
+        """Returns whether a tensor is a parameter or buffer of a model."""
         return isinstance(tensor, nn.Parameter) or id(tensor) in self._own
 
 
@@ -165,12 +165,12 @@ class _Body(overrides.TorchFunctionMode):
         self._is_paused = False
         self._number = 0
         self.function = ""
-        self._bare: list[Entry] = []  # with numbers alone
+        self._bare: list[Entry] = []  # entries with numbers alone
         self._entries: list[Entry] = []
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is watched inside, and as far as possible nothing notices this mode."""
+        """Pauses watching inside, and hides this mode as far as possible."""
         self._is_paused, was_paused = True, self._is_paused
         try:
             is_top = overrides._get_current_function_mode() is self
@@ -180,7 +180,7 @@ class _Body(overrides.TorchFunctionMode):
             self._is_paused = was_paused
 
     def end(self) -> None:
-        """Has all entered that entered on the other rank?"""
+        """Raises unless everything entered that entered on the other rank."""
         if self._given is None:
             return
         given = [entry for entry in self._given if entry.tensors]
@@ -189,18 +189,18 @@ class _Body(overrides.TorchFunctionMode):
             raise ValueError(_other_steps(f"{self._where}: '{missing}' is missing"))
         bare = [entry for entry in self._given if not entry.tensors]
         if [entry.name for entry in bare] != [entry.name for entry in self._bare]:
-            return  # what a script only prints on some ranks, for one
+            return  # scripts may print on some ranks only, for example
         for other, mine in zip(bare, self._bare, strict=True):
             place = f"{self._where}: '{mine.name}'"
             _compare_numbers(self._owner.notes, place, other.numbers, mine.numbers)
 
     @property
     def entries(self) -> list[Entry]:
-        """What has entered: with tensors, and then with numbers alone."""
+        """Returns all entries: those with tensors, then those with numbers alone."""
         return self._entries + self._bare
 
     def follow(self, result: Any) -> None:
-        """What a model has returned, or was computed from it."""
+        """Marks tensors as outputs of a model, or as computed from them."""
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._results[leaf] = True
@@ -252,7 +252,7 @@ class _Body(overrides.TorchFunctionMode):
     # ---- the model's call
 
     def entered_call(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments that the model is called with."""
+        """Records the arguments of the model's call, and returns those to compute with."""
         try:
             flat = Flat((args, kwargs), lambda tensor: not self._depends(tensor))
         except ValueError as error:
@@ -277,7 +277,7 @@ class _Body(overrides.TorchFunctionMode):
     def _entered(
         self, name: str, tensors: Sequence[Tensor], numbers: Sequence[Any], cast: bool
     ) -> list[Tensor]:
-        """The tensors to compute with."""
+        """Records entering tensors, and returns the tensors to compute with."""
         dtype = self._owner.dtype if cast else None
         own = [_cast(tensor, dtype) for tensor in tensors]
         if self._given is None:
@@ -313,7 +313,7 @@ class _Body(overrides.TorchFunctionMode):
         return own
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """As it is now; one for all places where it enters."""
+        """Returns a copy of the tensor's present value; the same copy for all places."""
         key = (id(tensor), 0 if tensor.is_inference() else tensor._version)
         if key not in self._copies:
             self._copies[key] = (tensor, tensor.detach().to("cpu", copy=True))
@@ -325,7 +325,7 @@ def _read(path: Path) -> list[list[Entry]]:
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The argument that an operator writes, if it does."""
+    """Returns the argument that an operator writes, or None."""
     if "out" in kwargs:
         return kwargs["out"]
     is_inplace = name.endswith("_") and not name.endswith("__")

@@ -1,4 +1,4 @@
-"""What modules return in every microbatch of a step, and which of them draw random numbers."""
+"""Records outputs of modules by microbatch, and which modules draw random numbers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from smp.modules.tracing import is_tracing
 from smp.observe.first_step.records import Records, leaves_of
 from smp.observe.first_step.sketch import SIZE, is_plain, sketch
 
-#: shape, and numbers or their sketch; None for what has no numbers
+#: shape, and numbers or their sketch; None for values without numbers
 Row = tuple[tuple[int, ...], Tensor] | None
 
 
 class ModuleRecords(Records):
-    """Sketches of what modules return, by microbatch.
+    """Sketches of the outputs of modules, by microbatch.
 
     Args:
-        names: of the modules.
-        notes_draws: look whether they draw random numbers; where one thread runs at a time.
+        names: names of the modules.
+        notes_draws: record which modules draw random numbers; only where one thread runs at a time.
 
     Attributes:
-        rows: by microbatch, name and number of the call in it, in the order in which modules
-            returned.
+        rows: outputs by microbatch, name and number of the call in it, in the order in which
+            modules returned.
         draws: modules that drew random numbers, with their class; inner ones first.
     """
 
@@ -61,14 +61,14 @@ class ModuleRecords(Records):
         self.rows[mb, self._names[idx], number] = [row_of(leaf) for leaf in leaves_of(result)]
 
     def take(self) -> dict[tuple[int, str, int], list[Row]]:
-        """The rows of a step, which are forgotten."""
+        """Returns the rows of a step and clears them."""
         rows, self.rows = self.rows, {}
         self._numbers.clear()
         return rows
 
 
 def row_of(value: Any) -> Row:
-    """What is kept of a leaf: its numbers, or the sketch of many."""
+    """Returns the row of a leaf: its numbers, or a sketch if there are many."""
     if not is_plain(value):
         return None
     if value.numel() <= SIZE and not value.is_complex():

@@ -1,4 +1,4 @@
-"""What `smp verify` asks of a job, in a file that `SMP_VERIFY` names."""
+"""The order of `smp verify` to a job, in a file that `SMP_VERIFY` names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Order:
-    """What one job records.
+    """The recording that `smp verify` orders from one job.
 
     Attributes:
-        folder: of the records of this job.
+        folder: folder of the records of this job.
         steps: updates of an optimizer after which the script ends.
-        dtype: that models and inputs are cast to, ``"float64"``; None: they stay as they are.
+        dtype: dtype that models and inputs are cast to, ``"float64"``; None: they stay as they are.
         replay: folder of another job, whose inputs of all data-parallel ranks this one process
-            computes with; None: the script's own.
+            computes with; None: the process uses its own inputs.
     """
 
     folder: str
@@ -30,10 +30,10 @@ class Order:
 
     @classmethod
     def read(cls, path: str) -> Order:
-        """The order in a file.
+        """Reads the order in a file.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the file contains no order.
         """
         try:
             return cls(**json.loads(Path(path).read_text()))

@@ -1,7 +1,7 @@
 """Records what a script computes on one rank, for `smp verify`.
 
-Nothing here communicates: a rank writes what it holds, marked as state dicts of one rank are, and
-the command puts the parts together. See docs/design/verify.md.
+Nothing here communicates: a rank writes what it holds, with the marks of state dicts of one rank,
+and the command joins the parts. See docs/design/verify.md.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from smp.world.observers import StepObserver
 
 
 class EndOfVerification(SystemExit):
-    """The script has made as many updates as were asked for; it ends with status 0."""
+    """The script has made the ordered number of updates; it ends with status 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
 class VerificationObserver(StepObserver):
-    """Starts the recording that `smp verify` has asked for."""
+    """Starts the recording that `smp verify` has ordered."""
 
     def __init__(self, current: runtime.Runtime) -> None:
         self._current = current
@@ -45,7 +45,7 @@ class VerificationObserver(StepObserver):
         """Begins to record with the first module.
 
         Raises:
-            ValueError: SMP_VERIFY names no order.
+            ValueError: the file of SMP_VERIFY contains no order.
         """
         current = self._current
         path = current.rank.settings.verify
@@ -62,11 +62,11 @@ class VerificationObserver(StepObserver):
 
 
 class Recording:
-    """Of one rank.
+    """The recording of one rank.
 
     Args:
         current: the runtime.
-        order: of the command.
+        order: order of the command.
     """
 
     def __init__(self, current: runtime.Runtime, order: Order) -> None:
@@ -88,12 +88,12 @@ class Recording:
     # ---- models
 
     def cast(self, module: nn.Module) -> None:
-        """Before the wrapping, where the values of the whole model are still here."""
+        """Casts a module before it is wrapped, while the whole model is here."""
         if self._dtype is not None:
             module.to(self._dtype)
 
     def model_partitioned(self, model: Any) -> None:
-        """A model runs from now on."""
+        """Records the initial values of a model, and its modules from now on."""
         prefix = _prefix(model)
         named = list(model.local_named_modules())
         names = [prefix + name for name, _ in named]
@@ -122,9 +122,9 @@ class Recording:
     # ---- steps
 
     def calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The arguments of a step function, as (args, kwargs), one for each data-parallel rank.
+        """Returns the arguments of a step function, as (args, kwargs), per data-parallel rank.
 
-        Outside of a replay there is one, of this rank.
+        Outside a replay there is one entry, for this rank.
         """
         number = self._num_calls
         self._num_calls += 1
@@ -171,15 +171,15 @@ class Recording:
             )
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The step function, watched for data that are no arguments, and for random numbers."""
+        """Wraps the step function to record data that are no arguments, and random numbers."""
         return self._entering.around(function)
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of a model."""
+        """Runs and records a call of a model."""
         return self._entering.call(forward, args, kwargs)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Around a backward of a model."""
+        """Returns a context for a backward of a model."""
         return self._entering.backward()
 
     def _buffers(self) -> Iterator[Tensor]:
@@ -193,7 +193,7 @@ class Recording:
 
     @property
     def _has_batch(self) -> bool:
-        """Is the batch of this rank one that counts?"""
+        """Returns whether the batch of this rank is recorded."""
         ranks = self._current.rank.ranks
         return ranks["pp"] == 0 and (ranks["tp"] == 0 or not self._is_split)
 
@@ -206,12 +206,12 @@ class Recording:
         path.with_suffix(".digest").write_text(hashlib.sha256(data).hexdigest())
 
     def step_done(self, trains: bool, result: Any, counts: Sequence[int]) -> None:
-        """A step function has ended, and gradients are reduced.
+        """Saves the records of a step function whose gradients are reduced.
 
         Args:
             trains: whether gradients were enabled.
-            result: of the step function.
-            counts: microbatches by data-parallel rank.
+            result: return value of the step function.
+            counts: numbers of microbatches by data-parallel rank.
         """
         self._in_step = False
         if self._order.replay is None:
@@ -253,10 +253,10 @@ class Recording:
     # ---- updates
 
     def updated(self, optimizer: Any) -> None:
-        """An optimizer has updated its parameters. Collective where whole parameters are read.
+        """Saves an optimizer's update. Collective where whole parameters are read.
 
         Raises:
-            EndOfVerification: it was the last one that is wanted.
+            EndOfVerification: this was the last ordered update.
         """
         current = self._current
         number = current.wrapped.optimizers.index(optimizer)
@@ -313,7 +313,7 @@ def _copy(value: Tensor) -> Tensor:
 
 
 def _detached(value: Any) -> Any:
-    """Copies in host memory: what is saved later must be of now."""
+    """Copies tensors to host memory, so that later writes do not change them."""
     if isinstance(value, Tensor):
         return _copy(value)
     if isinstance(value, dict):
@@ -322,7 +322,7 @@ def _detached(value: Any) -> Any:
 
 
 def _outputs(result: Any) -> list[list[Any]]:
-    """Leaves of what a step function returned, each by microbatch."""
+    """Returns the leaves of a step function's return value, each by microbatch."""
     found: list[list[Any]] = []
 
     def visit(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Runs a script as Python does, with seeds for those that it does not set itself.
+"""Runs a script as Python does, with fixed seeds for generators that it does not seed itself.
 
 ``python -m smp.observe.verification.seeded SCRIPT ...`` or ``... -m MODULE ...``.
 """
