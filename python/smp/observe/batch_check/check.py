@@ -39,11 +39,11 @@ _MOST_PIECES = 4  # of what is looked at
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """Which part of a batch is looked at.
+    """A choice of the part of a batch that is looked at.
 
     Attributes:
-        count: into how many parts the batch is cut.
-        part: number of the one.
+        count: number of parts of the batch.
+        part: number of the chosen one.
         sizes: number of samples of each.
     """
 
@@ -54,14 +54,14 @@ class _Choice:
 
 @dataclasses.dataclass(frozen=True)
 class _Look:
-    """One comparison: a part of the batch as one microbatch, and cut into pieces.
+    """A comparison of a part of the batch as one microbatch with the same part in pieces.
 
     Attributes:
-        whole: the part.
-        num_samples: of it.
-        number: of pieces.
-        shakes: outputs of models are moved.
-        alike: one number stands for all that an operator draws.
+        whole: part of the batch.
+        num_samples: number of its samples.
+        number: number of pieces.
+        shakes: whether outputs of models are moved.
+        alike: whether one number is used for all that an operator draws.
     """
 
     whole: Batch
@@ -71,7 +71,7 @@ class _Look:
     alike: bool = False
 
     def pieces(self) -> Batch:
-        """The part, cut."""
+        """Returns the part, cut into pieces."""
         return dataclasses.replace(self.whole, count=self.number)
 
     def sizes(self) -> list[int]:
@@ -179,7 +179,7 @@ class BatchCheck:
         return self._compare(self._looks(drivers))
 
     def _looks(self, drivers: Mapping[tuple[int, int], _Choice]) -> list[_Look]:
-        """What is compared; the next one where code does not bear that."""
+        """Returns comparisons; each but the first is for code that does not bear those before."""
         # All ranks of a replica take the same part.
         first = next(own for (rdp, _), own in drivers.items() if rdp == self._reads[0])
         whole = self._part(first.count, first.part)
@@ -237,7 +237,7 @@ class BatchCheck:
         return max(range(count), key=contrast.__getitem__)
 
     def _part(self, count: int, part: int) -> Batch:
-        """One of the parts of the batch, as a batch that makes one microbatch."""
+        """Returns one of the parts of the batch, as a batch that makes one microbatch."""
         batch = self._batch
         return dataclasses.replace(
             batch,
