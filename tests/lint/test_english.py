@@ -12,7 +12,6 @@ UNWRITTEN = frozenset(
     """
     activations checkpoint commands compilation data_parallel dropout initial model
     modules observe optim patches planning precision step storage tensor_parallel
-    world
     """.split()
 )
 

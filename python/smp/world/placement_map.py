@@ -1,4 +1,4 @@
-"""Where the ranks of a run are, in a few lines for people."""
+"""Describes the places of the ranks of a run in a few lines for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _AXIS_WORDS = ("pipeline stages", "tensor-parallel ranks", "replicas")
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: ``"0-3 6 8-9"``."""
+    """Returns ascending numbers in short form: ``"0-3 6 8-9"``."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][-1] + 1:
@@ -52,7 +52,7 @@ def placement_map(
     coordinates: Sequence[tuple[int, int, int]],
     placement: str,
 ) -> str:
-    """A table of ranks, or of hosts if there are many ranks.
+    """Returns a table of ranks, or of hosts if there are many ranks.
 
     Args:
         hosts: host of each rank, index = global rank.
