@@ -473,7 +473,7 @@ class DistributedModel(ModelViews):
                     updated.grad.zero_()
 
     def cuda(self, device: Any = None) -> DistributedModel:
-        """Does nothing: the library chooses the device of each part."""
+        """Returns the model unchanged; the library chooses the device of each part."""
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
