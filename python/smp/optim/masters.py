@@ -134,7 +134,7 @@ class MasterViews:
 
     @property
     def master_is_distributed(self) -> dict[int, bool]:
-        """Flags by ``id`` of the master: whether the parameter is split over tensor-parallel ranks."""
+        """Flags by ``id`` of the master: whether tensor-parallel ranks split the parameter."""
         return {key: dim is not None for key, dim in self.master_distribution_axis.items()}
 
     @property
