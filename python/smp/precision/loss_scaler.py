@@ -145,7 +145,7 @@ class DynamicLossScaler:
 
     @property
     def hysteresis(self) -> int:
-        """Number of overflows until the scale is lowered, including the last one, which lowers it."""
+        """Number of overflows until the scale is lowered; the last one lowers it."""
         return int(self._numbers()[3])
 
     @property
