@@ -11,7 +11,7 @@ from tests.lint.layers import REPO
 UNWRITTEN = frozenset(
     """
     activations checkpoint commands compilation data_parallel dropout initial modules
-    observe patches planning step tensor_parallel
+    observe patches planning tensor_parallel
     """.split()
 )
 

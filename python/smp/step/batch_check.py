@@ -35,19 +35,19 @@ from smp.world import comm, runtime
 
 _log = logging.getLogger("smp")
 
-_MOST_PIECES = 4  # of what is looked at
+_MOST_PIECES = 4  # of the part that is checked
 
 MakeBodies = Callable[[Batch], Bodies]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """Which part of a batch is looked at.
+    """The part of a batch that is checked.
 
     Attributes:
-        count: into how many parts the batch is cut.
-        part: number of the one.
-        sizes: number of samples of each.
+        count: number of parts into which the batch is cut.
+        part: number of the checked part.
+        sizes: number of samples of each part.
     """
 
     count: int
@@ -57,14 +57,14 @@ class _Choice:
 
 @dataclasses.dataclass(frozen=True)
 class _Look:
-    """One comparison: a part of the batch as one microbatch, and cut into pieces.
+    """A comparison of a part of the batch, as one microbatch, with its pieces.
 
     Attributes:
         whole: the part.
-        num_samples: of it.
-        number: of pieces.
-        shakes: outputs of models are moved.
-        alike: one number stands for all that an operator draws.
+        num_samples: number of samples of the part.
+        number: number of pieces.
+        shakes: whether outputs of models are moved.
+        alike: whether one number replaces all numbers that an operator draws.
     """
 
     whole: Batch
@@ -74,23 +74,23 @@ class _Look:
     alike: bool = False
 
     def pieces(self) -> Batch:
-        """The part, cut."""
+        """Returns the part, cut into pieces."""
         return dataclasses.replace(self.whole, count=self.number)
 
     def sizes(self) -> list[int]:
-        """Number of samples of each piece."""
+        """Returns the number of samples of each piece."""
         return _sizes(self.num_samples, self.number)
 
 
 class BatchCheck:
-    """Check of one step function on one rank, behind its first step that trains.
+    """The check of one step function on one rank, after its first step that trains.
 
     Args:
         current: the runtime.
-        engines: partitioned models.
-        name: of the step function.
+        engines: engines of the partitioned models.
+        name: name of the step function.
         function: the user's function.
-        batch: arguments of the step.
+        batch: batch of the step.
         rule: weighs microbatches.
         make: makes the bodies of a pass over a batch.
     """
@@ -114,17 +114,18 @@ class BatchCheck:
         self._group = comm.MP_GROUP if uneven else comm.WORLD
 
     def run(self) -> None:
-        """Does what has to be done, in the first call only. Collective over all ranks, within
-        `DistributedModel.join` over those of a replica.
+        """Runs the check in the first call only.
+
+        Collective over all ranks, and within `DistributedModel.join` over those of a replica.
 
         Raises:
-            FirstStepDifference: on all of them, if `SMP_CHECK_FIRST_STEP` is 1.
+            FirstStepDifference: on all these ranks, if `SMP_CHECK_FIRST_STEP` is 1.
         """
         steps = self._current.steps
         code = getattr(self._function, "__code__", self._function)
-        # Inside of `join` some replicas may have no step, so another one is checked outside of it.
+        # Inside of `join` some replicas may have no step, so a step outside of it is checked, too.
         key = (code, self._group, *(engine.idx for engine in self._engines))
-        # A timeline shows the steps of the script alone; a later step is checked then.
+        # A timeline shows only steps of the script; then a later step is checked.
         if key in steps.batch_checks or not self._is_cut() or self._current.timeline.is_on:
             return
         steps.batch_checks[key] = "runs"
@@ -157,7 +158,7 @@ class BatchCheck:
         if self._current.rank.global_rank == 0 or self._group is comm.MP_GROUP and self._is_driver:
             _log.log(level, "smp: %s", text)
 
-    # ---- what is looked at
+    # ---- parts
 
     def _outcome(self) -> str:
         reason = self._reason_against()
@@ -177,8 +178,8 @@ class BatchCheck:
         return self._compare(self._looks(drivers))
 
     def _looks(self, drivers: Mapping[tuple[int, int], _Choice]) -> list[_Look]:
-        """What is compared; the next one where code does not bear that."""
-        # All ranks of a replica take the same part.
+        """Returns the comparisons; each later one is for code that the earlier ones break."""
+        # Every rank of a replica takes the same part.
         first = next(own for (rdp, _), own in drivers.items() if rdp == self._reads[0])
         whole = self._part(first.count, first.part)
         num_samples = drivers[self._reads].sizes[first.part]
@@ -211,17 +212,17 @@ class BatchCheck:
 
     def _choice(self) -> _Choice | str | None:
         if not self._is_driver:
-            return None  # arguments may be dummies
+            return None  # the arguments may be dummies
         num_samples = self._batch.num_samples
         if num_samples < 2:
             return "cannot tell: a rank has one sample, or no argument with samples"
-        # Two microbatches, or a quarter of the batch, if those have a sample for each piece.
+        # A part is two microbatches, or a quarter of the batch, if it has a sample for each piece.
         count = min(max(self._batch.count // 2, _MOST_PIECES), num_samples // _MOST_PIECES)
         count = max(count, 1)
         return _Choice(count, self._part_of_contrast(count), _sizes(num_samples, count))
 
     def _part_of_contrast(self, count: int) -> int:
-        """The part whose pieces have the most different numbers of masked positions."""
+        """Returns the part whose pieces have the most different numbers of masked positions."""
         contrast = [0.0] * count
         for _, tensor, axis in self._batch.cutting.tensors():
             if not tensor.numel():
@@ -235,7 +236,7 @@ class BatchCheck:
         return max(range(count), key=contrast.__getitem__)
 
     def _part(self, count: int, part: int) -> Batch:
-        """One of the parts of the batch, as a batch that makes one microbatch."""
+        """Returns a part of the batch, as a batch of one microbatch."""
         batch = self._batch
         return dataclasses.replace(
             batch,
@@ -247,7 +248,7 @@ class BatchCheck:
     # ---- passes
 
     def _compare(self, looks: Sequence[_Look]) -> str:
-        """Compares the loss of a part of the batch with those of its pieces."""
+        """Compares the loss of a part with those of its pieces, and returns the outcome."""
         for look in looks:
             own, found = self._look(look)
             if judging.draws_differ(found):
@@ -270,7 +271,7 @@ class BatchCheck:
         return "differs: " + judging.in_words(self._name, found, worst, difference)
 
     def _look(self, look: _Look) -> tuple[Found, list[Found]]:
-        """Runs the part and its pieces; what was found here, and on each rank."""
+        """Runs the part and its pieces; returns what was found here, and on each rank."""
         whole, written = self._pass(look, [look.num_samples])
         pieces, _ = self._pass(look, look.sizes())
         own = self._found(whole, pieces, look.sizes(), written)
@@ -282,10 +283,10 @@ class BatchCheck:
     def _pass(
         self, look: _Look, sizes: Sequence[int], rounds: bool = False
     ) -> tuple[BatchPass, list[str]]:
-        """Runs the step function without gradients. Collective as an evaluation step is.
+        """Runs the step function without gradients. Collective like an evaluation step.
 
         Returns:
-            what was noted, and names of buffers that forwards wrote here.
+            the notes of the pass, and names of buffers that forwards wrote here.
         """
         current, steps = self._current, self._current.steps
         run = BatchPass(
@@ -319,7 +320,7 @@ class BatchCheck:
 
     @contextlib.contextmanager
     def _aside(self, run: BatchPass) -> Iterator[list[str]]:
-        """The block leaves models, generators and what the step function collects as they were."""
+        """Restores models, generators and the containers of the step function after the block."""
         modules, written = self._modules(), list[str]()
         collected = Containers(objects=True)
         collected.add(reachable_from_hook(self._function))
@@ -360,7 +361,7 @@ class BatchCheck:
             if name in now and not _is_same(now[name], value)
         ]
 
-    # ---- what was found
+    # ---- findings
 
     def _found(
         self, whole: BatchPass, pieces: BatchPass, sizes: Sequence[int], written: Sequence[str]
@@ -387,7 +388,7 @@ class BatchCheck:
         return own
 
     def _weigh(self, own: Found, one: Batch, several: Batch) -> None:
-        """Weighs losses as the step does."""
+        """Weighs losses like the step."""
         with torch.no_grad():
             try:
                 for batch, weights in ((one, own.whole_weights), (several, own.weights)):
