@@ -18,12 +18,12 @@ torch_backward = torch.autograd.backward
 
 
 def is_one(weight: float | Tensor) -> bool:
-    """Returns whether the host knows that a factor is 1."""
+    """Returns whether a factor is the number 1 of the host."""
     return not isinstance(weight, Tensor) and weight == 1.0
 
 
 def is_zero(factor: float | Tensor) -> bool:
-    """Returns whether the host knows that a factor is 0, so that a microbatch counts nothing."""
+    """Returns whether a factor is the number 0 of the host: a microbatch counts nothing."""
     return not isinstance(factor, Tensor) and factor == 0.0
 
 

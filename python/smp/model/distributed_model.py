@@ -69,15 +69,16 @@ class DistributedModel(ModelViews):
         trace_memory_usage: whether to measure the memory that modules keep for their backward; else
             it is taken from the tensors that autograd saves.
             tensors that autograd saves.
-        overlapping_allreduce: reduce each bucket of gradients as soon as it is complete.
+        overlapping_allreduce: whether to reduce each bucket of gradients as soon as it is complete.
         backward_passes_per_step: step calls whose gradients are accumulated per reduction.
-        average_grads_across_microbatches: divide by the number of microbatches, else sum.
+        average_grads_across_microbatches: whether to average gradients over microbatches; else they
+            are sums.
         bucket_cap_mb: size of a gradient bucket in MB; of two with sharded data parallelism. The
             default is 25 on the CPU and 128 on GPUs.
-        broadcast_buffers: copy the buffers of the first replica to all others before each
-            training step.
-        gradient_as_bucket_view: accepted; gradients are views of their bucket in any case.
-        find_unused_parameters: accepted; unused parameters are recognised in any case.
+        broadcast_buffers: whether to copy the buffers of the first replica to all others before
+            each training step.
+        gradient_as_bucket_view: no effect; gradients are views of their bucket in any case.
+        find_unused_parameters: no effect; unused parameters are recognised in any case.
         compile: "stage" compiles modules that are whole on a rank with `torch.compile`: the largest
             ones without equal blocks inside, and each such block, for the shapes that they get.
             A module that cannot be compiled runs in eager mode, and rank 0 logs which and why.
@@ -290,7 +291,7 @@ class DistributedModel(ModelViews):
         return self._engine.partitioned
 
     def get_module(self) -> nn.Module:
-        """The user's module."""
+        """Returns the user's module."""
         module = self.module
         while isinstance(module, ModuleWrapper):
             module = module.module
@@ -385,8 +386,8 @@ class DistributedModel(ModelViews):
                 merged.
 
         Raises:
-            RuntimeError: keys or shapes do not fit. If not strict, this is raised only for parts of
-                a replaced module under its original names.
+            RuntimeError: shapes do not fit; keys do not fit, if strict; or a key names a part of a
+                replaced module by its original name, if not strict.
         """
         return self._engine.state.load(self._engine.parts, state_dict, strict, same_partition_load)
 
@@ -561,7 +562,7 @@ class DistributedModel(ModelViews):
         """
         self._engine.use_comm_hook(data_parallel.CommHook(state, callable))
 
-    #: its name in PyTorch 1.7
+    #: the name of the method in PyTorch 1.7
     _register_comm_hook = register_comm_hook
 
 

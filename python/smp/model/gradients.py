@@ -19,8 +19,8 @@ class GradientReduction:
 
     Args:
         rank: rank of this process.
-        overlap: reduce buckets while backward goes on.
-        averages: divide by the number of microbatches.
+        overlap: whether to reduce buckets during the backward.
+        averages: whether to divide by the number of microbatches.
         passes_per_reduction: steps whose gradients are added up before they are reduced.
         bucket_cap_bytes: size of a bucket.
 
@@ -159,7 +159,7 @@ class GradientReduction:
         self._has_begun = True
         self._frozen.begin_step()
         # Two reducers have no common order on two replicas before the end of a step; on a device
-        # their sums would wait for each other. So only the last one overlaps: it has the split
+        # their sums would wait for each other. There only the last one overlaps: it has the split
         # layers, which are most of a model.
         is_ahead = any(group.is_stream_ordered for group in self._rank.comms.made)
         for reducer in self.reducers:

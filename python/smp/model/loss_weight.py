@@ -22,8 +22,8 @@ class LossWeight:
         current: the runtime.
         is_hooked: returns whether a communication hook averages gradients.
 
-        Attributes:
-            scaler: decides on the loss scale; None: there is none.
+    Attributes:
+        scaler: decides on the loss scale; None: there is none.
     """
 
     def __init__(self, current: runtime.Runtime, is_hooked: Callable[[], bool]) -> None:

@@ -73,7 +73,7 @@ class ModelViews(nn.Module):
         return interval_of(parameter) is not None
 
     def is_distributed_buffer(self, buffer: Tensor) -> bool:
-        """Returns whether the buffer is split over tensor-parallel ranks; none is here."""
+        """Returns whether the buffer is split over tensor-parallel ranks; ours never are."""
         return False
 
     def is_scaled_batch_parameter(self, parameter: Tensor) -> bool:

@@ -13,8 +13,7 @@ class FusedAdam(FusedOptimizer):
 
     Results equal those of ``torch.optim.AdamW``, or of ``torch.optim.Adam`` without
     ``adam_w_mode``, and each loads state dicts of the other. State of a parameter: ``step``,
-    ``exp_avg``,
-    ``exp_avg_sq``.
+    ``exp_avg``, ``exp_avg_sq``.
 
     Args:
         params: parameters or groups of them.

@@ -52,13 +52,13 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     Args:
         optimizer: a ``torch.optim.Optimizer``. Wrapping the result of an earlier call wraps the
             optimizer inside of it. An FP16 optimizer of the script's own (apex, and scripts before
-                1.10) passes on its optimizer and its loss scale, and is replaced by this one.
-            static_loss_scale: factor of the loss; None means 1. This argument and the next two have
-                no effect except in fp16 training.
-            dynamic_loss_scale: whether the scale follows overflows instead.
-            dynamic_loss_args: arguments of the dynamic scale
-                (:class:`smp.precision.DynamicLossScaler`). Its entries may also be given as
-                keywords.
+            1.10) passes on its optimizer and its loss scale, and is replaced by this one.
+        static_loss_scale: factor of the loss; None means 1. This argument and the next two have
+            no effect except in fp16 training.
+        dynamic_loss_scale: whether the scale follows overflows instead.
+        dynamic_loss_args: arguments of the dynamic scale
+            (:class:`smp.precision.DynamicLossScaler`). Its entries may also be given as
+            keywords.
 
     Raises:
         ValueError: the object is no optimizer; loss scale arguments are unknown; the module of a
@@ -220,10 +220,10 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         Returns:
             result of the wrapped optimizer; None if the update is skipped.
 
-            Raises:
-                ValueError: closure with a dynamic loss scale.
-                RuntimeError: gradients made by a closure are not finite, or a step function is
-                    running.
+        Raises:
+            ValueError: closure with a dynamic loss scale.
+            RuntimeError: gradients made by a closure are not finite, or a step function is
+                running.
         """
         self._runtime.steps.refuse_inside("optimizer.step")
         self._load_pending()
@@ -405,7 +405,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
         Args:
             loss: loss without a loss scale.
-            update_master_grads: accepted. In either case masters have their gradients when the
+            update_master_grads: no effect. In either case masters have their gradients when the
                 step function is over. They lose the loss scale when they are read, as in
                 :meth:`update_master_grads` and :meth:`step`.
             retain_graph: False; nothing else is supported.

@@ -22,10 +22,10 @@ class SumNorms(Protocol):
         Args:
             norms: float64 ``[k, len(parameters)]``, of the elements that this rank has.
             parameters: parameters of the optimizer, in the order of its groups, on every rank.
-                is_max: whether to take maxima instead of sums; then the numbers are >= 0.
+            is_max: whether to take maxima instead of sums; then the numbers are >= 0.
 
-            Returns:
-                the same numbers over all elements of each parameter; may be ``norms`` itself.
+        Returns:
+            the same numbers over all elements of each parameter; may be ``norms`` itself.
         """
 
 
@@ -119,8 +119,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Args:
             closure: function that recomputes the loss.
 
-            Returns:
-                result of the closure.
+        Returns:
+            result of the closure.
 
         Raises:
             ValueError: a parameter has 16 bits, or tensors do not fit each other.

@@ -72,9 +72,9 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> 
     Returns:
         the norm: a scalar tensor on the device of this rank, equal on all ranks.
 
-        Raises:
-            ValueError: ``norm_type`` is not positive.
-            RuntimeError: a step function is running.
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+        RuntimeError: a step function is running.
     """
     norm = _true_norm(runtime.current(), parameters, norm_type, "grad_norm")
     return norm.rounded(norm.total)

@@ -87,7 +87,7 @@ class ScaledGradients:
         self.renewed: set[Tensor] = set()
         #: Copies of gradients by the parameters of the model at which they were read.
         self.shown: dict[Tensor, ShownGradient] = {}
-        self.num_changes = 0  # of the divisor
+        self.num_changes = 0  # changes of the divisor
 
     def __reduce__(self) -> Any:
         return type(None), ()  # files that save a parameter do not have this object

@@ -77,8 +77,8 @@ class Agreement:
         Args:
             maxima: maxima of the digests over the group.
 
-            Raises:
-                ValueError: on every rank, if they differ in a value on which ranks have to agree.
+        Raises:
+            ValueError: on every rank, if they differ in a value on which ranks have to agree.
         """
         if maxima[0] != -maxima[1]:
             told = comm.allgather(self._terms.words(), comm.CommGroup.DP_GROUP)

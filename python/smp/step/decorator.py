@@ -280,7 +280,7 @@ class _Bodies:
             set_share(self._shares[mb])
             begin_context({})
             if self._place_of is not None:
-                places.enter(self._place_of(mb))  # in a copy of the context
+                places.enter(self._place_of(mb))  # affects a copy of the context only
             with autocast.apply(self._autocast), explaining_derivatives(current):
                 return self._function(*own.args, **own.kwargs)
 
@@ -316,8 +316,8 @@ def step(
     into fewer pieces if there are fewer samples. The batch of pipeline rank 0 counts.
 
     The reference is the loss of the global batch, that is of the batches of all replicas, in one
-    process. A loss that is a mean counts in it by its ``weight``: the number over which it is a
-    mean, in its microbatch, divided by the sum over all microbatches of all replicas. A backward
+    process. A loss that is a mean counts in it by its ``weight``: the divisor of the mean in its
+    microbatch, over the sum of the divisors of all microbatches of all replicas. A backward
     begins with that share, so gradients, their norm, and hooks on tensors are those of the global
     batch. So is the mean over the replicas of ``reduce_mean``; in evaluation ``reduce_mean`` is
     that of the batch of this replica. Microbatches of weight 0 have no backward.

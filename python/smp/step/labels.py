@@ -96,9 +96,9 @@ class CountedLabels:
 
     Attributes:
         rule: rule by which labels count.
-            path: place of the labels among the arguments.
-            divisor: place, among the arguments, of the number by which the model divides instead of
-                counting labels; None: there is none.
+        path: place of the labels among the arguments.
+        divisor: place, among the arguments, of the number by which the model divides instead of
+            counting labels; None: there is none.
     """
 
     rule: LabelRule
@@ -133,12 +133,12 @@ def find_labels(
     Args:
         current: the runtime.
         models: partitioned models that take part.
-            batch: batch of this rank.
-            step: name of the step function.
-            run_body: runs it on the first microbatch, in which `smp.is_tracing` is true.
+        batch: batch of this rank.
+        step: name of the step function.
+        run_body: runs it on the first microbatch, in which `smp.is_tracing` is true.
 
-        Returns:
-            the labels; None if the loss counts samples, or labels are not found.
+    Returns:
+        the labels; None if the loss counts samples, or labels are not found.
     """
     rules = {model: rule for model in models if (rule := rule_of(model.get_module())) is not None}
     if not rules or not any(_integers(batch.bound)):

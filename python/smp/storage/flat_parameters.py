@@ -60,7 +60,7 @@ class FlatParameters(WholeParameters):
 
     def _lay_out(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
         rank = self._rank
-        flats = []  # with the position in the model of their first parameter
+        flats = []  # position of the first parameter, memory and parameters of each bucket
         positions = {parameter: i for i, (_, parameter) in enumerate(local)}
         for own in by_kind(rank, [item for item in local if item[1].requires_grad]).values():
             for bucket in _C.plan_shards(

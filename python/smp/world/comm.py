@@ -209,7 +209,7 @@ def broadcast(obj: object, group: CommGroup) -> None:
     Only the sender calls this. It returns when all members have received the object.
 
     Args:
-        obj: anything picklable; tensors travel by value.
+        obj: any picklable object; tensors are sent by value.
         group: kind of the caller's group.
     """
     here, members = _communicating("broadcast", group)
@@ -222,7 +222,7 @@ def send(obj: object, dest_rank: int, rank_type: RankType) -> None:
     """Sends an object and returns when the peer has called `recv_from`.
 
     Args:
-        obj: anything picklable; tensors travel by value.
+        obj: any picklable object; tensors are sent by value.
         dest_rank: rank of the receiver in the caller's group of kind `rank_type`.
         rank_type: kind of group in which `dest_rank` is counted.
     """
@@ -252,7 +252,7 @@ def allgather(obj: object, group: CommGroup) -> list[Any]:
     """Returns the objects of all members of a group, in order of rank. Collective over the group.
 
     Args:
-        obj: anything picklable; tensors travel by value.
+        obj: any picklable object; tensors are sent by value.
         group: kind of the caller's group.
     """
     here, members = _communicating("allgather", group)

@@ -26,11 +26,11 @@ from smp.world.rendezvous import make_private
 
 FAILURE_VARIABLE = "SMP_FAILURE_FILE"
 _TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_MAX_FRAMES = 4  # of two lines each
-_FIRST_LINES, _LAST_LINES = 5, 3  # of a message
-_MAX_CHARACTERS = 400  # of a line
+_MAX_FRAMES = 4  # frames of the traceback, two lines each
+_FIRST_LINES, _LAST_LINES = 5, 3  # lines of a message
+_MAX_CHARACTERS = 400  # characters of a line
 _SHOWN = "==== shown on the terminal"
-_WAIT_S = 3.0  # for the failed rank to print
+_WAIT_S = 3.0  # time for the failed rank to print
 _OLD_S = 7 * 24 * 3600.0
 _OURS = tuple(os.path.dirname(os.path.realpath(m.__file__ or "")) for m in (_C, torch))
 _RULE = "+" + "-" * 78
@@ -47,7 +47,7 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Culprit:
-    """The rank that ended the run, as this rank knows it.
+    """The rank that ended the run, as seen by this rank.
 
     Attributes:
         rank: global rank; None if it is not known, or if all ranks wait.

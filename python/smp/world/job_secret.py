@@ -1,4 +1,4 @@
-"""The secret of a job, which both sides of each of our connections prove to know.
+"""The secret of a job, which both sides of each of our connections prove to have.
 
 See `csrc/health/handshake.h` for the proof, and docs/security.md for what it protects.
 """

@@ -20,7 +20,7 @@ class FirstRankLog(logging.LoggerAdapter[logging.Logger]):
         return self._speaks and super().isEnabledFor(level)
 
     def begin(self, global_rank: int | None) -> None:
-        """Enables the log for a run of this rank; None: the run is over."""
+        """Begins a run, in which only rank 0 logs; None: the run is over."""
         self._speaks = not global_rank
         self._told.clear()
 

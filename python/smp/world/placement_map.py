@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_MAX_RANKS = 16  # with a line each
-_MAX_HOSTS = 12  # with a line each
-_MAX_NAMED_HOSTS = 4  # in one line
+_MAX_RANKS = 16  # most ranks with a line each
+_MAX_HOSTS = 12  # most hosts with a line each
+_MAX_NAMED_HOSTS = 4  # most hosts in one line
 _AXES = ("pp", "tp", "rdp")
 _AXIS_WORDS = ("pipeline stages", "tensor-parallel ranks", "replicas")
 

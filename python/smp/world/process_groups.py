@@ -36,7 +36,7 @@ class ProcessGroups:
 
         Args:
             store: keys of this init, in a world of more than one.
-            loopback: all ranks are on one machine.
+            loopback: whether all ranks are on one machine.
         """
         self._store, self._loopback = store, loopback
         self.make_if_wanted()

@@ -87,7 +87,7 @@ class Rank:
 
         Args:
             store: keys of this init.
-            loopback: all ranks are on one machine; nothing listens elsewhere.
+            loopback: whether all ranks are on one machine; then nothing listens elsewhere.
             own_host: address of this machine as others see it.
             own_address: the same as a number; empty: not known.
             secret: secret of this job.

@@ -326,8 +326,8 @@ def raise_first_error(errors: Sequence[str | None]) -> None:
     Args:
         errors: error of each rank, index = global rank.
 
-        Raises:
-            ValueError: the error; its text names the rank unless all ranks have the same error.
+    Raises:
+        ValueError: the error; its text names the rank unless all ranks have the same error.
     """
     first = next((error for error in errors if error is not None), None)
     if first is None:

@@ -189,10 +189,10 @@ class Runtime:
 
 _current: Runtime | None = None
 _meeting_point = MeetingPoint()
-_failing: tuple[failure.FailureFile, int] | None = None  # and the rank, also after its end
+_failing: tuple[failure.FailureFile, int] | None = None  # file and rank, also after a run
 _has_hooks = False
-_has_failed = False  # by an uncaught exception
-_init_culprit: failure.Culprit | None = None  # of a failed smp.init
+_has_failed = False  # an uncaught exception has ended the script
+_init_culprit: failure.Culprit | None = None  # culprit of a failed smp.init
 
 
 def current() -> Runtime:

@@ -240,8 +240,7 @@ class PartGradients:
     def scaling(self) -> Scaling | None:
         """Returns the common factor of all gradients of this rank that the script has read.
 
-        It is None unless a number was computed from gradients before, and if there are several
-        factors.
+        It is None if no number was computed from gradients before, or if there are several factors.
         """
         return self._applied or self._scaling()
 
