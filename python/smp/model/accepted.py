@@ -1,4 +1,4 @@
-"""Which modules `DistributedModel` takes."""
+"""Checks of modules that are passed to `DistributedModel`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from smp.modules.foreign_wrappers import reason_to_refuse
 from smp.modules.materialize import memory_span
 from smp.world import runtime
 
-# Between code of a wrapper and the model that it calls or asks.
+# Most frames between code of a wrapper and the model that it calls.
 _CALLS_INSIDE = 6
 
 
 def check_module(module: nn.Module, current: runtime.Runtime, wrapper: type[nn.Module]) -> None:
-    """Raises a ValueError for what cannot be wrapped; says why.
+    """Raises a ValueError, with the reason, for a module that cannot be wrapped.
 
     Args:
-        module: of the user.
+        module: the user's module.
         current: the runtime, whose other models count.
-        wrapper: `DistributedModel`, which is not wrapped itself.
+        wrapper: class `DistributedModel`, of which no instance is wrapped.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"DistributedModel wraps an nn.Module, not a {type(module).__name__}")
@@ -39,7 +39,7 @@ def check_module(module: nn.Module, current: runtime.Runtime, wrapper: type[nn.M
 
 
 def refuse_around(model: nn.Module) -> None:
-    """Raises where a wrapper that smp does not go with has been put around a model.
+    """Raises if an unsupported wrapper has been put around a model.
 
     Wrappers ask for parameters when they are made, or call the model later.
 
@@ -50,7 +50,8 @@ def refuse_around(model: nn.Module) -> None:
     for _ in range(_CALLS_INSIDE):
         if frame is None:
             return
-        # Frames keep the dictionary of their locals, so those of scripts are not asked for it.
+        # A frame keeps the dictionary of its locals once it is read, so frames of scripts are not
+        # read.
         is_torch = str(frame.f_globals.get("__name__", "")).startswith("torch.")
         around = frame.f_locals.get("self") if is_torch else None
         if isinstance(around, nn.Module) and (reason := reason_to_refuse(around)) is not None:
@@ -61,7 +62,7 @@ def refuse_around(model: nn.Module) -> None:
 
 
 def _check_scaled_rows(module: nn.Module, current: runtime.Runtime) -> None:
-    """Replicas read other rows, and each would scale those that it reads."""
+    """Refuses ``max_norm`` with replicas: each would scale only the rows that it reads."""
     tables, replicas = (nn.Embedding, nn.EmbeddingBag), current.rank.sizes["dp"]
     for name, table in module.named_modules():
         if isinstance(table, tables) and table.max_norm is not None and replicas > 1:
@@ -75,7 +76,7 @@ def _check_scaled_rows(module: nn.Module, current: runtime.Runtime) -> None:
 
 
 def _check_shared(module: nn.Module, current: runtime.Runtime) -> None:
-    """A parameter has one owner and one reduction."""
+    """Refuses parameters that another wrapped model has: each has one owner and one reduction."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     models: list[Any] = list(current.wrapped.models)
     for other in models:
@@ -90,10 +91,10 @@ def _check_shared(module: nn.Module, current: runtime.Runtime) -> None:
 
 
 def _check_memory(module: nn.Module, current: runtime.Runtime) -> None:
-    """A parameter that gets other memory, or another rank, has to have its memory alone.
+    """Refuses a parameter that moves but shares its memory with another tensor.
 
     Tied parameters are one tensor. Two tensors with one memory are updated twice in one process,
-    and would be two different ones.
+    and would become different after a move.
     """
     rank = current.rank
     moves_all = (

@@ -1,4 +1,4 @@
-"""Where the backward of a model begins: tensors, some of them on other ranks."""
+"""Roots of the backward of a model: tensors, some of them on other ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import smp._C as _C
 from smp.pipeline.remote_tensor import RemoteTensor
 from smp.world.device_numbers import moved
 
-#: PyTorch's own, in whose place another function stands while models are wrapped
+#: PyTorch's own function, which is replaced while models are wrapped
 torch_backward = torch.autograd.backward
 
 
 def is_one(weight: float | Tensor) -> bool:
-    """Does the host know that there is nothing to multiply with?"""
+    """Returns whether a factor is the number 1 of the host."""
     return not isinstance(weight, Tensor) and weight == 1.0
 
 
 def is_zero(factor: float | Tensor) -> bool:
-    """Does a microbatch count nothing?"""
+    """Returns whether a factor is the number 0 of the host: a microbatch counts nothing."""
     return not isinstance(factor, Tensor) and factor == 0.0
 
 
@@ -32,11 +32,11 @@ def listed(
     tensors: Tensor | Sequence[Tensor],
     grad_tensors: Tensor | Sequence[Tensor | None] | None,
 ) -> tuple[list[Tensor], list[Tensor | None] | None]:
-    """The arguments of `DistributedModel.backward` as lists, in whichever form they come.
+    """Returns the arguments of `DistributedModel.backward` as lists.
 
     Raises:
-        TypeError: something else than tensors comes.
-        ValueError: there are not as many gradients as tensors.
+        TypeError: an argument has something else than tensors.
+        ValueError: the numbers of gradients and of tensors differ.
     """
     roots = _tensors_in(pp_rank, "tensors", tensors)
     for root in roots:
@@ -86,12 +86,12 @@ def weighted(
     weight: float | Tensor,
     ahead: bool,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The same backward with all gradients multiplied by ``weight``.
+    """Returns roots and gradients of the same backward, multiplied by ``weight``.
 
     Args:
-        tensors, grad_tensors: as `listed` makes them.
-        weight: factor; a float64 tensor without dimensions if only the device knows it.
-        ahead: not to wait for tensors that are on another rank.
+        tensors, grad_tensors: results of `listed`.
+        weight: factor; a float64 scalar tensor if only the device has its value.
+        ahead: whether not to wait for tensors that are on another rank.
     """
     roots = list(tensors)
     grads: list[Tensor | None] = list(grad_tensors or [None] * len(roots))
@@ -114,17 +114,17 @@ def _filled(tensor: Tensor, weight: float | Tensor, ahead: bool) -> Tensor:
 def _times(grad: Tensor, weight: float | Tensor) -> Tensor:
     if not isinstance(weight, Tensor):
         return grad * weight
-    # As with a number of the host, which 16-bit tensors are multiplied with in float32.
+    # Like a number of the host, by which 16-bit tensors are multiplied in float32.
     dtype = torch.promote_types(grad.dtype, torch.float32)
     factor = moved(weight, grad.device).to(dtype)
     return (grad.to(dtype) * factor).to(grad.dtype)
 
 
 def run_backward(roots: tuple[Tensor, ...], grad_tensors: Sequence[Tensor | None] | None) -> None:
-    """``torch.autograd.backward``, which also begins at handles of tensors on other ranks.
+    """Runs ``torch.autograd.backward``, also from handles of tensors on other ranks.
 
     Args:
-        roots, grad_tensors: where it begins, and with which gradients.
+        roots, grad_tensors: tensors at which the backward begins, and their gradients.
     """
     known = grad_tensors is not None and all(grad is not None for grad in grad_tensors)
     if known and any(isinstance(root, RemoteTensor) for root in roots):

@@ -1,4 +1,4 @@
-"""Keeps the buffers of all replicas those of the first one."""
+"""Copies the buffers of the first replica to all others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from smp.world.rank import Rank
 class ReplicaBuffers:
     """Broadcasts the first replica's buffers around each training step.
 
-    In front of it all of them, as the script may have written some. Behind it those that forwards
-    write (running statistics, codebooks), so that evaluation and checkpoints have the same ones on
-    every replica.
+    Before the step all buffers are broadcast, as the script may have written some. After the step
+    those that forwards write (running statistics, codebooks) are broadcast, so that evaluation and
+    checkpoints have the same ones on every replica.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         root: the user's model.
         broadcasts: whether buffers are broadcast.
     """
@@ -26,12 +26,12 @@ class ReplicaBuffers:
         self._rank, self._root, self._broadcasts = rank, root, broadcasts
         self._is_open = False
         self._before: dict[str, Tensor] | None = None  # values, in a step that looks for writes
-        self._written: set[str] = set()  # on some replica
+        self._written: set[str] = set()  # names that some replica has written
         self._num_steps = 0
 
     @property
     def is_on(self) -> bool:
-        """Does a training step that begins now broadcast buffers?"""
+        """True if a training step that begins now broadcasts buffers."""
         return self._broadcasts and self._root.training
 
     def begin_step(self, first: int, ends: bool) -> None:
@@ -46,8 +46,8 @@ class ReplicaBuffers:
             return
         self._is_open = True
         self._num_steps += 1
-        # Some are written from a later step on. Looking takes copies and an exchange between the
-        # replicas, so it becomes rare. PyTorch counts no version of running statistics.
+        # Some buffers are first written in a later step. The search takes copies and an exchange
+        # between replicas, so it becomes rare. PyTorch counts no version of running statistics.
         if self._num_steps & (self._num_steps - 1) == 0:
             self._before = {name: b.detach().clone() for name, b in self._root.named_buffers()}
 
@@ -64,7 +64,7 @@ class ReplicaBuffers:
         data_parallel.broadcast_from_first(self._rank, written)
 
     def abandon_step(self) -> None:
-        """The step is over, or has failed. Not collective."""
+        """Forgets a step that is over or has failed. Not collective."""
         self._is_open, self._before = False, None
 
 

@@ -61,26 +61,28 @@ class DistributedModel(ModelViews):
 
     Args:
         module: the model; its modules stay unmodified.
-        trace_device: "gpu" (the device of this process, also where that is the CPU) or "cpu": where
-            measurements for the partition are taken. Without measurements the trace has shapes
-            only, and needs neither memory nor a device.
-        trace_execution_times: measure forward times of modules on the first step, else they are
-            estimated from shapes.
-        trace_memory_usage: measure what modules keep for their backward, else it is taken from the
+        trace_device: "gpu" (the device of this process, even if that is the CPU) or "cpu": device
+            of the measurements for the partition. Without measurements the trace has shapes only,
+            and needs neither memory nor a device.
+        trace_execution_times: whether to measure forward times of modules on the first step; else
+            they are estimated from shapes.
+        trace_memory_usage: whether to measure the memory that modules keep for their backward; else
+            it is taken from the tensors that autograd saves.
             tensors that autograd saves.
-        overlapping_allreduce: reduce each bucket of gradients as soon as it is complete.
+        overlapping_allreduce: whether to reduce each bucket of gradients as soon as it is complete.
         backward_passes_per_step: step calls whose gradients are accumulated per reduction.
-        average_grads_across_microbatches: divide by the number of microbatches, else sum.
-        bucket_cap_mb: size of a gradient bucket in MB; of two with sharded data parallelism. Left
-            out, it is 25 on the CPU and 128 on GPUs.
-        broadcast_buffers: copy the buffers of the first replica to all others before each
-            training step.
-        gradient_as_bucket_view: accepted; gradients are views of their bucket in any case.
-        find_unused_parameters: accepted; unused parameters are recognised in any case.
-        compile: "stage" compiles with `torch.compile` what is whole on a rank: the largest modules
-            that have no equal blocks inside, and each of such blocks, for the shapes that they get.
-            What cannot be compiled runs in eager mode, and rank 0 tells which and why. None: what
-            the script has compiled itself, which happens in any case.
+        average_grads_across_microbatches: whether to average gradients over microbatches; else they
+            are sums.
+        bucket_cap_mb: size of a gradient bucket in MB; of two with sharded data parallelism. The
+            default is 25 on the CPU and 128 on GPUs.
+        broadcast_buffers: whether to copy the buffers of the first replica to all others before
+            each training step.
+        gradient_as_bucket_view: no effect; gradients are views of their bucket in any case.
+        find_unused_parameters: no effect; unused parameters are recognised in any case.
+        compile: "stage" compiles modules that are whole on a rank with `torch.compile`: the largest
+            ones without equal blocks inside, and each such block, for the shapes that they get.
+            A module that cannot be compiled runs in eager mode, and rank 0 logs which and why.
+            None: only modules that the script has compiled itself are compiled.
 
     Raises:
         ValueError: for arguments that are not usable, for a module that shares parameters with
@@ -119,7 +121,7 @@ class DistributedModel(ModelViews):
                 f"backward_passes_per_step ({backward_passes_per_step}) must be an integer >= 1 "
                 f"and bucket_cap_mb ({bucket_cap_mb}) a number > 0"
             )
-        # Whatever is seeded later: the values of a model do not depend on when it is partitioned.
+        # Take the seed now: values must not depend on when the model is partitioned.
         seed = torch.initial_seed()
         initialise_again(module, current.rank.device, seed)
         rank = current.rank
@@ -162,7 +164,7 @@ class DistributedModel(ModelViews):
         current.wrapped.add_model(self)
         take_over(current)
         let_go = weakref.finalize(self, self._engine.close)
-        let_go.atexit = False  # the runtime ends in an order of its own
+        let_go.atexit = False  # the runtime has its own order at exit
         current.on_shutdown(let_go)
         if current.rank.sizes["pp"] == 1:
             self.prepare()
@@ -171,7 +173,7 @@ class DistributedModel(ModelViews):
 
     @torch._disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output; inside a step function the same on all ranks of the replica.
+        """Returns the model's output; inside a step function the same on all ranks of the replica.
 
         With several pipeline ranks the arguments of pipeline rank 0 count.
         """
@@ -194,11 +196,11 @@ class DistributedModel(ModelViews):
     ) -> None:
         """Replaces ``loss.backward()`` in step functions, and outside of them in fp16 training.
 
-        A loss scale is applied here; losses stay what they are.
+        The loss scale is applied here; losses keep their values.
 
         Args:
             tensors: scalar or list of tensors that depend on the model's output.
-            grad_tensors: their gradients, as in ``torch.autograd.backward``.
+            grad_tensors: gradients of these, as in ``torch.autograd.backward``.
         """
         if self._runtime.verification is not None:
             with self._runtime.verification.backward():
@@ -207,16 +209,17 @@ class DistributedModel(ModelViews):
         self._calls.backward(tensors, grad_tensors)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ``torch.nn.Module.named_parameters``.
+        """Yields names and parameters like ``torch.nn.Module.named_parameters``.
 
         Raises:
-            ValueError: `DistributedDataParallel` or the like is put around the model.
+            ValueError: an unsupported wrapper such as `DistributedDataParallel` is around the
+                model.
         """
         refuse_around(self)
         return super().named_parameters(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refused: a copy would share ranks, gradients and state with this model.
+        """Refuses a copy, which would share ranks, gradients and state with this model.
 
         Raises:
             TypeError: always.
@@ -228,7 +231,7 @@ class DistributedModel(ModelViews):
         )
 
     def __reduce__(self) -> NoReturn:
-        """Refused: what is pickled (torch.save) would be a part of a model, and its connections.
+        """Refuses to be pickled (torch.save): the pickle would have a part of the model only.
 
         Raises:
             TypeError: always.
@@ -239,10 +242,10 @@ class DistributedModel(ModelViews):
         )
 
     def prepare(self, trace: Trace | None = None) -> None:
-        """Partitions the model unless that has happened. Collective.
+        """Partitions the model unless it is partitioned already. Collective.
 
         Args:
-            trace: of the model, on the first rank, if there is one.
+            trace: trace of the model on the first rank, if there is one.
         """
         if self._engine.partitioned:
             return
@@ -262,7 +265,7 @@ class DistributedModel(ModelViews):
             hook(self, self._optimizer())
 
     def _optimizer(self) -> Any:
-        """The last optimizer that was wrapped, of several the last one with parameters of ours."""
+        """Returns the last wrapped optimizer; of several models, the last that updates this."""
         wrapped = self._runtime.wrapped
         if len(wrapped.models) <= 1:
             return wrapped.optimizer
@@ -279,7 +282,7 @@ class DistributedModel(ModelViews):
 
     @property
     def _label(self) -> str:
-        """What messages call this model."""
+        """Name of this model in messages."""
         return self._engine.label
 
     @property
@@ -288,7 +291,7 @@ class DistributedModel(ModelViews):
         return self._engine.partitioned
 
     def get_module(self) -> nn.Module:
-        """The user's module."""
+        """Returns the user's module."""
         module = self.module
         while isinstance(module, ModuleWrapper):
             module = module.module
@@ -304,12 +307,12 @@ class DistributedModel(ModelViews):
 
     @property
     def _expected_memory(self) -> Expected | None:
-        """What the partition expects this rank to hold, or None before the partition."""
+        """Memory that the partition expects on this rank, or None before the partition."""
         return self._engine.partitioning.expected
 
     @property
     def _decision(self) -> Decision | None:
-        """Which rank owns which module; None before the partition."""
+        """Owner of each module; None before the partition."""
         return self._engine.partitioning.decision
 
     def _parts(self) -> ModelParts:
@@ -323,16 +326,16 @@ class DistributedModel(ModelViews):
     def whole_parameters(
         self, parameters: Iterable[nn.Parameter] | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """`smp.whole_parameters` of this model."""
+        """Returns the context `smp.whole_parameters` of this model."""
         return whole_parameters(self, parameters)
 
     # ---- state
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Entries of the state dict that live on this rank, marked as partial.
+        """Returns the entries of the state dict that live on this rank, marked as partial.
 
-        With sharded data parallelism collective over the ranks that hold one copy of the model; it
-        raises PeerFailure or RuntimeError if some of them do not call it.
+        With sharded data parallelism it is collective over the ranks that hold one copy of the
+        model, and raises PeerFailure or RuntimeError if some of them do not call it.
         """
         self._runtime.rank.check_sums()
         self._runtime.wrapped.spread_written()
@@ -340,16 +343,17 @@ class DistributedModel(ModelViews):
         return self._parts().marked_state()
 
     def state_dict(self, gather_to_rank0: bool = False, *args: Any, **kwargs: Any) -> Any:
-        """The whole model, with the keys of the unwrapped one.
+        """Returns the state dict of the whole model, with the keys of the unwrapped one.
 
-        Collective over the ranks of a replica (the MP group) once the model is partitioned, with
-        sharded data parallelism also over those that hold one copy of it.
+        Once the model is partitioned, this is collective over the ranks of a replica (the MP
+        group), and with sharded data parallelism also over the ranks that hold one copy of the
+        model.
 
         Args:
-            gather_to_rank0: only global rank 0 gets the dict, all others an empty one.
+            gather_to_rank0: whether only global rank 0 gets the dict, and all others an empty one.
 
         Raises:
-            ValueError: further arguments, which ``torch.nn.Module.state_dict`` has.
+            ValueError: other arguments of ``torch.nn.Module.state_dict`` were passed.
             PeerFailure, RuntimeError: some of these ranks have not called it.
         """
         if args or kwargs or not isinstance(gather_to_rank0, bool):
@@ -372,17 +376,18 @@ class DistributedModel(ModelViews):
         strict: bool = True,
         same_partition_load: bool = False,
     ) -> torch.nn.modules.module._IncompatibleKeys:
-        """Loads a whole state dict, or the partial one that this rank saved.
+        """Loads a whole state dict, or the partial state dict that this rank saved.
 
         Args:
-            state_dict: of the unwrapped model, or of :meth:`local_state_dict`. Partial ones are
-                merged over the ranks of the replica first, which is collective.
-            strict: missing and unexpected keys are errors.
-            same_partition_load: a partial dict of exactly this partition: nothing is merged.
+            state_dict: state of the unwrapped model, or result of :meth:`local_state_dict`. Partial
+                ones are merged over the ranks of the replica first, which is collective.
+            strict: whether missing and unexpected keys are errors.
+            same_partition_load: whether a partial dict has exactly this partition; nothing is
+                merged.
 
         Raises:
-            RuntimeError: keys or shapes do not fit; not strict, for a piece of a module that was
-                replaced under the names from before.
+            RuntimeError: shapes do not fit; keys do not fit, if strict; or a key names a part of a
+                replaced module by its original name, if not strict.
         """
         return self._engine.state.load(self._engine.parts, state_dict, strict, same_partition_load)
 
@@ -390,7 +395,7 @@ class DistributedModel(ModelViews):
         """Gathers the whole model on the CPU of every rank and ends its partition. Collective.
 
         Raises:
-            RuntimeError: it has modules that are split over several ranks.
+            RuntimeError: the model has modules that are split over several ranks.
         """
         split = next(self.distributed_modules(), None)
         if split is not None and self._runtime.rank.sizes["tp"] > 1:
@@ -422,19 +427,19 @@ class DistributedModel(ModelViews):
         return self
 
     def half(self) -> DistributedModel:
-        """``to(torch.float16)``."""
+        """Converts the model like ``to(torch.float16)``."""
         return self._change_dtype(torch.float16)
 
     def bfloat16(self) -> DistributedModel:
-        """``to(torch.bfloat16)``."""
+        """Converts the model like ``to(torch.bfloat16)``."""
         return self._change_dtype(torch.bfloat16)
 
     def float(self) -> DistributedModel:
-        """``to(torch.float32)``."""
+        """Converts the model like ``to(torch.float32)``."""
         return self._change_dtype(torch.float32)
 
     def double(self) -> DistributedModel:
-        """``to(torch.float64)``."""
+        """Converts the model like ``to(torch.float64)``."""
         return self._change_dtype(torch.float64)
 
     def _change_dtype(self, dtype: torch.dtype) -> DistributedModel:
@@ -454,7 +459,7 @@ class DistributedModel(ModelViews):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients of all parameters, those of their masters too.
+        """Resets the gradients of all parameters and of their masters.
 
         Raises:
             RuntimeError: inside of a step function.
@@ -469,22 +474,22 @@ class DistributedModel(ModelViews):
                     updated.grad.zero_()
 
     def cuda(self, device: Any = None) -> DistributedModel:
-        """No effect: the library chooses the device of each part."""
+        """Returns the model unchanged; the library chooses the device of each part."""
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the model with `torch.compile`, which takes the arguments. On all ranks alike.
+        """Compiles the model with `torch.compile` and its arguments. Call on all ranks alike.
 
-        As a whole where it is whole on one rank, else its parts, as with ``compile="stage"``. So
-        does ``torch.compile(model)`` with its first call. Takes effect with the next forward or
-        step; parameters keep their names.
+        A model that is whole on one rank is compiled as a whole, else its parts are, as with
+        ``compile="stage"``. ``torch.compile(model)`` does the same in its first call. Takes effect
+        with the next forward or step; parameters keep their names.
         """
         self._engine.compile_root(request_of(*args, **kwargs))
 
     # ---- hooks
 
     def register_post_partition_hook(self, hook: Hook) -> RemovableHandle:
-        """``hook(model, optimizer)`` runs after partition, at once if that is over."""
+        """Calls ``hook(model, optimizer)`` after the partition, or at once if that is over."""
         handle = RemovableHandle(self._post_partition_hooks)
         if self.partitioned:
             hook(self, self._optimizer())
@@ -493,7 +498,7 @@ class DistributedModel(ModelViews):
         return handle
 
     def register_post_step_hook(self, hook: Hook) -> RemovableHandle:
-        """``hook(model, optimizer)`` runs once, after the next completed step call."""
+        """Calls ``hook(model, optimizer)`` once, after the next completed step call."""
         handle = RemovableHandle(self._post_step_hooks)
         self._post_step_hooks[handle.id] = hook
         return handle
@@ -504,12 +509,12 @@ class DistributedModel(ModelViews):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Context in which replicas may have different numbers of batches.
+        """Returns a context in which replicas may have different numbers of batches.
 
         A replica that leaves the body early takes part in the gradient reductions of the others,
-        with nothing to add, until all are done. Then it gets parameters, buffers and optimizer
-        states of one that was the last; learning-rate schedulers and whatever else counts steps
-        are the script's. Collectives of the script's own inside the body are not made up for.
+        with nothing to add, until all are done. Then it receives parameters, buffers and optimizer
+        states from one of the last replicas. The script itself has to care for learning-rate
+        schedulers, other counts of steps, and its own collectives inside the body.
 
         All ranks of a replica (the MP group) have equally many batches, hence those of a
         tensor-parallel group, too. With pipeline parallelism each has at least one, unless the
@@ -517,9 +522,9 @@ class DistributedModel(ModelViews):
 
         Args:
             divide_by_initial_world_size: a gradient is the sum over the replicas that have a batch,
-                divided by the number of all; False: by the number of those.
+                divided by the number of all; False: by the number of those with a batch.
             enable: False: no effect, for inputs that are known to be even.
-            throw_on_early_termination: raise on all replicas as soon as one has run out.
+            throw_on_early_termination: whether to raise on all replicas when one has run out.
 
         Raises:
             ValueError: without `ddp`, and where replicas depend on each other in more than gradient
@@ -539,16 +544,16 @@ class DistributedModel(ModelViews):
         state: object,
         callable: Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]],
     ) -> None:
-        """A gradient reduction of the user's own, as with torch's DistributedDataParallel.
+        """Replaces the gradient reduction by a hook, as in torch's DistributedDataParallel.
 
-        ``callable(state, bucket)`` is called with each bucket in place of its all-reduce, in the
-        order of their indices, while backward goes on. It returns a future of a tensor like
-        ``bucket.buffer()``, which has sums over microbatches: all averaging, over replicas and
-        microbatches, is the hook's. Reduce over ``smp.get_dp_process_group()``. Gradients of
+        ``callable(state, bucket)`` is called with each bucket instead of its all-reduce, in the
+        order of their indices, during the backward. It returns a future of a tensor like
+        ``bucket.buffer()``, which has sums over microbatches: the hook does all averaging, over
+        replicas and microbatches. Reduce over ``smp.get_dp_process_group()``. Gradients of
         parameters that are used more often than in earlier steps may come in another bucket without
-        parameters. Where there is one replica only nothing is reduced, and no hook called.
+        parameters. With one replica nothing is reduced, and no hook is called.
 
-        Collective over the replicas, between steps. A later hook takes the place of an earlier one.
+        Collective over the replicas, between steps. A later hook replaces an earlier one.
 
         Raises:
             ValueError: without `ddp` or overlapping_allreduce, and with tensor parallelism or
@@ -557,26 +562,27 @@ class DistributedModel(ModelViews):
         """
         self._engine.use_comm_hook(data_parallel.CommHook(state, callable))
 
-    #: its name in PyTorch 1.7
+    #: the name of the method in PyTorch 1.7
     _register_comm_hook = register_comm_hook
 
 
 def whole_parameters(
     model: DistributedModel, parameters: Iterable[nn.Parameter] | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Context in which parameters have their whole values on every rank, for reading and writing.
+    """Returns a context in which every rank can read and write whole parameters.
 
-    What is written stays, on the ranks that hold it and in masters; the first replica's values
-    count. The model does not run inside. Between steps; collective over all ranks, which do the
-    same inside. An error inside leaves parameters as they were where ranks have parts of them.
+    Written values stay, on the ranks that hold the parameters and in masters; those of the first
+    replica count. The model does not run inside. Collective over all ranks, between steps; all
+    ranks do the same inside. After an error inside, parameters of which ranks have parts are as
+    before.
 
     Args:
-        model: partitioned.
-        parameters: of the model, whole at the same time; None: all of them, which takes the memory
-            of the whole model on each rank.
+        model: partitioned model.
+        parameters: parameters of the model that are whole at the same time; None: all of them,
+            which takes the memory of the whole model on each rank.
 
     Raises:
-        ValueError: one of them is no parameter of the model.
+        ValueError: a given parameter is not one of the model.
         RuntimeError: inside of a step function, before the model is partitioned, or if some ranks
             have not called it.
     """
@@ -585,5 +591,5 @@ def whole_parameters(
 
 
 def engine_of(model: DistributedModel) -> Engine:
-    """What stands behind a model, for the other rooms of the library."""
+    """Returns the engine of a model, for the other rooms of the library."""
     return model._engine

@@ -1,4 +1,4 @@
-"""What stands behind one `DistributedModel`: its owners, and what they do together."""
+"""The engine of a `DistributedModel`: its owners, and their common work."""
 
 from __future__ import annotations
 
@@ -49,31 +49,32 @@ class Engine:
     """Makes the owners of one model, and brings them through partition and steps.
 
     Args:
-        current: the runtime that the model was wrapped under.
+        current: runtime under which the model was wrapped.
         idx: number of the model among those of this runtime.
         root: the user's model.
-        trace: how the model is traced for the automatic partition.
-        overlap, passes_per_reduction, average, bucket_cap_bytes: of the gradient reduction.
+        trace: options of the trace for the automatic partition.
+        overlap, passes_per_reduction, average, bucket_cap_bytes: options of the gradient
+            reduction.
         broadcast_buffers: whether each training step begins with the first replica's buffers.
-        seed: of delayed initialisation.
-        registrations: of the modules in it that were replaced by distributed ones.
-        compiled: what of it is compiled.
+        seed: seed of delayed initialisation.
+        registrations: registrations of the modules that distributed ones have replaced.
+        compiled: compiled parts of the model.
 
     Attributes:
         partitioning: decides which rank has which module.
-        parts: what is on this rank; None before the partition, as the next two.
-        storage: how its parameters lie here.
+        parts: parts of the model on this rank; None before the partition, as the next two.
+        storage: storage of the parameters on this rank.
         pipeline: the place of the model in a pipeline; None also without one.
-        gradients: reduces them over replicas.
-        mask_places: says where masks are drawn, if no layout may change them.
+        gradients: reduces gradients over replicas.
+        mask_places: marks where masks are drawn, if they may not depend on the layout.
         loss: weighs losses.
         state: state dicts of the whole model.
-        capture: while the step function runs for the trace.
+        capture: capture of the step function while it runs for the trace, or None.
         batch_pass: pass of the check of the loss that runs now, or None.
-        uneven: while replicas may run out of batches (`smp.join`).
-        on_next_call: gets the arguments of the next call of the model in its place.
-        joins_step: between begin and end of a step of this model.
-        shows_whole: parameters have the values of other ranks (`smp.whole_parameters`).
+        uneven: handler of uneven batches inside of `smp.join`, or None.
+        on_next_call: receives the arguments of the next call of the model.
+        joins_step: whether a step of this model has begun and not ended.
+        shows_whole: whether parameters have the values of other ranks (`smp.whole_parameters`).
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Engine:
 
     @property
     def label(self) -> str:
-        """What messages call this model."""
+        """Name of this model in messages."""
         millions = sum(p.numel() for p in self._root.parameters()) / 1e6
         return f"{self.idx}: {type(self._root).__name__} of {millions:.3g} M parameters"
 
@@ -144,7 +145,7 @@ class Engine:
 
     @property
     def holdings(self) -> dict[nn.Parameter, Holding]:
-        """What this rank updates in the place of parameters."""
+        """Tensors that this rank updates instead of parameters, by parameter."""
         return {} if self.storage is None else self.storage.holdings
 
     def in_step(self) -> bool:
@@ -156,7 +157,7 @@ class Engine:
         """Decides the partition, moves parts to their ranks, joins the pipeline. Collective.
 
         Args:
-            trace: of the model, on the first rank, if there is one.
+            trace: trace of the model on the first rank, if there is one.
         """
         current = self._current
         self.compiled.take()
@@ -192,7 +193,7 @@ class Engine:
         if self.pipeline is not None or not storage.shows_values:
             guard_states(self._root)
         current.wrapped.partitioned.add(self.idx)
-        _C.release_host_memory()  # whole values are gone for good
+        _C.release_host_memory()  # whole values are not needed any more
 
     def _finish_on_shutdown(self, storage: Storage) -> None:
         known = weakref.ref(storage)
@@ -205,7 +206,7 @@ class Engine:
         self._current.on_shutdown(finish)
 
     def lay_out_gradients(self) -> None:
-        """Lays out the gradients of this rank, for parameters of the dtypes that they have now.
+        """Lays out the gradients of this rank, for the present dtypes of the parameters.
 
         Collective over the replicas; not while a step runs.
         """
@@ -213,12 +214,12 @@ class Engine:
         self.gradients.lay_out(list(self.parts.named_parameters()), self.storage)
 
     def lay_out_thawed(self) -> None:
-        """Lays out gradients anew if the script has thawed parameters, as it does on all ranks.
+        """Lays out gradients again if the script has thawed parameters on all ranks.
 
-        Collective over the replicas then. Nothing is done inside of a step.
+        Collective over the replicas if it has. Nothing is done inside of a step.
 
         Raises:
-            ValueError: what the optimizer updates was laid out without them.
+            ValueError: the tensors that the optimizer updates were laid out without them.
             RuntimeError: gradients of several steps are being added up.
         """
         if self.storage is None or self.gradients.in_step:
@@ -229,11 +230,11 @@ class Engine:
             self.lay_out_gradients()
 
     def use_comm_hook(self, hook: data_parallel.CommHook) -> None:
-        """Lets a hook sum gradients, in place of an earlier one. Collective over the replicas.
+        """Lets a hook sum gradients, in place of an earlier hook. Collective over the replicas.
 
         Raises:
-            ValueError: gradients are not summed by buckets that all replicas have whole.
-            RuntimeError: gradients are on their way, or some are kept that are not summed yet.
+            ValueError: gradients are not summed in buckets that all replicas have whole.
+            RuntimeError: gradients are being reduced, or some are kept and not summed yet.
         """
         if self.joins_step or self.uneven is not None or self.gradients.in_step:
             raise RuntimeError(
@@ -244,31 +245,31 @@ class Engine:
             self.lay_out_gradients()
 
     def after_update(self) -> None:
-        """Brings what was updated on this rank to where modules use it.
+        """Brings updated values to the places where modules use them.
 
         Collective over the ranks that hold one copy of a sharded state. Nothing is to do while
-        every rank updates all that its modules use.
+        every rank updates all parameters that its modules use.
         """
         assert self.storage is not None
         self.storage.after_update()
         if self._has_updated:
             _C.release_idle_host_memory()
         else:
-            _C.release_host_memory()  # all that stays is there now
+            _C.release_host_memory()  # all lasting memory exists now
             self._has_updated = True
 
     @property
     def can_change_dtype(self) -> bool:
-        """Of a model that is partitioned: nothing of it is elsewhere, or there twice."""
+        """True if no part of the partitioned model is elsewhere or exists twice."""
         return self._current.rank.sizes["pp"] == 1 and not self.holdings
 
     def compile_root(self, request: CompileRequest | None) -> None:
-        """The user compiles the whole model, or None: takes that back."""
+        """Compiles the whole model on request of the user; None: takes that back."""
         if self.compiled.request(self._root, request) and self.partitioned:
             self.compiled.settle()
 
     def close(self) -> None:
-        """Lets go of the model, and of what others know of it. May be called twice."""
+        """Drops the model, and references to it elsewhere. May be called twice."""
         for see in self._current.observers.model_closed:
             see(self)
         self.compiled.close()
@@ -281,8 +282,10 @@ class Engine:
         self.gradients.close()
 
     def gather_to_cpu(self) -> None:
-        """Makes every parameter real on the CPU of every rank and gives modules their forward.
-        Collective."""
+        """Makes every parameter real on the CPU of every rank, and restores the modules' forwards.
+
+        Collective.
+        """
         state = self.state.gathered(self.parts, to_rank0=False)
         self.compiled.close()
         self.mask_places.leave()
@@ -303,13 +306,13 @@ class Engine:
         """Joins a step. Collective over the replicas.
 
         Args:
-            num_microbatches: of the step.
+            num_microbatches: number of microbatches of the step.
             trains: whether gradients are enabled.
-            may_overlap: reduce gradients during backward.
+            may_overlap: whether gradients may be reduced during backward.
         """
         self.refuse_whole()
         self.joins_step = True
-        if self.pipeline is not None:  # else around forwards, which do not overlap
+        if self.pipeline is not None:  # else done around forwards, which do not overlap
             self._unwatched.enter_context(unwatched())
         self.honour_checkpointing()
         self.compiled.settle()
@@ -326,7 +329,7 @@ class Engine:
         self.gradients.begin_step(num_microbatches, may_overlap)
 
     def refuse_whole(self) -> None:
-        """Raises when the model is to run while its parameters are not what modules compute with.
+        """Raises if the model is to run while its parameters have values of other ranks.
 
         Raises:
             RuntimeError: inside of `smp.whole_parameters`.
@@ -338,31 +341,31 @@ class Engine:
             )
 
     def honour_checkpointing(self) -> None:
-        """Takes over what transformers has been told of gradient checkpointing."""
+        """Takes over the settings of gradient checkpointing in transformers."""
         self._honoured.honour()
 
     def checkpoints(self) -> bool:
-        """Is anything of this model to be checkpointed, as far as is known before it runs?"""
+        """Returns whether a part of this model is known to be checkpointed before it runs."""
         return self._honoured.is_enabled or any(map(activations.is_marked, self._root.modules()))
 
     def reading(self) -> contextlib.AbstractContextManager[None]:
-        """Around a body of a step, which may read parameters outside of forwards."""
+        """Returns a context for a body of a step, which may read parameters outside of forwards."""
         return contextlib.nullcontext() if self.storage is None else self.storage.reading()
 
     def begin_body(self, mb: int) -> None:
-        """A body begins, without a pipeline."""
+        """Begins a body without a pipeline."""
         self._inside_step = True
         self._running_mb = mb
 
     def begin_backward_alone(self) -> None:
-        """A body without a pipeline goes on with its backward: another box in the timeline."""
+        """Begins the backward of a body without a pipeline: another box in the timeline."""
         timeline = self._current.timeline
         if self._inside_step and timeline.is_on:
             timeline.end_run()
             timeline.begin_run(True, self._running_mb)
 
     def leave_bodies(self) -> None:
-        """No body runs any more, without a pipeline."""
+        """Notes that no body runs any more, without a pipeline."""
         self._inside_step = False
 
     def end_step(self, trains: bool) -> None:

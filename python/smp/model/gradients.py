@@ -18,15 +18,15 @@ class GradientReduction:
     """Lays out the gradients of this rank's parameters and reduces them, step by step.
 
     Args:
-        rank: of this process.
-        overlap: reduce buckets while backward goes on.
-        averages: divide by the number of microbatches.
+        rank: rank of this process.
+        overlap: whether to reduce buckets during the backward.
+        averages: whether to divide by the number of microbatches.
         passes_per_reduction: steps whose gradients are added up before they are reduced.
         bucket_cap_bytes: size of a bucket.
 
     Attributes:
         reducers: one per group of ranks, once the parameters are placed.
-        trainable_bytes: on this rank, as on its peers in other replicas.
+        trainable_bytes: bytes of trainable parameters on this rank; equal in other replicas.
     """
 
     def __init__(
@@ -45,21 +45,21 @@ class GradientReduction:
         self._bucket_cap_bytes = bucket_cap_bytes
         self.reducers: list[_C.Reducer] = []
         self.trainable_bytes = 0
-        self._past_reductions = 0  # of reducers that others took the place of
+        self._past_reductions = 0  # counted by reducers that were replaced
         self._dtypes = data_parallel.KeptDtypes([])
         self._kept = data_parallel.KeptGradients([], master_of)
         self._frozen = data_parallel.FrozenParameters([])
         self._hook: data_parallel.CommHook | None = None
-        self._has_begun = False  # a step that trains
+        self._has_begun = False  # whether a training step has begun
 
     def lay_out(self, local: Sequence[tuple[str, nn.Parameter]], storage: Storage) -> None:
-        """Lays out gradients for parameters of the dtypes that they have now.
+        """Lays out gradients for the present dtypes of the parameters.
 
         Collective over the replicas; not while a step runs.
 
         Args:
             local: names in the whole model, and parameters of this rank in their final place.
-            storage: of the parameters.
+            storage: storage of the parameters.
         """
         trainable = [(name, p) for name, p in local if p.requires_grad]
         self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
@@ -67,7 +67,7 @@ class GradientReduction:
         self._kept = data_parallel.KeptGradients(trainable, master_of)
         self._frozen = data_parallel.FrozenParameters(local)
         self._past_reductions = self.num_reductions
-        self.reducers = []  # the former ones let go of the parameters
+        self.reducers = []  # the former reducers drop their references to the parameters
         self.reducers = data_parallel.make_reducers(
             self._rank,
             trainable,
@@ -82,30 +82,30 @@ class GradientReduction:
 
     @property
     def overlaps(self) -> bool:
-        """May ranks exchange gradients and parameters while others work?"""
+        """True if ranks may exchange gradients and parameters while others compute."""
         return self._overlap and self._rank.config.overlapping_allreduce
 
     @property
     def is_hooked(self) -> bool:
-        """Does a hook of the user's sum and average gradients?"""
+        """True if a hook of the user sums and averages gradients."""
         return self._hook is not None
 
     @property
     def num_reductions(self) -> int:
-        """Steps whose gradients this rank has taken part in reducing."""
+        """Number of steps whose gradients this rank has taken part in reducing."""
         now = sum(reducer.stats.num_reductions for reducer in self.reducers)
         return self._past_reductions + now
 
     @property
     def in_step(self) -> bool:
-        """Are gradients on their way?"""
+        """True while gradients are being reduced."""
         return any(reducer.in_step for reducer in self.reducers)
 
     def thawed(self) -> str | None:
-        """Name of a parameter that was thawed since gradients were laid out; None: there is none.
+        """Returns the name of a parameter thawed since gradients were laid out, or None.
 
         Raises:
-            RuntimeError: gradients of several steps are added up, and some are there already.
+            RuntimeError: gradients of several steps are being added up, and some exist already.
         """
         name = self._frozen.thawed()
         if name is not None and self._passes_per_reduction > 1 and self._has_begun:
@@ -119,18 +119,18 @@ class GradientReduction:
         return name
 
     def use_hook(self, hook: data_parallel.CommHook, root: nn.Module) -> bool:
-        """Lets a hook sum gradients, in place of an earlier one. Collective over the replicas.
+        """Lets a hook sum gradients, in place of an earlier hook. Collective over the replicas.
 
         Args:
-            hook: the user's.
+            hook: the user's hook.
             root: the user's model.
 
         Returns:
-            whether gradients that are laid out have to be laid out anew.
+            whether gradients that are laid out have to be laid out again.
 
         Raises:
-            ValueError: gradients are not summed by buckets that all replicas have whole.
-            RuntimeError: some gradients are kept that are not summed yet.
+            ValueError: gradients are not summed in buckets that all replicas have whole.
+            RuntimeError: some gradients are kept and not summed yet.
         """
         lockstep = lockstep_of(self._rank)
         of_storage = None if lockstep is None else f"{lockstep.key}={lockstep.value}"
@@ -155,12 +155,12 @@ class GradientReduction:
     # ---- steps
 
     def begin_step(self, num_microbatches: int, may_overlap: bool = True) -> None:
-        """A step that trains begins. Collective over the replicas."""
+        """Begins a training step. Collective over the replicas."""
         self._has_begun = True
         self._frozen.begin_step()
-        # Nothing orders two reducers against each other on two replicas before the end of a step;
-        # on a device their sums would wait for each other. The last one has the split layers, which
-        # are most of a model.
+        # Two reducers have no common order on two replicas before the end of a step; on a device
+        # their sums would wait for each other. There only the last one overlaps: it has the split
+        # layers, which are most of a model.
         is_ahead = any(group.is_stream_ordered for group in self._rank.comms.made)
         for reducer in self.reducers:
             is_last = reducer is self.reducers[-1]
@@ -176,7 +176,7 @@ class GradientReduction:
             reducer.end_step()
 
     def microbatch_done(self, mb: int) -> None:
-        """All gradients of a microbatch have come. A server tells the reducers by itself."""
+        """Notes that a microbatch has all its gradients; a server does this by itself."""
         for reducer in reversed(self.reducers):
             if reducer.in_step:
                 reducer.finish_microbatch(mb)
@@ -186,16 +186,16 @@ class GradientReduction:
         self._dtypes.check()
         self._frozen.check()
         self._kept.check()
-        for reducer in reversed(self.reducers):  # the one that overlaps comes first
+        for reducer in reversed(self.reducers):  # the overlapping one comes first
             reducer.end_step()
 
     def abandon_step(self) -> None:
-        """The step has failed; its gradients are lost. Not collective."""
+        """Abandons a step that has failed; its gradients are lost. Not collective."""
         self._kept.forget()
         for reducer in self.reducers:
             if reducer.in_step:
                 reducer.cancel_step()
 
     def close(self) -> None:
-        """Lets go of the parameters."""
+        """Drops the references to the parameters."""
         self.reducers = []

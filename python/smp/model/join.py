@@ -1,8 +1,8 @@
-"""Different numbers of batches over data-parallel replicas: one that runs out shadows the others.
+"""Uneven numbers of batches over replicas: replicas without a batch shadow the others.
 
-As torch's Join does for DistributedDataParallel (torch/distributed/algorithms/join.py), but ranks
-tell each other which are active, so that unequal peers of tensor parallelism are an error instead
-of a hang, and optimizer states are brought up to date, too.
+Torch's Join does the same for DistributedDataParallel (torch/distributed/algorithms/join.py). Here
+ranks also exchange which of them are active, so that unequal peers of tensor parallelism are an
+error and no hang, and optimizer states are brought up to date, too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from smp.precision.holdings import master_of, reload_masters
 from smp.storage.choose import lockstep_of
 from smp.world import comm, runtime
 
-# What a replica does next; an exchange takes the maxima: nothing any more, a backward outside of
-# step functions, a step, a step that begins with equal buffers.
+# Next action of a replica, in the order of the maxima of an exchange: nothing any more, a backward
+# outside of step functions, a step, a step that begins with equal buffers.
 _OUT, _BACKWARD, _STEP, _SYNCING_STEP = range(4)
 
 
@@ -33,13 +33,13 @@ def _first(active: Sequence[int]) -> int:
 
 
 class _Uneven:
-    """One `join` of a model; see `DistributedModel.join`.
+    """A `join` of a model; see `DistributedModel.join`.
 
     Args:
         current: the runtime.
-        engine: of the model.
-        divide_by_all: count replicas without a batch in the mean.
-        throw: raise when one has run out.
+        engine: engine of the model.
+        divide_by_all: whether replicas without a batch count in the mean.
+        throw: whether to raise when a replica has run out.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class _Uneven:
         self._last_active = [True] * len(self._ranks)
         self._weight = 1.0
         self._handles: list[RemovableHandle] = []
-        self._backward = -1  # the last one outside of step functions that was announced
+        self._backward = -1  # the last announced backward outside of step functions
 
-    # ---- of a replica that has a batch
+    # ---- on a replica that has a batch
 
     def announce(self, syncs_buffers: bool) -> int:
-        """Says that a training step begins here. Collective over the replicas.
+        """Announces that a training step begins here. Collective over the replicas.
 
         Args:
-            syncs_buffers: whether it begins with equal buffers.
+            syncs_buffers: whether the step begins with equal buffers.
 
         Returns:
-            position of the first replica that has one.
+            position of the first replica that has a batch.
         """
         return self._announce(_SYNCING_STEP if syncs_buffers else _STEP)
 
@@ -76,7 +76,7 @@ class _Uneven:
         return _first(active)
 
     def watch(self, output: Any) -> None:
-        """Announces the backward from this output, where no step function does."""
+        """Announces the backward from this output if no step function does."""
         if self._engine.in_step() or not torch.is_grad_enabled():
             return
         if self._current.rank.sizes["tp"] > 1:
@@ -95,7 +95,7 @@ class _Uneven:
             self._announce(_BACKWARD)
 
     def _weigh(self) -> None:
-        """Gradients count by the number of replicas that have a batch."""
+        """Multiplies gradients by the number of all replicas over those that have a batch."""
         parts = self._engine.parts
         if self._divide_by_all or self._handles or parts is None:
             return
@@ -106,15 +106,15 @@ class _Uneven:
         ]
 
     def close(self) -> None:
-        """The context is left."""
+        """Ends the context."""
         self._engine.uneven = None
         for handle in self._handles:
             handle.remove()
 
-    # ---- of one that has none any more
+    # ---- on a replica without a batch
 
     def shadow(self) -> None:
-        """Takes part in what the others do until none has a batch. Collective."""
+        """Takes part in the steps of the others until none has a batch. Collective."""
         engine = self._engine
         while any(active := self._exchange(_OUT)):
             if not engine.partitioned:
@@ -134,7 +134,7 @@ class _Uneven:
 
         Args:
             first: position of the replica whose buffers count.
-            state: what the others do.
+            state: kind of the step of the others.
         """
         parts = self._engine.parts
         assert parts is not None
@@ -147,14 +147,14 @@ class _Uneven:
         self._engine.gradients.shadow_step()
 
     def _drop_gradients(self) -> None:
-        """Gradients of others are no use to a rank that makes no update of them."""
+        """Drops gradients of others, which this rank does not use for an update."""
         assert self._engine.parts is not None
         for _, parameter in self._engine.parts.named_parameters():
             parameter.grad = None
             master_of(parameter).grad = None
 
     def _exchange(self, state: int) -> list[int]:
-        """What each replica does, by position. Collective."""
+        """Returns the next action of each replica, by position. Collective."""
         current = self._current
         group = current.rank.comms.dp_control
         assert group is not None
@@ -195,7 +195,7 @@ class _Uneven:
     # ---- at the end
 
     def _catch_up(self) -> None:
-        """Brings replicas that were not there to the end to the state of those that were."""
+        """Brings replicas that ran out early to the state of those that did not."""
         if all(self._last_active):
             return
         current, parts = self._current, self._engine.parts
@@ -255,13 +255,13 @@ def _check(current: runtime.Runtime, engine: Engine) -> None:
 def uneven_batches(
     current: runtime.Runtime, engine: Engine, *, divide_by_all: bool, throw: bool
 ) -> Iterator[None]:
-    """`DistributedModel.join`, of a model's engine.
+    """Runs `DistributedModel.join` on a model's engine.
 
     Args:
         current: the runtime.
-        engine: of the model.
-        divide_by_all: count replicas without a batch in the mean.
-        throw: raise on all ranks when one has run out.
+        engine: engine of the model.
+        divide_by_all: whether replicas without a batch count in the mean.
+        throw: whether to raise on all ranks when a replica has run out.
     """
     _check(current, engine)
     if current.rank.sizes["dp"] == 1:

@@ -1,8 +1,7 @@
 """Refuses losses that depend on split parameters directly.
 
-A loss may depend on split parameters directly, as a penalty of all parameters does: code that goes
-through ``parameters()`` gets the parts of this rank. What it makes of them, a sum of squares or a
-norm, is that of the parts, and each rank would have another loss.
+For instance a penalty of all parameters does: code that reads ``parameters()`` gets the parts of
+this rank. A sum of squares or a norm is then that of the parts, and differs from rank to rank.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import smp._C as _C
 from smp.tensor_parallel.sharding import interval_of, is_joined
 from smp.world import runtime
 
-# What no split module does to its parameters: arithmetic by element, reductions, joins.
+#: Operations that no split module applies to its parameters: arithmetic, reductions, joins.
 _FOREIGN = frozenset(
     "Pow Mul Div Abs Sum Mean Norm LinalgVectorNorm LinalgMatrixNorm LinalgNorm Square Sqrt Exp "
     "Var Std StdMean VarMean Max Min Amax Amin Logsumexp Dot Cat Stack Clamp ForeachNorm".split()
@@ -26,7 +25,7 @@ _VIEWS = frozenset(
     "View UnsafeView ReshapeAlias Alias T Transpose Permute Unsqueeze Squeeze Expand Slice Select "
     "Split SplitWithSizes Unbind ToCopy Clone Detach".split()
 )
-_NUM_CHECKED = 4  # backward passes: a script does in the first ones what it does in all
+_NUM_CHECKED = 4  # backward passes; later ones of a script are like the first ones
 
 _num_checked: WeakKeyDictionary[runtime.Runtime, int] = WeakKeyDictionary()
 
@@ -39,7 +38,7 @@ def refuse_parts(current: runtime.Runtime, roots: Sequence[Tensor]) -> None:
         roots: losses of one backward.
 
     Raises:
-        RuntimeError: one depends on a part of a parameter.
+        RuntimeError: a loss depends on a part of a parameter.
     """
     if current.rank.sizes["tp"] == 1 or current.rank.sizes["pp"] > 1:
         return
@@ -47,12 +46,13 @@ def refuse_parts(current: runtime.Runtime, roots: Sequence[Tensor]) -> None:
     if count >= _NUM_CHECKED:
         return
     _num_checked[current] = count + 1
-    # With what comes behind: views of a parameter stand for it.
+    # Each node has the operation behind it, if only views are between: these count as the
+    # parameter.
     stack: list[tuple[Any, str]] = [(root.grad_fn, "") for root in roots if root.requires_grad]
     seen = {node for node, _ in stack}
     while stack:
         node, foreign = stack.pop()
-        if node is None:  # of a loss that is a leaf
+        if node is None:  # the loss is a leaf
             continue
         kind = node.name().rstrip("0123456789").removesuffix("Backward")
         if kind in _FOREIGN or kind not in _VIEWS:

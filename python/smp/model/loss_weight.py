@@ -20,7 +20,7 @@ class LossWeight:
 
     Args:
         current: the runtime.
-        is_hooked: tells whether a communication hook averages gradients.
+        is_hooked: returns whether a communication hook averages gradients.
 
     Attributes:
         scaler: decides on the loss scale; None: there is none.
@@ -35,11 +35,11 @@ class LossWeight:
 
     @property
     def scale(self) -> float:
-        """What a loss is multiplied with before its backward; the host reads it."""
+        """Factor of a loss before its backward, read on the host."""
         return 1.0 if self.scaler is None else self.scaler.loss_scale
 
     def watch_backward(self, output: Any) -> None:
-        """Refuses backward without a loss scale, where it may be called without this library."""
+        """Refuses a backward without the loss scale that does not begin in this library."""
         scaler = self.scaler
         if scaler is None or not torch.is_grad_enabled():
             return
@@ -62,12 +62,12 @@ class LossWeight:
     def at_root(self) -> float | torch.Tensor:
         """Returns the factor of gradients where a backward begins.
 
-        Inside of a step function that is the share of the running microbatch in the loss of the
-        global batch; with a communication hook, which averages by itself, the weight of the
-        microbatch beside the others. A loss scale is multiplied with it.
+        Inside of a step function this is the share of the running microbatch in the loss of the
+        global batch. With a communication hook, which averages by itself, it is the weight of the
+        microbatch relative to the others. The loss scale is a further factor.
 
         Returns:
-            a number; with a dynamic loss scale a float64 tensor without dimensions on the device.
+            a number; with a dynamic loss scale a float64 scalar tensor on the device.
         """
         share = current_share()
         factor = 1.0
@@ -80,7 +80,7 @@ class LossWeight:
     def skips(self, factor: float | torch.Tensor) -> bool:
         """Returns whether a microbatch of weight 0 has no backward.
 
-        It has one where other ranks take part in it, of split layers and sharded parameters.
+        The backward is not skipped if other ranks take part in it (split layers, sharding).
         """
         sizes = self._current.rank.sizes
         return is_zero(factor) and sizes["tp"] == 1 and sizes["shard"] == 1

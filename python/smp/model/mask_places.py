@@ -1,4 +1,4 @@
-"""Masks of dropout that no layout changes: what a model needs for them."""
+"""Marks places in a model at which layout-independent dropout draws its masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from smp.world import runtime
 
 
 def draws_of(current: runtime.Runtime) -> Draws | None:
-    """What masks of this rank have in common; None: they are those of PyTorch."""
+    """Returns the source of layout-independent masks; None: masks are those of PyTorch."""
     if not current.rank.config.layout_independent_dropout:
         return None
     if current.dropout is None:
@@ -33,14 +33,14 @@ def draws_of(current: runtime.Runtime) -> Draws | None:
 
 
 class MaskPlaces:
-    """Says around the modules of one model where the running code is, from its first step on.
+    """Marks, around the modules of one model, where the running code is.
 
     Args:
         current: the runtime.
         idx: number of the model.
-        partitioning: has its modules.
-        compiled: what of it is compiled.
-        label: what messages call the model.
+        partitioning: partitioning with the modules of the model.
+        compiled: compiled parts of the model.
+        label: returns the name of the model in messages.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MaskPlaces:
         self._undo: Callable[[], None] | None = None
 
     def stand(self) -> None:
-        """Stands around the modules, unless that is done.
+        """Puts marks around the modules, unless that is done.
 
         Raises:
             ValueError: modules are compiled.
@@ -78,20 +78,20 @@ class MaskPlaces:
             )
 
     def outside_of_steps(self) -> AbstractContextManager[None]:
-        """Around a call of the model outside of a step function, where a draw is an error."""
+        """Returns a context for calls outside of step functions, in which a draw is an error."""
         if draws_of(self._current) is None or places.current() is not None:
             return nullcontext()
         return places.at(OUTSIDE)
 
     def leave(self) -> None:
-        """Modules are as before. May be called twice."""
+        """Removes the marks. May be called twice."""
         if self._undo is not None:
             self._undo()
             self._undo = None
 
 
 def _knows_its_split_alone(module: nn.Module) -> bool:
-    """Is it split over ranks, and do not its own classes say which elements a rank has?"""
+    """Returns whether a module is split and only its own code decides which elements a rank has."""
     if isinstance(module, HoldsExperts | SpreadMixture):
         return True
     if isinstance(getattr(module, "base_layer", None), PlannedPart):

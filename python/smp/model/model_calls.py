@@ -35,7 +35,7 @@ class ModelCalls:
 
     Args:
         current: the runtime.
-        engine: of the model.
+        engine: engine of the model.
         root: the user's model.
     """
 
@@ -45,7 +45,7 @@ class ModelCalls:
         self._root = root
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """`DistributedModel.forward`."""
+        """Runs `DistributedModel.forward`."""
         if self._engine.on_next_call is not None:
             self._engine.on_next_call(args, dict(kwargs))
         if self._engine.capture is not None:
@@ -115,7 +115,7 @@ class ModelCalls:
         tensors: Tensor | Sequence[Tensor],
         grad_tensors: Tensor | Sequence[Tensor | None] | None,
     ) -> None:
-        """`DistributedModel.backward`."""
+        """Runs `DistributedModel.backward`."""
         if self._engine.capture is not None:
             self._engine.capture.on_backward()
             return
@@ -161,8 +161,8 @@ class ModelCalls:
             return
         factor = self._engine.loss.at_root()
         # A rank that waits for no forward need not wait for the value of a loss on another rank:
-        # the owner of the loss runs the backward right behind. Some schedules have all forwards
-        # first.
+        # the owner of the loss runs the backward right after it. In some schedules all forwards
+        # come first.
         ahead = not _C.make_policy(self._runtime.rank.config.pipeline).forwards_come_first
         if ahead or not is_one(factor):
             tensors, grad_tensors = weighted(tensors, grad_tensors, factor, ahead)
@@ -206,7 +206,7 @@ class ModelCalls:
         return RootCall(arguments, self._runtime.rank.device, casts)
 
     def _is_cast(self) -> bool:
-        """Has the script made the model in 16 bits?"""
+        """Returns whether the script has made the model in 16 bits."""
         dtypes = (p.dtype for p in self._root.parameters() if p.is_floating_point())
         return next(dtypes, None) in (torch.float16, torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Which pipeline rank owns which module of one model: what the decision depends on."""
+"""Decides which pipeline rank owns which module of one model."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Partitioning:
     Args:
         current: the runtime.
         root: the user's model.
-        trace: how the model is traced.
-        honoured: what transformers was told of gradient checkpointing.
+        trace: options of the trace.
+        honoured: settings of gradient checkpointing in transformers.
 
     Attributes:
-        decision: None before it is made.
-        expected: memory of this rank by it.
+        decision: owners of the modules; None before the decision.
+        expected: memory of this rank under the decision.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class Partitioning:
 
     @property
     def wants_trace(self) -> bool:
-        """Does the partition depend on a trace?"""
+        """True if the partition depends on a trace."""
         config = self._current.rank.config
         is_open = config.auto_partition and not config.skip_tracing and self._followed is None
         is_open = is_open and self._root not in self._current.wrapped.placed
         return self._current.rank.sizes["pp"] > 1 and is_open
 
     def follow(self, path: Path, num_chunks: int) -> None:
-        """Lets a file decide on the partition, if it is for as many stages as this run has.
+        """Makes a file decide the partition, if it has as many stages as this run.
 
         Args:
-            path: as `partition_file` in the configuration, which comes first.
-            num_chunks: stages per rank in it.
+            path: file like `partition_file` of the configuration, which has precedence.
+            num_chunks: stages per rank in the file.
         """
         if self._num_chunks == num_chunks:
             self._followed = path
@@ -75,7 +75,7 @@ class Partitioning:
         """Decides the partition of this model. Collective over all ranks.
 
         Args:
-            trace: of the model, on the first rank, if there is one.
+            trace: trace of the model on the first rank, if there is one.
 
         Raises:
             ValueError: on every rank, for a model that cannot be partitioned as configured.
@@ -111,10 +111,10 @@ class Partitioning:
         return decision
 
     def _earlier(self) -> Placed | None:
-        """Returns where an earlier wrapper of the same model has left its parameters.
+        """Returns the places where an earlier wrapper of the same model has left its parameters.
 
         Raises:
-            ValueError: on every rank, when modules came or went meanwhile.
+            ValueError: on every rank, if modules were added or removed meanwhile.
         """
         placed: Placed | None = self._current.wrapped.placed.get(self._root)
         num_modules = sum(1 for _ in self._root.modules())
@@ -128,7 +128,7 @@ class Partitioning:
         return placed
 
     def _fastest(self) -> Fastest | None:
-        """What the shortest step depends on; several models share the room."""
+        """Returns the inputs of the search for the shortest step; several models share the room."""
         rank = self._current.rank
         config = rank.config
         if not config.auto_partition or rank.sizes["pp"] == 1:
@@ -144,12 +144,12 @@ class Partitioning:
 
     @property
     def _num_chunks(self) -> int:
-        """Stages per rank."""
+        """Number of stages per rank."""
         rank = self._current.rank
         return 1 if rank.sizes["pp"] == 1 else rank.config.virtual_stages
 
     def _check_file(self) -> None:
-        """Refuses a file that describes one model where there are several.
+        """Refuses a partition file, which describes one model, if there are several.
 
         Raises:
             ValueError: on every rank.

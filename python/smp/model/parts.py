@@ -1,4 +1,4 @@
-"""Which parameters, buffers and modules of a partitioned model live on this rank."""
+"""The parameters, buffers and modules of a partitioned model that live on this rank."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _EXTRA_STATE = "_extra_state"
 
 
 def is_extra_state(key: str) -> bool:
-    """Is this key of a state dict what a module says of itself (``get_extra_state``)?"""
+    """Returns whether a key of a state dict is the extra state of a module."""
     return key.rpartition(".")[2] == _EXTRA_STATE
 
 
 def set_extra_states(root: nn.Module, state: Mapping[str, Any]) -> None:
-    """Gives modules what they have said of themselves, as ``nn.Module.load_state_dict`` does.
+    """Sets extra states of modules, like ``nn.Module.load_state_dict``.
 
     Args:
         root: the user's model.
-        state: of the whole model; other keys are passed over.
+        state: state of the whole model; other keys are ignored.
     """
     for name, module in root.named_modules(remove_duplicate=False):
         key = f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE
@@ -45,8 +45,8 @@ class ModelParts:
     Args:
         root: the user's model.
         partition_of: pipeline rank of every module.
-        pp_rank: of this process.
-        storage: of the parameters that live here.
+        pp_rank: pipeline rank of this process.
+        storage: storage of the parameters that live here.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class ModelParts:
         """Makes local parameters real on ``device`` and frees all others; moves all buffers.
 
         Buffers stay real on every rank: they are small and parents read those of their children.
-        What is on the meta device is initialised here.
+        Tensors on the meta device are initialised here.
 
         Args:
-            device: of this process.
-            seed: of what is initialised.
+            device: device of this process.
+            seed: seed of the initialisation.
             on_ready: called once with each local parameter as soon as it is real, in one order on
-                all replicas; may take its memory away.
+                all replicas; may release its memory.
         """
         ready: set[nn.Parameter] = set()
 
@@ -129,7 +129,7 @@ class ModelParts:
         found = self._partition_of.get(module)
         if found is not None:
             return found
-        if not any(self._partition_of.values()):  # all is in one place: some models exchange layers
+        if not any(self._partition_of.values()):  # one partition: some models replace layers
             return self._pp_rank
         raise RuntimeError(
             f"{_C.rank_prefix()}module '{name}' ({type(module).__name__}) was put into the model "
@@ -140,7 +140,7 @@ class ModelParts:
     # ---- state by name
 
     def key_partitions(self) -> dict[str, int]:
-        """Partition that has the true value, for every key of the model's state dict."""
+        """Returns the partition with the true value, for each key of the model's state dict."""
         partitions: dict[str, int] = {}
         for prefix, module in self.root.named_modules(remove_duplicate=False):
             dot = f"{prefix}." if prefix else ""
@@ -164,9 +164,10 @@ class ModelParts:
         """Waits for the ranks that have to make the same call. Collective over them.
 
         Args:
-            rank: that calls.
+            rank: calling rank.
             what: name of the public function.
-            is_merged: it exchanges tensors over the replica, not only to make parameters whole.
+            is_merged: whether the call exchanges tensors over the replica, and not only over
+                shards.
             call: arguments that have to be equal.
         """
         kinds = self.storage.gather_kinds
@@ -175,7 +176,7 @@ class ModelParts:
         roll_call.meet(rank, what, groups, f"state = {what}()  # on all ranks{guard}", call)
 
     def local_state(self) -> dict[str, Any]:
-        """The entries of the state dict that live here, detached, in the model's order.
+        """Returns the entries of the state dict that live here, detached, in the model's order.
 
         Collective like `Storage.state`.
         """
@@ -187,7 +188,7 @@ class ModelParts:
         }
 
     def local_slices(self) -> dict[str, partial.Slice]:
-        """Which entries of the local state are slices, and which."""
+        """Returns the slices in the local state, by key."""
         partitions = self.key_partitions()
         own = (
             (key, value)
@@ -197,7 +198,7 @@ class ModelParts:
         return partial.slices_of(own)
 
     def marked_state(self) -> dict[str, Any]:
-        """The local state as a dict that says of itself that it is one."""
+        """Returns the local state with marks that show that it is partial."""
         marks: dict[str, Any] = {PARTIAL_MARK: True}
         slices = self.local_slices()
         if slices:
@@ -205,7 +206,7 @@ class ModelParts:
         return {**self.local_state(), **marks}
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The whole state dict out of the marked ones of all ranks of a replica."""
+        """Returns the whole state dict, merged from the marked ones of all ranks of a replica."""
         whole = partial.merge(parts)
         partitions = self.key_partitions()
         merged: dict[str, Any] = {}
@@ -225,8 +226,8 @@ class ModelParts:
 
         Args:
             state: whole tensors, or the slices that this rank holds if ``sliced``.
-            strict: missing and unexpected keys are errors.
-            sliced: split entries are there as this rank holds them.
+            strict: whether missing and unexpected keys are errors.
+            sliced: whether split entries are the slices of this rank.
 
         Raises:
             RuntimeError: for missing or unexpected keys when ``strict``, and for wrong shapes.
@@ -248,7 +249,7 @@ class ModelParts:
     def compare(
         self, state: Mapping[str, Any], strict: bool, sliced: bool = False
     ) -> torch.nn.modules.module._IncompatibleKeys:
-        """What :meth:`load` says and raises, without loading."""
+        """Returns and raises the same as :meth:`load`, without loading."""
         own = self.root.state_dict(keep_vars=True)
         missing = [key for key in own if key not in state]
         unexpected = [key for key in state if key not in own and key not in partial.MARKS]
@@ -283,7 +284,7 @@ def _why_absent(name: str, partition: int) -> str:
 
 
 def _tensors_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Parameters and buffers of a state dict, without what modules say of themselves."""
+    """Returns parameters and buffers of a state dict, without extra states."""
     return {
         key: value
         for key, value in state.items()

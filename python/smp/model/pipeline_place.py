@@ -11,7 +11,7 @@ from smp.world import runtime
 
 
 class PipelinePlace:
-    """Lets modules of this rank be called from others, and those of others from here.
+    """Lets other ranks call modules of this rank, and this rank call those of others.
 
     Opens the pipeline of the runtime if the model is the first one. Collective over the ranks of
     the replica.
@@ -20,11 +20,11 @@ class PipelinePlace:
         current: the runtime.
         idx: number of the model.
         root: the user's model.
-        decision: which rank has which module.
+        decision: owners of the modules.
 
     Attributes:
-        modules: between the modules of this rank and those of others.
-        server: of the pipeline.
+        modules: connects the modules of this rank with those of others.
+        server: server of the pipeline.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class PipelinePlace:
             names = [f"{idx}:{name or '(root)'}" for name in names]
         depth = decision.depth_of(current.rank.ranks["pp"])
         hub.add(self.modules, names, decision.chunk_idxs or [0] * len(names), depth)
-        # Last registered, first called: its threads may still be at work for the models.
+        # Registered last, called first: threads of the pipeline may still use the models.
         current.on_shutdown(hub.close)
 
     @property
     def is_driver(self) -> bool:
-        """Does the root of the model run on this rank?"""
+        """True if the root of the model runs on this rank."""
         return self.server.is_driver
 
     def leave(self) -> None:
-        """The model is gone. May be called twice."""
+        """Removes the model from the pipeline. May be called twice."""
         self._hub.remove(self.modules)
 
     def disconnect(self) -> None:
-        """Gives modules their own forward."""
+        """Restores the forwards of the modules."""
         self.modules.disconnect()

@@ -1,4 +1,4 @@
-"""State dicts that a script asks of the plain modules, of which this rank has a part."""
+"""State dicts that a script requests from plain modules, of which this rank has a part."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from smp.modules.materialize import is_placeholder
 
 
 def guard_states(root: nn.Module) -> None:
-    """Lets no module say ``state_dict()`` while its parameters are elsewhere.
+    """Makes ``state_dict()`` of modules raise while their parameters are elsewhere.
 
     ``save_pretrained`` and functions of adapters ask the plain model, and would write placeholders
-    (NaN) into a file. Names and shapes are there for who asks with ``keep_vars=True``, as the
-    library does. A module that has its values again answers.
+    (NaN) into a file. With ``keep_vars=True``, which the library uses, names and shapes are
+    available. A module that has its values again returns its state.
 
     Args:
         root: the user's model, partitioned.

@@ -1,4 +1,4 @@
-"""One call of a whole model: its arguments as the module takes them, and what it puts into them."""
+"""A call of a whole model: arguments in the form for the module, and its changes to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RootCall:
 
     Args:
         arguments: (args, kwargs) of the step function.
-        device: of the model.
+        device: device of the model.
         casts: whether outputs are cast to float32.
     """
 
@@ -27,14 +27,14 @@ class RootCall:
         self._casts = casts
         on_device = device.type == "cpu"
         prepared = arguments if on_device else host_values.upload(arguments, device)
-        # Copies to a device have made copies of containers.
+        # A copy to a device copies containers, too.
         self._taken = self._given if prepared is arguments else _given(prepared)
         self._prepared = prepared
         #: number of containers among the arguments, and what the module has done to them
         self.filled: tuple[int, list[Change]] = (0, [])
 
     def run(self, call: Callable[..., Any]) -> Any:
-        """The output of the model; what it has put into its arguments is there."""
+        """Returns the output of the model, after its changes to the arguments are applied."""
         args, kwargs = self._prepared
         output = call(*args, **kwargs)
         taken = self._taken
@@ -49,14 +49,14 @@ class RootCall:
         return self.settle(self.filled, told)
 
     def settle(self, filled: tuple[int, list[Change]], output: Any) -> Any:
-        """Does to the arguments what was done to others like them.
+        """Applies changes of another rank's arguments to the arguments of this call.
 
         Args:
-            filled: of the call that ran the model, here or on the first pipeline rank.
-            output: of this call.
+            filled: changes of the call that ran the model, here or on the first pipeline rank.
+            output: output of this call.
 
         Returns:
-            the output; what of the arguments is in it is the caller's.
+            the output, in which parts of the arguments are the caller's own objects.
 
         Raises:
             RuntimeError: the arguments have other containers here.

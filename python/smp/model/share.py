@@ -1,4 +1,4 @@
-"""The part of the batch that the running microbatch is."""
+"""The share of the running microbatch in the batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from smp.nn.huggingface.outputs import is_lazy, ready_entries
 
 
 class Share:
-    """The part of the batch that one microbatch is.
+    """The share of one microbatch in the batch.
 
     Args:
-        weights: of the microbatches of this rank; None: the first pipeline rank has them.
+        weights: weights of the microbatches of this rank; None: the first pipeline rank has them.
         mb: number of the microbatch.
 
     Attributes:
-        outputs: where gradients of the models' outputs go, as (node, number of its output).
+        outputs: nodes that receive gradients of the models' outputs, as (node, output number).
         is_in_backward: whether a backward that began with the share runs.
     """
 
@@ -36,7 +36,7 @@ class Share:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Marks a backward that began with the share; what it begins inside has it already."""
+        """Marks a backward that began with the share, so that nested ones do not apply it again."""
         before, self.is_in_backward = self.is_in_backward, True
         try:
             yield
@@ -45,13 +45,13 @@ class Share:
 
     @property
     def counts_nothing(self) -> bool:
-        """Whether the weight is 0: the loss may be 0 / 0, and 0 times its gradients NaN."""
+        """True if the weight is 0: the loss may be 0 / 0, and 0 times its gradients NaN."""
         return self._weights is not None and self._weights.counts_nothing(self._mb)
 
     def note_outputs(self, output: Any) -> None:
-        """Notes where gradients of a model's output go; they are zero if the weight is."""
+        """Notes which nodes receive gradients of a model's output; zeroes these for weight 0."""
         if self.counts_nothing:
-            # Logits that are not gathered yet have samples of other ranks, which do count.
+            # Logits that are not gathered yet have samples of other ranks, which count.
             own = list(ready_entries(output).values()) if is_lazy(output) else output
             for leaf in pytree.tree_leaves(own):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -85,7 +85,7 @@ _share: contextvars.ContextVar[Share | None] = contextvars.ContextVar(
 
 
 def set_share(share: Share) -> None:
-    """Says which microbatch this context runs."""
+    """Sets the share of the microbatch that this context runs."""
     _share.set(share)
 
 

@@ -21,7 +21,7 @@ from smp.world.rank import Rank
 if TYPE_CHECKING:
     from smp.model.engine import Engine
 
-# A gather of one bunch needs as much memory again, on the ranks of a replica.
+# A gather of one bunch needs as much additional memory, on the ranks of a replica.
 _BUNCH_BYTES = 64 << 20
 
 
@@ -29,17 +29,17 @@ _BUNCH_BYTES = 64 << 20
 def showing_whole(
     rank: Rank, engine: Engine, parts: ModelParts, parameters: Iterable[nn.Parameter] | None
 ) -> Iterator[None]:
-    """Inside, parameters have their whole values on every rank; what is written stays.
+    """Shows whole parameters on every rank inside; written values stay.
 
     Collective over all ranks. The first replica's values count.
 
     Args:
-        rank: of this process.
-        engine, parts: of the model.
-        parameters: of the model; None: all.
+        rank: rank of this process.
+        engine, parts: engine of the model, and its parts on this rank.
+        parameters: parameters of the model; None: all.
 
     Raises:
-        ValueError: one of them is not a parameter of the model.
+        ValueError: a given parameter is not one of the model.
         RuntimeError: some ranks have not called it, or with other parameters.
     """
     named = _chosen(parts, parameters)
@@ -59,7 +59,7 @@ def showing_whole(
                 named[name].data = value
         for name, value in values.items():
             interval = interval_of(local[name])
-            # Contiguous, and not the memory that it is written to.
+            # A contiguous copy, as it must not be the memory that is written to.
             own = slice_of(value, interval).clone(memory_format=torch.contiguous_format)
             broadcast_from_first(rank, [own], "dp" if interval is None else "rdp")
             storage.write(local[name], own)
@@ -69,7 +69,7 @@ def showing_whole(
 def _chosen(
     parts: ModelParts, parameters: Iterable[nn.Parameter] | None
 ) -> dict[str, nn.Parameter]:
-    """Parameters by name, in the order of the model."""
+    """Returns the chosen parameters by name, in the order of the model."""
     named = dict(parts.root.named_parameters())
     if parameters is None:
         return named
@@ -87,7 +87,7 @@ def _show(rank: Rank, named: Mapping[str, nn.Parameter], local: Mapping[str, nn.
     """Puts whole values into parameters of which this rank has a part.
 
     Returns:
-        whether there are some.
+        whether the replica has several ranks, so that there may be such parameters.
     """
     if rank.sizes["mp"] == 1:
         return False

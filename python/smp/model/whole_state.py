@@ -23,7 +23,7 @@ from smp.world.rank import Rank
 
 
 class _Call(NamedTuple):
-    """One call of ``load_state_dict``, with its arguments."""
+    """A call of ``load_state_dict``, with its arguments."""
 
     state: Mapping[str, Any]
     strict: bool
@@ -31,10 +31,10 @@ class _Call(NamedTuple):
 
 
 class _Kept:
-    """Waits with loading until parameters of the meta device are made.
+    """Delays loading until parameters of the meta device are made.
 
-    Tensors are not copied: a state may be as large as the model. That nobody writes to them
-    meanwhile is checked instead.
+    Tensors are not copied, because a state may be as large as the model. Instead, writes to
+    them are detected.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class _Kept:
         self._versions: list[dict[str, int]] = []
 
     def keep(self, state: Mapping[str, Any], strict: bool, same_partition_load: bool) -> None:
-        """Adds a state; the last one has the last word, as with loading at once."""
+        """Adds a state; later states overwrite earlier ones, as when they are loaded at once."""
         kept = dict(state)
         versions = {}
         for key, value in kept.items():
             if not isinstance(value, Tensor):
                 continue
-            if value.is_inference():  # does not count what is written to it
+            if value.is_inference():  # inference tensors count no writes
                 kept[key] = value.clone()
             else:
                 versions[key] = value._version
@@ -56,11 +56,11 @@ class _Kept:
         self._versions.append(versions)
 
     def take(self) -> list[_Call]:
-        """The calls so far, in their order, which are forgotten. Collective over all ranks.
+        """Returns the calls so far, in their order, and forgets them. Collective over all ranks.
 
         Raises:
             RuntimeError: some ranks have loaded more often than others, which would leave replicas
-                different; something was written to a tensor.
+                different, or a tensor was written to.
         """
         counts = comm.allgather(len(self._calls), comm.WORLD)
         if len(set(counts)) > 1:
@@ -87,9 +87,9 @@ class WholeState:
     """The state of a model by the names of the unwrapped one, over all ranks of a replica.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         root: the user's model.
-        registrations: of the modules in it that were replaced by distributed ones.
+        registrations: registrations of the modules that distributed ones have replaced.
     """
 
     def __init__(self, rank: Rank, root: nn.Module, registrations: Sequence[Registration]) -> None:
@@ -101,11 +101,11 @@ class WholeState:
     # ---- taking
 
     def gathered(self, parts: ModelParts | None, to_rank0: bool) -> dict[str, Any]:
-        """`DistributedModel.state_dict`.
+        """Returns the result of `DistributedModel.state_dict`.
 
         Args:
-            parts: of this rank; None before the partition.
-            to_rank0: only global rank 0 gets it.
+            parts: parts on this rank; None before the partition.
+            to_rank0: whether only global rank 0 gets it.
         """
         rank = self._rank
         is_wanted = not to_rank0 or rank.global_rank == 0
@@ -129,7 +129,7 @@ class WholeState:
         """Makes all parameters and buffers real on the CPU.
 
         Args:
-            parts: those of this rank are real already, in the memory of a device.
+            parts: parts on this rank, which are real already, in the memory of a device.
             state: values by name.
         """
         cpu = torch.device("cpu")
@@ -158,10 +158,10 @@ class WholeState:
         strict: bool,
         same_partition_load: bool,
     ) -> _IncompatibleKeys:
-        """`DistributedModel.load_state_dict`.
+        """Runs `DistributedModel.load_state_dict`.
 
         Args:
-            parts: of this rank; None before the partition.
+            parts: parts on this rank; None before the partition.
         """
         waits = parts is None and any(p.is_meta for p in self._root.parameters())
         if not state.get(PARTIAL_MARK):
@@ -195,22 +195,25 @@ class WholeState:
         return self._parts(parts).load(state, strict, sliced=True)
 
     def load_kept(self, parts: ModelParts) -> None:
-        """Loads what came before the partition. Collective over all ranks.
+        """Loads the states given before the partition. Collective over all ranks.
 
-        Before the values of the first replica go to the others, as with loading at once.
+        This precedes the broadcast of the first replica's values, as when states are loaded at
+        once.
         """
         if self._rank.sizes["pp"] == 1:
-            return  # partitioned where it was wrapped
+            return  # the model was partitioned when it was wrapped
         for state, strict, same_partition_load in self._kept.take():
             self.load(parts, state, strict, same_partition_load)
 
     def translated(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A state dict with the names of the distributed modules that the model has."""
+        """Returns a state dict with the names of the distributed modules in the model."""
         return to_ours(self._registrations, state)
 
     def _parts(self, parts: ModelParts | None) -> ModelParts:
-        """Before the partition all ranks hold the whole model, so that values can go in at once;
-        the partition keeps what belongs to this rank."""
+        """Returns the parts; before the partition each rank holds the whole model.
+
+        Values can then be loaded at once, and the partition keeps those of this rank.
+        """
         if parts is not None:
             return parts
         storage = WholeParameters(self._rank, self._root)

@@ -1,4 +1,4 @@
-"""What public scripts expect between `DistributedModel` and the module of the user."""
+"""The levels that public scripts expect between `DistributedModel` and the user's module."""
 
 from __future__ import annotations
 

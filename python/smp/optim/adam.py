@@ -9,22 +9,22 @@ from smp.optim.fused import Batch, FusedOptimizer, Params
 
 
 class FusedAdam(FusedOptimizer):
-    """Adam, with decoupled weight decay (AdamW) unless told otherwise.
+    """Adam with decoupled weight decay (AdamW), or plain Adam.
 
-    Numbers are those of ``torch.optim.AdamW``, or ``torch.optim.Adam`` without ``adam_w_mode``, and
-    state dicts go from one to the other. State of a parameter: ``step``, ``exp_avg``,
-    ``exp_avg_sq``.
+    Results equal those of ``torch.optim.AdamW``, or of ``torch.optim.Adam`` without
+    ``adam_w_mode``, and each loads state dicts of the other. State of a parameter: ``step``,
+    ``exp_avg``, ``exp_avg_sq``.
 
     Args:
         params: parameters or groups of them.
         lr: learning rate; a number or a tensor with one.
-        bias_correction: divide the moments by ``1 - beta ** step``.
-        betas: of the averages of gradients and of their squares.
-        eps: added to the root of the second moment.
-        adam_w_mode: weight decay beside the moments; else it is added to the gradients.
+        bias_correction: whether to divide the moments by ``1 - beta ** step``.
+        betas: decay rates of the averages of gradients and of their squares.
+        eps: number that is added to the root of the second moment.
+        adam_w_mode: whether weights decay beside the moments; else the decay is added to gradients.
         weight_decay: factor of the decay.
-        amsgrad: must be False.
-        set_grad_none: what :meth:`zero_grad` does by default.
+        amsgrad: False; the variant is not supported.
+        set_grad_none: default of :meth:`zero_grad`.
 
     Source: Kingma and Ba 2015; Loshchilov and Hutter 2019. Arguments: FusedAdam of NVIDIA apex.
     """

@@ -1,4 +1,4 @@
-"""``smp.amp``: automatic mixed precision, where a gradient may overflow on another rank."""
+"""``smp.amp``: automatic mixed precision when a gradient may overflow on another rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ __all__ = ["GradScaler"]
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for models of which each rank has a part.
 
-    Whether gradients are infinite or NaN all ranks of a replica find out together, so that they
-    skip the same steps and agree on the scale. ``unscale_`` and ``step`` are collective over them
+    All ranks of a replica decide together whether gradients are infinite or NaN, so that they skip
+    the same steps and agree on the scale. ``unscale_`` and ``step`` are collective over them
     (the MP group; all ranks if the optimizer state is sharded). The host waits for the device only
-    where PyTorch's does: in ``step`` of optimizers that are not fused. Autocast is PyTorch's own.
-    While models are wrapped, PyTorch's scaler does the same for optimizers with their parameters.
+    where PyTorch's scaler does: in ``step`` of optimizers that are not fused. Autocast is PyTorch's
+    own. While models are wrapped, PyTorch's scaler does the same for optimizers of their
+    parameters.
 
     Args:
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for PyTorch's.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: arguments of PyTorch's
+            scaler.
     """
 
     agrees_itself = True

@@ -36,38 +36,38 @@ from smp.world.device_numbers import DeviceFlag
 class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     """Wraps an optimizer over the parameters of a :class:`DistributedModel`, or of the plain model.
 
-    Behaves as the wrapped optimizer and shares its ``param_groups`` and ``state``. Each rank
-    updates the parameters that it holds; all others have no gradient and are left alone.
+    Behaves like the wrapped optimizer and shares its ``param_groups`` and ``state``. Each rank
+    updates the parameters that it holds; all others have no gradient and do not change.
 
-    With 16-bit parameters or sharded ones the groups hold what this rank updates in their place
+    With 16-bit or sharded parameters the groups hold the tensors that this rank updates instead
     (masters) as soon as their model is partitioned; learning-rate schedulers may be made of this
     optimizer or of the wrapped one. With ``fp16: True`` the loss is scaled: `model.backward` takes
-    the loss as it is, and an update whose gradients are not finite is skipped on all ranks.
+    the unscaled loss, and an update whose gradients are not finite is skipped on all ranks.
 
-    Norms, loss scales and whether a gradient is infinite stay on the device, and the fused
-    optimizers of `smp.optimizers` and ``torch.optim.Adam(fused=True)`` skip there. So the host
-    waits for nothing in a training step unless it reads `overflow`, `loss_scale`,
-    `step_was_skipped` or a norm. Other optimizers cannot skip: with ``fp16: True``, :meth:`step`
-    waits once.
+    Norms, loss scales and the check for infinite gradients stay on the device. The fused optimizers
+    of `smp.optimizers` and ``torch.optim.Adam(fused=True)`` also skip there, so the host does not
+    wait in a training step unless it reads `overflow`, `loss_scale`, `step_was_skipped` or a norm.
+    Other optimizers cannot skip: with ``fp16: True``, :meth:`step` waits once.
 
     Args:
         optimizer: a ``torch.optim.Optimizer``. Wrapping the result of an earlier call wraps the
             optimizer inside of it. An FP16 optimizer of the script's own (apex, and scripts before
-            1.10) gives its optimizer and its loss scale, and this one takes its place.
-        static_loss_scale: factor of the loss; None means 1. For fp16 training, without effect
-            otherwise, as the next two.
-        dynamic_loss_scale: let the scale follow overflows instead.
-        dynamic_loss_args: of the dynamic scale (:class:`smp.precision.DynamicLossScaler`). Its
-            entries may also be given as keywords.
+            1.10) passes on its optimizer and its loss scale, and is replaced by this one.
+        static_loss_scale: factor of the loss; None means 1. This argument and the next two have
+            no effect except in fp16 training.
+        dynamic_loss_scale: whether the scale follows overflows instead.
+        dynamic_loss_args: arguments of the dynamic scale
+            (:class:`smp.precision.DynamicLossScaler`). Its entries may also be given as
+            keywords.
 
     Raises:
-        ValueError: for something else than an optimizer, for unknown loss scale arguments, for
-            parameters whose module was replaced, for an optimizer that needs more of the
-            parameters than a rank has (a trial on small tensors shows it), and for an FP16
-            optimizer of the script's own without ``fp16: True``.
+        ValueError: the object is no optimizer; loss scale arguments are unknown; the module of a
+            parameter was replaced; the optimizer needs more of the parameters than a rank has (a
+            trial on small tensors shows it); an FP16 optimizer of the script's own comes without
+            ``fp16: True``.
     """
 
-    # Accelerate leaves such an optimizer as it is, and asks it whether a step was skipped.
+    # Accelerate does not wrap such an optimizer, and asks it whether a step was skipped.
     _is_accelerate_prepared = True
 
     optimizer: torch.optim.Optimizer
@@ -80,7 +80,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         dynamic_loss_args: Mapping[str, Any] | None = None,
         **loose_loss_args: Any,
     ) -> None:
-        # Not Optimizer.__init__: groups, state and hooks are those of the wrapped optimizer.
+        # Optimizer.__init__ is not called: groups, state and hooks are those of the wrapped
+        # optimizer.
         current = runtime.current()
         if isinstance(optimizer, DistributedOptimizer):
             optimizer = optimizer.optimizer
@@ -102,14 +103,14 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self.optimizer = optimizer
         self._is_scaled = current.rank.config.fp16
         self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()
-        # Knows nothing of this object, whose life ends when nobody else has it.
+        # The runtime does not keep this object alive.
         self._runtime, self._rank = current, current.rank
         self._gradients = ScaledGradients(
             current.rank, optimizer, self.loss_scaler, is_scaled=self._is_scaled
         )
         self._fused = FusedUpdates(current.rank, optimizer)
         self._skipped = DeviceFlag()
-        self._num_reductions = 0  # of the models' gradients, when a step ended last
+        self._num_reductions = 0  # reductions of the models' gradients at the end of the last step
         #: norm of the gradients before clipping in the last update with sharded data parallelism
         self._global_grad_norm: Tensor | None = None
         self._pending_load: dict[str, Any] | None = None
@@ -147,13 +148,13 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self.optimizer.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not there yet
+        if name == "optimizer":  # not set yet
             raise AttributeError(name)
         found = getattr(self.optimizer, name)
         return self._watched(found) if inspect.ismethod(found) else found
 
     def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the wrapped optimizer; what it writes to parameters reaches the model."""
+        """Wraps a method of the wrapped optimizer; its writes to parameters reach the model."""
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -166,9 +167,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         return run
 
     def _spread_written(self) -> None:
-        """Brings what the script has written to masters or pieces into the model.
+        """Copies values that the script has written to masters or pieces into the model.
 
-        Collective as :meth:`step` if it has.
+        Collective like :meth:`step` if the script has written any.
         """
         if self._written.is_new():
             self._spread()
@@ -191,8 +192,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         """Resets the gradients of all parameters.
 
         Args:
-            set_to_none: drop them instead of writing zeros.
-            set_grads_to_None: the same; if given, it counts.
+            set_to_none: whether to drop them instead of writing zeros.
+            set_grads_to_None: another name of ``set_to_none``, which has precedence if given.
 
         Raises:
             RuntimeError: inside of a step function.
@@ -209,19 +210,20 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates the parameters of this rank. Call it outside of the step function.
 
-        Collective over the ranks that hold one copy of a sharded state, and with sharded data
-        parallelism, whose gradients are clipped here, over those of a replica.
+        Collective over the ranks that hold one copy of a sharded state. With sharded data
+        parallelism gradients are clipped here, and it is also collective over a replica.
 
         Args:
-            closure: recomputes the loss, for optimizers that want it. Not with a dynamic loss
-                scale.
+            closure: function that recomputes the loss, for optimizers that need it. It cannot be
+                used with a dynamic loss scale.
 
         Returns:
-            what the wrapped optimizer returns; None if the update is skipped.
+            result of the wrapped optimizer; None if the update is skipped.
 
         Raises:
             ValueError: closure with a dynamic loss scale.
-            RuntimeError: gradients made by a closure are not finite, or inside of a step function.
+            RuntimeError: gradients made by a closure are not finite, or a step function is
+                running.
         """
         self._runtime.steps.refuse_inside("optimizer.step")
         self._load_pending()
@@ -251,7 +253,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Was the last update skipped? Waits for the device in fp16 training."""
+        """True if the last update was skipped. Waits for the device in fp16 training."""
         return bool(self._skipped)
 
     def _gradients_used(self, are_applied: bool = False) -> None:
@@ -270,11 +272,11 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         )
 
     def _check_scale(self) -> None:
-        """The last optimizer of a model that was wrapped has the say over its loss."""
+        """Raises unless its models use this scale; the last wrapped optimizer sets it."""
         for model in self._models() if self._is_scaled else ():
             if not model.partitioned or engine_of(model).loss.scaler is self.loss_scaler:
                 continue
-            scale = engine_of(model).loss.scale  # of several optimizers: the host has to wait
+            scale = engine_of(model).loss.scale  # with several optimizers the host has to wait
             if scale != self.loss_scale:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the loss scale of this optimizer is {self.loss_scale:g}, "
@@ -284,7 +286,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
                 )
 
     def _update(self) -> Any:
-        """Applies gradients, and lets the model see it."""
+        """Applies gradients, and passes the update on to the model."""
         result = None
         has_local = self._has_local()  # some optimizers cannot work on nothing
         if divides(self.optimizer):
@@ -302,10 +304,11 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         return result
 
     def _take_given_scale(self) -> None:
-        """Counts the scale that torch's GradScaler has left in the gradients as one of ours.
+        """Takes over the scale that torch's GradScaler has left in the gradients.
 
-        It leaves its scale and ``found_inf`` here, for optimizers that divide by themselves. Code
-        that reads the gradients before them has to know it, and it must not count twice.
+        GradScaler leaves its scale and ``found_inf`` here, for optimizers that divide by
+        themselves. Code that reads the gradients before them needs the scale, which must not count
+        twice.
         """
         given = vars(self).get("grad_scale")
         if given is not None and divides(self.optimizer):
@@ -323,7 +326,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
         def evaluate() -> Any:
             if not self.first_closure_call_this_step:
-                self._spread()  # what the optimizer has changed between two calls
+                self._spread()  # changes by the optimizer between two calls
             self.first_closure_call_this_step = False
             self._gradients.used()
             with torch.enable_grad():
@@ -348,7 +351,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         """Brings masters into the model, here and on other ranks.
 
         Args:
-            are_written: the optimizer has left copies of them there.
+            are_written: whether the optimizer has left copies of masters in the model.
         """
         if not are_written:
             refresh_pieces(holdings_of(self.optimizer))
@@ -361,7 +364,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         return any(map(self._locality(), parameters_of(self.optimizer)))
 
     def _use_masters(self) -> None:
-        """Puts masters in the place of parameters of models that are partitioned."""
+        """Replaces parameters of partitioned models by their masters."""
         adopt_masters(self.optimizer)
         self._written = WrittenMasters(self.optimizer)
         self._gradients.attach()
@@ -374,7 +377,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
                 engine_of(model).loss.scaler = self.loss_scaler
 
     def _step_done(self) -> None:
-        """A step function that trains has ended. Collective over the ranks that skip together."""
+        """Ends a training step. Collective over the ranks that skip together."""
         num_reductions = self._count_reductions() if self._is_scaled else 0
         self._gradients.step_done(num_reductions != self._num_reductions)
         self._num_reductions = num_reductions
@@ -398,14 +401,14 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """``model.backward(loss)`` of the model whose parameters these are.
+        """Runs ``model.backward(loss)`` on the model whose parameters these are.
 
         Args:
-            loss: without a loss scale.
-            update_master_grads: accepted. In either case masters have their gradients when the
-                step function is over, and lose the loss scale when somebody reads them, as
-                :meth:`update_master_grads` and :meth:`step` do.
-            retain_graph: must be False.
+            loss: loss without a loss scale.
+            update_master_grads: no effect. In either case masters have their gradients when the
+                step function is over. They lose the loss scale when they are read, as in
+                :meth:`update_master_grads` and :meth:`step`.
+            retain_graph: False; nothing else is supported.
 
         Raises:
             ValueError: for ``retain_graph=True``.
@@ -429,7 +432,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._gradients.unscale()
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """Gradients of the masters without loss scale, by group; None after an overflow.
+        """Returns gradients of the masters without loss scale, by group; None after an overflow.
 
         Collective over the MP group.
         """
@@ -444,11 +447,11 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips the gradients of all groups to a norm over the whole model.
 
-        Between the step call and :meth:`step`. Collective over the ranks of a replica (the MP
-        group), and over the ranks that hold one copy of a sharded state.
+        Call it between the step call and :meth:`step`. Collective over the ranks of a replica (the
+        MP group), and over the ranks that hold one copy of a sharded state.
 
         Returns:
-            the norm before clipping, on the device, a tensor as of :func:`smp.clip_grad_norm_`; -1
+            the norm before clipping, a tensor on the device as from :func:`smp.clip_grad_norm_`; -1
             if the gradients are not finite in fp16 training.
         """
         self._gradients.check()
@@ -457,12 +460,12 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         return norm if found_inf is None else norm.masked_fill(found_inf != 0, -1.0)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """As :meth:`clip_master_grads`, but the norm is what it is."""
+        """Clips like :meth:`clip_master_grads`, but returns infinite or NaN norms unchanged."""
         self._gradients.check()
         return self._clip(max_norm, 2.0)
 
     def _clip(self, max_norm: float, norm_type: float) -> Tensor:
-        """Clips; fused optimizers do the division when they read the gradients."""
+        """Clips; fused optimizers divide when they read the gradients."""
         self._runtime.steps.refuse_inside("clip_master_grads")
         gradients = self._gradients
         norm = grad_norm.global_norm(self._rank, parameters_of(self.optimizer), norm_type)
@@ -473,7 +476,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         return norm.rounded(norm.total / scale)
 
     def _clip_shards(self) -> None:
-        """Sharded data parallelism clips in each update, and tells the norm in any case."""
+        """Clips in each update with sharded data parallelism, and records the norm in any case."""
         config = self._rank.config
         if config.sharded_data_parallel_degree == 1:
             return
@@ -486,28 +489,28 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     # ---- state
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """State of the parameters of this rank with their masters, marked as partial.
+        """Returns the state of this rank's parameters with their masters, marked as partial.
 
         In 16-bit training it has keys of apex' FP16 optimizer: ``loss_scaler``,
         ``dynamic_loss_scale``, ``overflow`` and ``first_closure_call_this_step``.
 
         Args:
-            gather_if_shard: where the state is sharded, ``rdp_rank`` 0 gets whole entries, which
-                is collective over the RDP group; all others, and everybody if False, get what they
-                hold, with marks that say which elements these are. Not collective otherwise.
+            gather_if_shard: whether ``rdp_rank`` 0 gets whole entries of a sharded state, which is
+                collective over the RDP group. The other ranks, and all ranks if False, get their
+                own elements, with marks of their places. Not collective otherwise.
 
         Raises:
-            PeerFailure, RuntimeError: it is collective, and some ranks have not called it.
+            PeerFailure, RuntimeError: the call is collective, and some ranks have not made it.
         """
         self._rank.check_sums()
         return {**self._state().of_rank(gather_if_shard), **self._half_state()}
 
     def state_dict(self) -> dict[str, Any]:
-        """State of all parameters of the model, as the wrapped optimizer would have it alone.
+        """Returns the state of all parameters, like the wrapped optimizer's in one process.
 
-        Collective over the ranks of a replica (the MP group) once the model is partitioned, and
-        over the RDP group if the state is sharded; before that it is this rank's. The masters of
-        16-bit parameters are in their entries.
+        Once the model is partitioned, this is collective over the ranks of a replica (the MP
+        group), and over the RDP group if the state is sharded; before that it is the state of this
+        rank. Entries of 16-bit parameters have their masters.
 
         Raises:
             PeerFailure, RuntimeError: some of these ranks have not called it.
@@ -518,15 +521,16 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         return {**whole, **self._half_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a full state dict, or the partial one that this rank saved.
+        """Loads a full state dict, or the partial state dict that this rank saved.
 
-        Before the model is partitioned the dict is kept and loaded right after. Collective over
-        the MP group for partial dicts, and over all ranks for those of a sharded state.
+        Before the model is partitioned the dict is kept and loaded right after the partition.
+        Collective over the MP group for partial dicts, and over all ranks for those of a sharded
+        state.
         """
         self._pending_load = dict(state_dict)
         models = self._models()
         if not models:
-            return  # the first step is early enough
+            return  # the first step loads it
         if self._is_partitioned(all):
             self._load_pending()
         for model in models:
@@ -534,7 +538,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
                 model.register_post_partition_hook(lambda *_: self._load_if_partitioned())
 
     def reload_model_params(self) -> None:
-        """Makes masters equal to parameters that were written to in the model."""
+        """Copies values that were written to parameters in the model into masters."""
         reload_masters(holdings_of(self.optimizer))
 
     def _load_if_partitioned(self) -> None:
@@ -555,7 +559,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     # ---- whose parameters these are
 
     def _models(self) -> list[DistributedModel]:
-        """Models whose parameters these are; all there are when there is one or none."""
+        """Returns the models whose parameters these are, or all models if there is at most one."""
         models = [m for m in self._runtime.wrapped.models if isinstance(m, DistributedModel)]
         if len(models) > 1:
             models = [m for m in models if updates_some(self.optimizer, m.parameters())]
@@ -566,7 +570,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         return bool(models) and how_many(model.partitioned for model in models)
 
     def _locality(self) -> Callable[[Tensor], bool]:
-        """Says of a parameter if it is updated here. All are until their model is partitioned."""
+        """Returns a test whether a parameter is updated here; before the partition all are."""
         models = self._models()
         if not models:
             return lambda _: True

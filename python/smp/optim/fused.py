@@ -1,4 +1,4 @@
-"""What the fused optimizers share: lists for the kernels, numbers of a step, state."""
+"""The base of the fused optimizers: lists for the kernels, numbers of a step, state."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class SumNorms(Protocol):
         """
         Args:
             norms: float64 ``[k, len(parameters)]``, of the elements that this rank has.
-            parameters: all of the optimizer, in the order of its groups, on every rank.
-            is_max: take the largest instead of the sum; then the numbers are >= 0.
+            parameters: parameters of the optimizer, in the order of its groups, on every rank.
+            is_max: whether to take maxima instead of sums; then the numbers are >= 0.
 
         Returns:
-            the same over all elements of each parameter; may be ``norms`` itself.
+            the same numbers over all elements of each parameter; may be ``norms`` itself.
         """
 
 
 @dataclass
 class Batch:
-    """Parameters of one group for one call of an operator, and what belongs to them."""
+    """Parameters of one group for one call of an operator, and their other tensors."""
 
     group: dict[str, Any]
     device: torch.device
@@ -45,7 +45,7 @@ class Batch:
 
     @property
     def lists(self) -> tuple[list[Tensor], ...]:
-        """The first arguments of operators that do the whole update."""
+        """Arguments at the front of operators that do the whole update."""
         return (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps, self.copies)
 
     @property
@@ -68,16 +68,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     a 16-bit copy, ``parameter._smp_copy``, that is written in the same pass, rounded to nearest
     even.
 
-    Attributes that the caller may set, `smp.DistributedOptimizer` or `torch.amp.GradScaler`:
+    The caller, `smp.DistributedOptimizer` or `torch.amp.GradScaler`, may set these attributes:
 
-    * ``grad_scale``: gradients are divided by it. A tensor with one number, or None.
-    * ``found_inf``: where it is not 0, nothing changes. A tensor with one number, or None.
-    * ``sum_norms``: :class:`SumNorms` or None, where elements are spread over ranks.
-    * ``grad_norm``: norm of all gradients of the model as they are, not divided; a tensor with one
-      number, or None. Wanted if ``wants_grad_norm``; without it the norm is that of the
+    * ``grad_scale``: divisor of gradients. A tensor with one number, or None.
+    * ``found_inf``: if it is not 0, nothing changes. A tensor with one number, or None.
+    * ``sum_norms``: :class:`SumNorms` if elements are spread over ranks, or None.
+    * ``grad_norm``: norm of all gradients of the model before the division; a tensor with one
+      number, or None. It is used if ``wants_grad_norm``; without it the norm is that of the
       parameters of this optimizer.
 
-    These numbers are read on the device: a step does not wait for it.
+    These numbers are read on the device, so the host does not wait in a step.
     """
 
     # A class attribute, so that unpickled optimizers have it.
@@ -94,21 +94,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Adds parameters; options that are not given are those of the constructor.
 
         Raises:
-            ValueError: for options that make no sense.
+            ValueError: options are out of range.
         """
         check_options(type(self).__name__, {**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @property
     def wants_grad_norm(self) -> bool:
-        """Whether ``grad_norm`` is used."""
+        """True if ``grad_norm`` is used."""
         return False
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Resets the gradients.
 
         Args:
-            set_to_none: drop them instead of filling in zeros; None: as ``set_grad_none`` says.
+            set_to_none: whether to drop them instead of writing zeros; None: ``set_grad_none``.
         """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
@@ -117,13 +117,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Updates all parameters that have a gradient.
 
         Args:
-            closure: recomputes the loss.
+            closure: function that recomputes the loss.
 
         Returns:
-            what the closure returns.
+            result of the closure.
 
         Raises:
-            ValueError: for 16-bit parameters, and tensors that do not fit each other.
+            ValueError: a parameter has 16 bits, or tensors do not fit each other.
         """
         loss = None
         if closure is not None:
@@ -137,11 +137,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _new_second_moment(self, param: Tensor) -> Tensor:
-        """What ``exp_avg_sq`` starts as."""
+        """Returns the initial ``exp_avg_sq``."""
         return torch.zeros_like(param, memory_format=torch.preserve_format)
 
     def _batches(self) -> list[Batch]:
-        """Parameters with a gradient, by group, device and whether they have a copy."""
+        """Returns parameters with a gradient, by group, device and whether they have a copy."""
         result: list[Batch] = []
         position = 0
         for group in self.param_groups:
@@ -173,7 +173,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch.copies.append(copy)
 
     def _lr(self, batch: Batch) -> Tensor:
-        """The learning rate as a number on the device; made anew only when it changes."""
+        """Returns the learning rate as a number on the device, cached until it changes."""
         lr = batch.group["lr"]
         if isinstance(lr, Tensor):
             return lr
@@ -187,7 +187,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _grad_scale(self) -> Tensor | None:
-        # GradScaler takes the attributes away after a step.
+        # GradScaler deletes the attributes after a step.
         return getattr(self, "grad_scale", None)
 
     @property
@@ -197,7 +197,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _over_ranks(
         self, batches: Sequence[Batch], norms: Sequence[Tensor], is_max: bool = False
     ) -> list[Tensor]:
-        """``norms``, float64 [k, parameters] per batch, over all parts of the parameters."""
+        """Combines ``norms``, float64 [k, parameters] per batch, over parts of parameters."""
         if self.sum_norms is None:
             return list(norms)
         params = [param for group in self.param_groups for param in group["params"]]
@@ -205,7 +205,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return list(norms)
         rows = norms[0].shape[0] if norms else self._num_norms
         device = batches[0].device if batches else params[0].device
-        # All parameters, because other ranks may have gradients where this one has none.
+        # The table has all parameters, as other ranks may have gradients where this one has none.
         table = torch.zeros(rows, len(params), dtype=torch.float64, device=device)
         places = [self._places(batch, device) for batch in batches]
         for place, values in zip(places, norms, strict=True):
@@ -217,7 +217,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ]
 
     def _places(self, batch: Batch, device: torch.device) -> Tensor:
-        """Positions of a batch's parameters as an index; made anew only when they change."""
+        """Returns positions of a batch's parameters as an index, cached until they change."""
         cache: dict[Any, Tensor] = self.__dict__.setdefault("_indices", {})
         key = (tuple(batch.positions), device)
         if key not in cache:
@@ -232,7 +232,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also takes the state and the groups of the optimizers of torch."""
+        """Takes state and groups, also those of the optimizers of torch."""
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -246,7 +246,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the options of a group make sense."""
+    """Raises ValueError if options of a group are out of range."""
 
     def refuse(key: str, wanted: str) -> None:
         raise ValueError(f"{_C.rank_prefix()}{name}: {key} must be {wanted}, got {options[key]!r}")
@@ -274,7 +274,7 @@ def betas_of(group: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _laid_out_as(param: Tensor) -> Tensor:
-    """The gradient, its elements in the order in memory that the parameter's have."""
+    """Returns the gradient with its elements in the memory order of the parameter."""
     grad = param.grad
     assert grad is not None
     if grad.layout is not torch.strided:

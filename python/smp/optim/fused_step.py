@@ -17,19 +17,19 @@ from smp.world.rank import Rank
 
 
 def divides(optimizer: torch.optim.Optimizer) -> bool:
-    """Does it divide gradients while it reads them? Torch's convention for fused optimizers."""
+    """Returns whether an optimizer divides gradients while it reads them, as fused ones do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def writes_copies(optimizer: torch.optim.Optimizer) -> bool:
-    """Does it write ``_smp_copy`` of what it updates?"""
+    """Returns whether an optimizer writes ``_smp_copy`` of the tensors that it updates."""
     return isinstance(optimizer, FusedOptimizer)
 
 
 def skips(optimizer: torch.optim.Optimizer) -> bool:
-    """Does it leave everything as it was where ``found_inf`` is not 0, without the host?
+    """Returns whether an optimizer changes nothing if ``found_inf`` is not 0, without the host.
 
-    Not torch's SGD: the first update makes buffers that a skipped one leaves undefined.
+    Torch's SGD does not count: its first update makes buffers that a skipped one leaves undefined.
     """
     return isinstance(optimizer, FusedOptimizer) or (
         divides(optimizer) and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
@@ -40,8 +40,8 @@ class FusedUpdates:
     """Makes updates with divided gradients.
 
     Args:
-        rank: on which they are made.
-        optimizer: whose updates they are; :meth:`step` wants one that `divides`.
+        rank: rank of this process.
+        optimizer: optimizer that updates; :meth:`step` requires that it `divides`.
     """
 
     def __init__(self, rank: Rank, optimizer: torch.optim.Optimizer) -> None:
@@ -58,27 +58,27 @@ class FusedUpdates:
         has_local: bool = True,
         given_found_inf: Tensor | None = None,
     ) -> Any:
-        """One update. The host waits for nothing.
+        """Makes one update. The host does not wait.
 
-        Collective over the ranks that hold parts of the same parameters, and over those of a
-        replica, if the optimizer needs norms of whole gradients.
+        If the optimizer needs norms of whole gradients, this is collective over the ranks that hold
+        parts of the same parameters, and over the ranks of a replica.
 
         Args:
-            divisor: of the gradients; a tensor with one number if only the device knows it.
-            found_inf: one number; where it is not 0, nothing changes. Of an optimizer that
-                `skips`, or None.
-            has_local: there is something to update on this rank.
-            given_found_inf: of somebody else; where not 0, nothing changes; or None.
+            divisor: divisor of the gradients; a tensor if only the device has its value.
+            found_inf: one number, for an optimizer that `skips`; if not 0, nothing changes. Or
+                None.
+            has_local: whether there is something to update on this rank.
+            given_found_inf: number like ``found_inf``, set by a caller's scaler; or None.
 
         Returns:
-            what the optimizer returns.
+            result of the optimizer.
         """
         target: Any = self._optimizer
         grad_scale = None
         if isinstance(divisor, Tensor) or divisor != 1.0:
             if not isinstance(divisor, Tensor):
                 divisor = device_numbers.number(divisor, self._rank.device)
-            grad_scale = divisor.float()  # torch's fused optimizers want that
+            grad_scale = divisor.float()  # as torch's fused optimizers expect
         if found_inf is not None:
             found_inf = found_inf.float()
             if given_found_inf is not None:
@@ -99,9 +99,9 @@ class FusedUpdates:
                 target.sum_norms = target.grad_norm = None
 
     def _sum_norms(self, norms: Tensor, parameters: Sequence[Tensor], is_max: bool) -> Tensor:
-        """Numbers of whole parameters out of those of the elements here (`SumNorms`).
+        """Combines numbers of the elements here to those of whole parameters (`SumNorms`).
 
-        In order of rank, so that all ranks get the same bits.
+        Terms are added in order of rank, so that all ranks get the same bits.
         """
         combine = device_numbers.maxima if is_max else device_numbers.sums
         whole = combine(self._rank, norms.reshape(-1), ("shard",))
@@ -111,7 +111,7 @@ class FusedUpdates:
         return whole.view_as(norms)
 
     def _split_mask(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Which parameters are split over tp; made anew only when that changes."""
+        """Returns a mask of the parameters that are split over tp, cached until it changes."""
         split = [interval_of(model_parameter_of(p)) is not None for p in parameters]
         if self._are_split is None or split != self._split:
             self._split = split
@@ -120,6 +120,6 @@ class FusedUpdates:
 
     @property
     def _are_spread(self) -> bool:
-        """May elements of one parameter be on several ranks?"""
+        """True if elements of one parameter may be on several ranks."""
         sizes = self._rank.sizes
         return sizes["shard"] > 1 or sizes["tp"] > 1

@@ -9,26 +9,26 @@ from smp.optim.fused import Batch, FusedOptimizer, Params
 
 
 class FusedLAMB(FusedOptimizer):
-    """Adam whose step is as long, per parameter, as the parameter: LAMB.
+    """LAMB: Adam with steps whose length is proportional to the length of the parameter.
 
     Gradients are first divided by ``norm / max_grad_norm`` if their norm, over all groups, is
-    larger than ``max_grad_norm``. Then ``p -= lr * |p| / |u| * u`` with the update ``u`` of Adam;
-    parameters without weight decay go ``lr * u`` unless ``use_nvlamb``. State of a parameter:
-    ``step``, ``exp_avg``, ``exp_avg_sq``.
+    larger than ``max_grad_norm``. Then ``p -= lr * |p| / |u| * u`` with the update ``u`` of Adam.
+    Parameters without weight decay change by ``lr * u`` unless ``use_nvlamb``. State of a
+    parameter: ``step``, ``exp_avg``, ``exp_avg_sq``.
 
     Args:
         params: parameters or groups of them.
         lr: learning rate; a number or a tensor with one.
-        bias_correction: divide the moments by ``1 - beta ** step``.
-        betas: of the averages of gradients and of their squares.
-        eps: added to the root of the second moment.
+        bias_correction: whether to divide the moments by ``1 - beta ** step``.
+        betas: decay rates of the averages of gradients and of their squares.
+        eps: number that is added to the root of the second moment.
         weight_decay: factor of the decay.
-        amsgrad: must be False.
-        adam_w_mode: weight decay beside the moments; else it is added to the gradients.
-        grad_averaging: gradients enter the first moment times ``1 - beta1``, else as they are.
-        set_grad_none: what :meth:`zero_grad` does by default.
-        max_grad_norm: largest norm that is left alone; None or 0: any. One for all groups.
-        use_nvlamb: lengths count for parameters without weight decay, too.
+        amsgrad: False; the variant is not supported.
+        adam_w_mode: whether weights decay beside the moments; else the decay is added to gradients.
+        grad_averaging: whether gradients enter the first moment times ``1 - beta1``.
+        set_grad_none: default of :meth:`zero_grad`.
+        max_grad_norm: largest norm that is not clipped, one for all groups; None or 0: any.
+        use_nvlamb: whether lengths count for parameters without weight decay, too.
 
     Source: You et al. 2020. Arguments and the order of the two norms: FusedLAMB of NVIDIA apex.
     """
@@ -68,7 +68,7 @@ class FusedLAMB(FusedOptimizer):
 
     @property
     def wants_grad_norm(self) -> bool:
-        """Whether gradients are clipped to ``max_grad_norm``."""
+        """True if gradients are clipped to ``max_grad_norm``."""
         return bool(self.defaults["max_grad_norm"])
 
     def _update(self, batches: list[Batch]) -> None:
@@ -102,7 +102,7 @@ class FusedLAMB(FusedOptimizer):
             )
 
     def _divisor(self, batches: list[Batch]) -> Tensor | None:
-        """What gradients are divided by: the loss scale, and their norm where it is too large."""
+        """Returns the divisor of gradients: the loss scale, times their norm if it is too large."""
         if not self.wants_grad_norm or not batches:
             return self._grad_scale
         if self.grad_norm is not None:

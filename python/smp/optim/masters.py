@@ -1,4 +1,4 @@
-"""Masters in the place of parameters in the groups of a torch optimizer."""
+"""Replaces parameters by masters in the groups of a torch optimizer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from smp.world.rank import Rank
 def adopt_masters(optimizer: torch.optim.Optimizer) -> None:
     """Replaces parameters that have a holding by its master, one by one and in their places.
 
-    State that the optimizer has of them already moves along. Sharded masters of a group get to lie
-    behind each other. May be called again.
+    Their state in the optimizer moves along. Sharded masters of a group are laid out behind each
+    other. May be called again.
     """
     lay_out(map(model_parameter_of, group["params"]) for group in optimizer.param_groups)
     for group in optimizer.param_groups:
@@ -37,7 +37,7 @@ def adopt_masters(optimizer: torch.optim.Optimizer) -> None:
                 continue
             group["params"][position] = holding.master
             if holding.has_copy:
-                # Where a fused optimizer leaves the rounded master.
+                # A fused optimizer writes the rounded master here.
                 holding.master._smp_copy = holding.piece  # type: ignore[attr-defined]
             if parameter in optimizer.state:
                 optimizer.state[holding.master] = _held_state(
@@ -46,7 +46,7 @@ def adopt_masters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _held_state(entry: dict[str, Any], holding: Holding) -> dict[str, Any]:
-    """What a rank needs of the state of a whole parameter."""
+    """Returns a rank's elements of the state of a whole parameter."""
     whole = list(holding.parameter.shape)
     return {
         name: cut(value, holding).to(holding.master.dtype)
@@ -57,13 +57,13 @@ def _held_state(entry: dict[str, Any], holding: Holding) -> dict[str, Any]:
 
 
 def holdings_of(optimizer: torch.optim.Optimizer) -> list[Holding]:
-    """Holdings whose masters the optimizer updates."""
+    """Returns the holdings whose masters the optimizer updates."""
     holdings = (holding_with_master(p) for p in parameters_of(optimizer))
     return [holding for holding in holdings if holding is not None]
 
 
 def refresh_pieces(holdings: Iterable[Holding]) -> None:
-    """Writes masters, rounded, to the model where that has copies of them."""
+    """Writes rounded masters to their copies in the model."""
     copies = [holding for holding in holdings if holding.has_copy and holding.numel]
     if copies:
         with torch.no_grad():
@@ -76,7 +76,7 @@ def refresh_pieces(holdings: Iterable[Holding]) -> None:
 class MasterViews:
     """The names under which FP16 optimizers show their parameters; one list per group.
 
-    Mixed into `DistributedOptimizer`, whose ``param_groups`` they are read from.
+    `DistributedOptimizer` inherits them; they read its ``param_groups``.
     """
 
     param_groups: list[dict[str, Any]]
@@ -95,7 +95,7 @@ class MasterViews:
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """Parameters that are updated themselves."""
+        """Parameters that are updated themselves, without a copy."""
         return [
             [p for p in group["params"] if (h := holding_with_master(p)) is None or not h.has_copy]
             for group in self.param_groups
@@ -103,7 +103,7 @@ class MasterViews:
 
     @property
     def master_params_created(self) -> bool:
-        """Are there masters yet? There are once the model is partitioned."""
+        """True once there are masters, which is after the partition of the model."""
         return any(self._holding_groups(True))
 
     @property
@@ -118,8 +118,10 @@ class MasterViews:
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor | None]:
-        """With sharded data parallelism, by group: the masters of this rank's parts of its
-        parameters, as one flat tensor without gaps (see `FlatGroup`)."""
+        """Masters of this rank's parts of sharded parameters, as one flat tensor per group.
+
+        The tensors have no gaps (see `FlatGroup`). Needs sharded data parallelism.
+        """
         if self._rank.config.sharded_data_parallel_degree == 1:
             raise AttributeError("fp32_partitioned_groups_flat: parameters are not sharded")
         groups = (map(model_parameter_of, group["params"]) for group in self.param_groups)
@@ -132,12 +134,12 @@ class MasterViews:
 
     @property
     def master_is_distributed(self) -> dict[int, bool]:
-        """By ``id`` of the master: is the parameter split over tensor-parallel ranks?"""
+        """Flags by ``id`` of the master: whether tensor-parallel ranks split the parameter."""
         return {key: dim is not None for key, dim in self.master_distribution_axis.items()}
 
     @property
     def master_distribution_axis(self) -> dict[int, int | None]:
-        """By ``id`` of the master: the dim along which the parameter is split."""
+        """The dim along which the parameter is split, by ``id`` of the master."""
         axes: dict[int, int | None] = {}
         for group in self.param_groups:
             for p in group["params"]:

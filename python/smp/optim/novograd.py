@@ -11,26 +11,26 @@ from smp.optim.fused import Batch, FusedOptimizer, Params, betas_of
 
 
 class FusedNovoGrad(FusedOptimizer):
-    """Momentum of gradients that are divided by a running norm, one per parameter: NovoGrad.
+    """NovoGrad: momentum of gradients that are divided by a running norm, one per parameter.
 
-    State of a parameter: ``step``, ``exp_avg``, and the running norm ``exp_avg_sq``, one number and
-    not a square.
+    State of a parameter: ``step``, ``exp_avg``, and ``exp_avg_sq``, which is the running norm: one
+    number and not a square.
 
     Args:
         params: parameters or groups of them.
         lr: learning rate; a number or a tensor with one.
-        bias_correction: divide the moment by ``1 - beta1 ** step`` and the norm by
+        bias_correction: whether to divide the moment by ``1 - beta1 ** step`` and the norm by
             ``sqrt(1 - beta2 ** step)``.
-        betas: of the averages of gradients and of norms.
-        eps: added to the norm.
+        betas: decay rates of the averages of gradients and of norms.
+        eps: number that is added to the norm.
         weight_decay: factor of the decay.
-        amsgrad: must be False.
-        reg_inside_moment: normalised gradient and weight decay enter the moment; else the moment
-            is one of gradients, and normalised and decayed after.
-        grad_averaging: gradients enter the moment times ``1 - beta1``, else as they are.
+        amsgrad: False; the variant is not supported.
+        reg_inside_moment: whether the normalised gradient and weight decay enter the moment; else
+            the moment has plain gradients, and is normalised and decayed afterwards.
+        grad_averaging: whether gradients enter the moment times ``1 - beta1``.
         norm_type: 2, or 0 (also ``math.inf``) for the largest absolute value.
-        init_zero: the running norm starts at 0; else at the first norm.
-        set_grad_none: what :meth:`zero_grad` does by default.
+        init_zero: whether the running norm starts at 0; else it starts at the first norm.
+        set_grad_none: default of :meth:`zero_grad`.
 
     Source: Ginsburg et al. 2019. Arguments and their meaning: FusedNovoGrad of NVIDIA apex.
     """

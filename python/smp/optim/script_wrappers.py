@@ -1,4 +1,4 @@
-"""FP16 optimizers of the script's own, in the manner of apex, which become ours."""
+"""Replaces FP16 optimizers of the script's own, in the manner of apex, by ours."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from smp.precision.loss_scaler import DYNAMIC_ARGUMENTS
 
 @dataclass(frozen=True)
 class TakenApart:
-    """What such an optimizer is made of.
+    """The components of such an optimizer.
 
     Attributes:
-        optimizer: inside of it, over the parameters of the model.
-        loss_scale: the scale that it has now.
+        optimizer: the inner optimizer, over the parameters of the model.
+        loss_scale: the present scale.
         is_dynamic: whether the scale follows overflows.
         loss_args: arguments of a dynamic scale.
     """
@@ -31,18 +31,18 @@ class TakenApart:
 
 
 def take_apart(given: object, does_fp16: bool) -> TakenApart | None:
-    """Returns the optimizer and the loss scale inside of an FP16 optimizer; None of anything else.
+    """Returns optimizer and loss scale inside of an FP16 optimizer; None for other objects.
 
-    One is an object that is no ``Optimizer``, has one under ``optimizer``, and has the scaler and
-    the groups of 16-bit parameters of apex' FP16 optimizer. Masters that it has made already are
-    replaced by their parameters again, for which ours are made.
+    An FP16 optimizer is an object that is no ``Optimizer``, has one under ``optimizer``, and has
+    the scaler and the groups of 16-bit parameters of apex' FP16 optimizer. Its masters are replaced
+    by their parameters again, for which our masters are made.
 
     Args:
-        given: what a script wraps.
+        given: object that a script wraps.
         does_fp16: whether the configuration asks for FP16 training.
 
     Raises:
-        ValueError: training is not in FP16, so that ours would have no masters and no loss scale.
+        ValueError: training is not in FP16, so there would be no masters and no loss scale.
     """
     inner = getattr(given, "optimizer", None)
     scaler = getattr(given, "loss_scaler", None)
@@ -65,7 +65,7 @@ def take_apart(given: object, does_fp16: bool) -> TakenApart | None:
 
 
 def _give_back_parameters(given: Any, inner: torch.optim.Optimizer) -> None:
-    """Puts the model's parameters into the groups, in the place of masters of the wrapper."""
+    """Puts the model's parameters back into the groups, instead of masters of the wrapper."""
     parameter_of: dict[Tensor, Tensor] = {}
     groups: Iterable[Any] = zip(
         given.fp16_groups, getattr(given, "fp32_from_fp16_groups", ()), strict=False

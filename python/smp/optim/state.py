@@ -1,4 +1,4 @@
-"""State of an optimizer of which every rank has a part: saved, made whole, and loaded."""
+"""Saves, merges and loads the state of an optimizer of which every rank has a part."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ Entries = dict[Any, Any]
 class OptimizerState:
     """Saves and loads the state of a torch optimizer whose parameters are spread over ranks.
 
-    Entries are by index of the parameter, as in state dicts of torch. That of a 16-bit parameter
-    has its master besides the optimizer's own values.
+    Entries are by index of the parameter, as in state dicts of torch. The entry of a 16-bit
+    parameter has its master besides the optimizer's own values.
 
     Args:
-        rank: that saves and loads.
-        optimizer: of torch, with masters in its groups.
-        is_local: whether one of its parameters is updated on this rank.
+        rank: rank of this process.
+        optimizer: optimizer of torch, with masters in its groups.
+        is_local: returns whether one of its parameters is updated on this rank.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class OptimizerState:
     # ---- saving
 
     def local(self) -> dict[str, Any]:
-        """State dict with the entries of this rank."""
+        """Returns the state dict with the entries of this rank."""
         result = self._optimizer.state_dict()
         entries = {}
         for index in sorted(self._local):
@@ -70,7 +70,7 @@ class OptimizerState:
         return {**result, "state": {**entries, **rest}}
 
     def marks(self) -> dict[str, Any]:
-        """What a partial state says of itself: which parameters are slices, which are cut."""
+        """Returns the marks of a partial state: the slices and cut parameters in it."""
         return partial.marks_of(self._slices(), self._flat() if self._is_sharded else None)
 
     @property
@@ -78,11 +78,11 @@ class OptimizerState:
         return self._rank.sizes["shard"] > 1
 
     def of_rank(self, gather_shards: bool) -> dict[str, Any]:
-        """State of this rank, marked.
+        """Returns the marked state of this rank.
 
         Args:
-            gather_shards: the first rank of a shard group gets what its members have. Collective
-                over that group if the state is sharded, else not.
+            gather_shards: whether the first rank of a shard group gets the state of its members.
+                Collective over that group if the state is sharded, else not.
         """
         own, marks = self.local(), self.marks()
         if not gather_shards or not self._is_sharded:
@@ -99,7 +99,7 @@ class OptimizerState:
         return {**own, "state": partial.merge(parts), **marks}
 
     def whole(self) -> dict[str, Any]:
-        """State of all parameters, as the optimizer would have it alone.
+        """Returns the state of all parameters, like the optimizer's in one process.
 
         Collective over the MP group, and over the rdp group if the state is sharded.
         """
@@ -130,16 +130,16 @@ class OptimizerState:
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads a whole state, or a partial one, masters included.
 
-        Collective over the MP group for partial states; for those of sharded optimizers also over
-        the rdp group.
+        Collective over the MP group for partial states, and over the rdp group for states of
+        sharded optimizers.
         """
         given = dict(state)
         is_partial = bool(given.pop(PARTIAL_MARK, False))
         held, flat = given.pop(SHARDS_MARK, {}), given.pop(FLAT_MARK, None)
-        given.pop(partial.LAYOUT_MARK, None)  # of a file that was read as it is
+        given.pop(partial.LAYOUT_MARK, None)  # mark of a file that was read unchanged
         entries: Entries = given["state"]
         own_flat = self._flat()
-        is_cut = False  # are entries those that this rank holds?
+        is_cut = False  # whether entries are the elements that this rank holds
         if is_partial and (flat is not None or self._is_sharded):
             is_cut = self._is_sharded and flat is not None and _are_cut_alike(flat, own_flat)
             told = comm.allgather((is_cut, flat is not None), comm.WORLD)
@@ -203,8 +203,10 @@ def _are_cut_alike(flat: Mapping[int, Flat], own: Mapping[int, Flat]) -> bool:
 
 
 def _cut_entry(entry: Entries, shape: Sequence[int], part: Part, like: Tensor) -> Entries:
-    """What a rank holds of the state of a parameter with these sizes: copies in the sizes of
-    `like`."""
+    """Returns a rank's part of the state of a parameter with these sizes.
+
+    Copies have the sizes of `like`.
+    """
     return {
         name: cut(value, part).clone().view(like.shape)
         if isinstance(value, Tensor) and list(value.shape) == list(shape)
@@ -218,16 +220,16 @@ def _complete(
 ) -> tuple[Entries, bool]:
     """Adds entries of local parameters that other ranks of the replica have. Collective.
 
-    After the same partition every rank has all of its own, and nothing big is sent.
+    After the same partition every rank has all its entries, and nothing big is sent.
 
     Args:
-        entries: of this rank.
-        held: which of them are slices.
+        entries: entries of this rank.
+        held: slices among them.
         local: parameters of this rank.
-        is_own: these are the slices of this rank.
+        is_own: whether these are the slices of this rank.
 
     Returns:
-        entries, and whether those of split parameters are slices still.
+        entries, and whether those of split parameters are still slices.
     """
     holdings = comm.allgather((set(entries), local, is_own), comm.MP_GROUP)
     held_by_some = {index for there, _, _ in holdings for index in there}
@@ -239,7 +241,7 @@ def _complete(
 
 
 def to_cpu(value: Any) -> Any:
-    """The same structure with tensors in host memory."""
+    """Returns the same structure with tensors in host memory."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Names of the optimizer that scripts with an FP16 package of their own use."""
+"""Names of the optimizer in scripts that use an FP16 package of their own."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from smp.world import device_numbers
 from smp.world.rank import Rank
 
 _SCALER = "loss_scaler"
-# In the state of a scaler that has nothing to scale.
+# Key in the state of a scaler that scales nothing.
 _IN_USE = "in_use"
 
 
 class HalfState:
-    """What FP16 optimizers save beside the state of the optimizer inside of them.
+    """Values that FP16 optimizers save beside the state of their inner optimizer.
 
-    Under the keys that apex' FP16 optimizer has. Scripts read them out of a saved state, and set
-    them on the optimizer, before they load the rest.
+    They have the keys of apex' FP16 optimizer. Scripts read them from a saved state, and set them
+    on the optimizer, before they load the rest.
     """
 
     _loss_scaler: LossScaler
@@ -40,10 +40,10 @@ class HalfState:
 
     @property
     def loss_scaler(self) -> LossScaler:
-        """What decides on the loss scale; a static one of 1 unless training is in fp16.
+        """The scaler of the loss; a static one of 1 unless training is in fp16.
 
-        Setting it takes over the values of another scaler, or of its ``state_dict()``, as a saved
-        state has it. Without effect where there is no loss scale.
+        Setting it takes over the values of another scaler, or of its ``state_dict()`` from a saved
+        state. This has no effect without a loss scale.
         """
         return self._loss_scaler
 
@@ -69,9 +69,9 @@ class HalfState:
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Does the loss scale follow overflows?
+        """True if the loss scale follows overflows.
 
-        It can be set to what it is only, where there is a loss scale.
+        With a loss scale it can only be set to its present value.
         """
         return self._loss_scaler.is_dynamic
 
@@ -86,10 +86,10 @@ class HalfState:
 
     @property
     def overflow(self) -> bool:
-        """Was a gradient of the last step infinite or NaN on any rank? Always False but in fp16.
+        """True if a gradient of the last step was infinite or NaN on any rank, in fp16 training.
 
-        Waits for the device, once per step. What is set is told until the next step; gradients
-        that are there are judged by what they are.
+        Waits for the device, once per step. A value that is set counts until the next step, unless
+        the present gradients have been checked.
         """
         return bool(self._gradients.overflow)
 
@@ -100,7 +100,7 @@ class HalfState:
             self._gradients.overflow = device_numbers.DeviceFlag(number)
 
     def _half_state(self) -> dict[str, Any]:
-        """These values, of training in 16 bits."""
+        """Returns these values in 16-bit training; else an empty dict."""
         config = self._rank.config
         if config.half_dtype is None and not config.fp16_params:
             return {}
@@ -113,9 +113,9 @@ class HalfState:
         }
 
     def _take_half_state(self, state: dict[str, Any]) -> None:
-        """Takes them out of a state, and over what goes on counting from there.
+        """Removes these values from a state, and takes over the loss scaler.
 
-        Whether the gradients overflowed that were there then says nothing about those of now.
+        The saved overflow does not concern the present gradients.
         """
         scaler = state.pop(_SCALER, None)
         if scaler is not None:
@@ -125,7 +125,7 @@ class HalfState:
 
 
 class LegacyNames(HalfState, MasterViews):
-    """What `DistributedOptimizer` shows of masters, indices and names of what it updates.
+    """Masters, indices and names of updated parameters, as `DistributedOptimizer` shows them.
 
     Indices are those of the optimizer's state dicts, names those of the model's. Scripts replace
     the methods by functions of their own.
@@ -138,9 +138,9 @@ class LegacyNames(HalfState, MasterViews):
 
     @property
     def redefined_params(self) -> bool:
-        """Are the parameters in the groups parts of those of the model by now?
+        """True if the groups have parts of the model's parameters instead of these.
 
-        So it is with a sharded state once the model is partitioned.
+        This is so with a sharded state once the model is partitioned.
         """
         updated = parameters_of(self.optimizer)
         return self._rank.sizes["shard"] > 1 and any(map(holding_with_master, updated))
@@ -157,14 +157,14 @@ class LegacyNames(HalfState, MasterViews):
         }
 
     def init_master_params(self) -> None:
-        """Puts masters in the place of parameters of models that are partitioned.
+        """Replaces parameters of partitioned models by their masters.
 
-        Those that are there already stay; otherwise this happens by itself after the partition.
+        Existing masters stay. Without this call it happens after the partition.
         """
         self._use_masters()
 
     def _param_id_to_index(self) -> dict[int, int]:
-        """Indices by ``id``, of parameters of the model and of their masters."""
+        """Returns indices by ``id`` of parameters of the model and of their masters."""
         return {
             id(tensor): index
             for index, updated in enumerate(parameters_of(self.optimizer))
@@ -172,7 +172,7 @@ class LegacyNames(HalfState, MasterViews):
         }
 
     def param_name_to_index(self) -> dict[str, int]:
-        """Indices by the names that the user's model has for parameters, all names of tied ones."""
+        """Returns indices by names of parameters in the user's model, all names of tied ones."""
         indices = self._param_id_to_index()
         return {
             name: indices[id(parameter)]
@@ -182,7 +182,7 @@ class LegacyNames(HalfState, MasterViews):
         }
 
     def _param_index_to_param_local(self) -> dict[int, Tensor]:
-        """What is updated on this rank, by index."""
+        """Returns the tensors that this rank updates, by index."""
         is_local = self._locality()
         return {
             index: updated

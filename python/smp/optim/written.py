@@ -1,4 +1,4 @@
-"""Notices that something other than an update has written to what an optimizer updates."""
+"""Notices writes, other than updates, to the tensors that an optimizer updates."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from smp.optim.masters import holdings_of
 class WrittenMasters:
     """Version counters of the masters and pieces of one optimizer.
 
-    Modules and other ranks have copies of these, which an update spreads. An optimizer that has
-    two sets of values and exchanges them (schedule-free ones, averages of weights), or a script,
-    writes to them as well.
+    Modules and other ranks have copies of these, which an update spreads. Two others write to them,
+    too: an optimizer that exchanges two sets of values (schedule-free ones, averages of weights),
+    and a script.
 
     Args:
-        optimizer: of torch, with masters in its groups.
+        optimizer: optimizer of torch, with masters in its groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -27,14 +27,14 @@ class WrittenMasters:
         self.note()
 
     def note(self) -> None:
-        """Notes that all copies are those of now."""
+        """Notes that all copies are up to date."""
         self._versions = [master._version for master in self._masters]
 
     def is_new(self) -> bool:
-        """Was something written since, through the tensors of ``param_groups``?
+        """Returns whether the tensors of ``param_groups`` were written to since the last note.
 
         Raises:
-            RuntimeError: one of them was given other memory.
+            RuntimeError: a tensor was given other memory.
         """
         for holding in self._holdings:
             is_elsewhere = holding.master.data_ptr() != holding.piece.data_ptr()
@@ -47,7 +47,7 @@ class WrittenMasters:
         return self._versions != [master._version for master in self._masters]
 
     def digest(self) -> Any:
-        """What changes with the values; ``tensor.data`` has a version counter of its own."""
+        """Returns a digest of the values; ``tensor.data`` has a version counter of its own."""
         self.is_new()
         with torch.no_grad():
             sums = [master.view(_INTEGERS[master.itemsize]).sum() for master in self._masters]

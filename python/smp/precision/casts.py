@@ -1,4 +1,4 @@
-"""What comes out of a 16-bit model."""
+"""Casts outputs of a 16-bit model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def cast_outputs(outputs: Any) -> Any:
-    """Results with 16-bit tensors in float32, at any depth of containers.
+    """Returns outputs with 16-bit tensors cast to float32, at any depth of containers.
 
-    Attention caches stay as they are. Handles of tensors on other ranks are cast there, and what
-    stands for tensors that nobody may read when it is read.
+    Attention caches are not cast. Handles of tensors on other ranks are cast there, and lazy
+    outputs are cast when they are read.
     """
     return pytree.tree_map(_to_float32, outputs, is_leaf=_is_leaf)
 

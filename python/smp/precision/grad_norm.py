@@ -25,29 +25,29 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients so that their norm over the whole model is at most ``max_norm``.
 
-    Takes the place of ``torch.nn.utils.clip_grad_norm_``: the norm covers the parameters of all
-    pipeline and tensor-parallel ranks and of all shards, each element once, and is the same on
-    every rank. The gradient of a parameter that has a master is the one there; a loss scale is
-    taken out. Between the step call and ``optimizer.step()``. Collective over the ranks of a
-    replica (the MP group), and over the ranks that hold one copy of a sharded state together.
+    Replaces ``torch.nn.utils.clip_grad_norm_``: the norm covers the parameters of all pipeline and
+    tensor-parallel ranks and of all shards, each element once, and is the same on every rank. If a
+    parameter has a master, the gradient of the master counts. The loss scale is divided out. Call
+    it between the step call and ``optimizer.step()``. Collective over the ranks of a replica (the
+    MP group), and over the ranks that hold one copy of a sharded state together.
 
-    The host waits for nothing, unless ``error_if_nonfinite``.
+    The host does not wait for the device, unless ``error_if_nonfinite``.
 
     Args:
         parameters: ``model.parameters()``, or on every rank its part of the same selection;
             parameters without a gradient count as zero.
-        max_norm: largest norm that is left alone.
+        max_norm: largest norm that is not clipped.
         norm_type: p of the p-norm, > 0; ``math.inf`` for the largest absolute value.
-        error_if_nonfinite: raise instead of scaling when the norm is infinite or NaN.
+        error_if_nonfinite: whether to raise instead of scaling when the norm is infinite or NaN.
 
     Returns:
-        the norm before clipping: a tensor without dimensions, on the device of this rank, float64
-        if one of the parameters is, else float32.
+        the norm before clipping: a scalar tensor on the device of this rank, float64 if one of the
+            parameters is, else float32.
 
     Raises:
-        ValueError: if ``norm_type`` is not positive or ``max_norm`` is negative.
-        RuntimeError: on every rank, if the norm is not finite and ``error_if_nonfinite``; inside of
-            a step function.
+        ValueError: ``norm_type`` is not positive, or ``max_norm`` is negative.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``, on every rank; or a step
+            function is running.
     """
     norm = _true_norm(runtime.current(), parameters, norm_type, "clip_grad_norm_")
     if error_if_nonfinite and not math.isfinite(total := norm.total.item()):
@@ -60,21 +60,21 @@ def clip_grad_norm_(
 
 
 def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Returns the norm of the gradients over the whole model, and leaves them as they are.
+    """Returns the norm of the gradients over the whole model, and does not change them.
 
-    Where each rank has a part of the model, a norm that a script computes from ``.grad`` is that of
-    the part. Collective as `clip_grad_norm_`, and called in the same place.
+    If each rank has a part of the model, a norm that a script computes from ``.grad`` is that of
+    the part. Collective like `clip_grad_norm_`, and called at the same place.
 
     Args:
         parameters: ``model.parameters()``, or on every rank its part of the same selection.
         norm_type: p of the p-norm, > 0; ``math.inf`` for the largest absolute value.
 
     Returns:
-        the norm: a tensor without dimensions, on the device of this rank, equal on all ranks.
+        the norm: a scalar tensor on the device of this rank, equal on all ranks.
 
     Raises:
-        ValueError: if ``norm_type`` is not positive.
-        RuntimeError: inside of a step function.
+        ValueError: ``norm_type`` is not positive.
+        RuntimeError: a step function is running.
     """
     norm = _true_norm(runtime.current(), parameters, norm_type, "grad_norm")
     return norm.rounded(norm.total)
@@ -83,7 +83,7 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> 
 def _true_norm(
     current: runtime.Runtime, parameters: Tensor | Iterable[Tensor], norm_type: float, what: str
 ) -> GlobalNorm:
-    """Takes the loss scale out of gradients, and computes their norm. Collective."""
+    """Divides the loss scale out of gradients, and computes their norm. Collective."""
     current.steps.refuse_inside(what)
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     updated = list({id(p): p for p in map(master_of, listed)}.values())
@@ -96,12 +96,12 @@ def _true_norm(
 
 @dataclass(frozen=True)
 class GlobalNorm:
-    """Norm of gradients over all ranks that hold parts of the model.
+    """The norm of gradients over all ranks that hold parts of the model.
 
     Attributes:
-        total: a float64 without dimensions on the device; bitwise equal on these ranks.
-        dtype: in which users get it.
-        grads: of this rank.
+        total: a float64 scalar tensor on the device; bitwise equal on these ranks.
+        dtype: dtype of the norm that users get.
+        grads: gradients of this rank.
     """
 
     total: Tensor
@@ -109,29 +109,29 @@ class GlobalNorm:
     grads: list[Tensor]
 
     def divisor(self, max_norm: float, scale: Tensor | None = None) -> Tensor:
-        """What makes the norm ``max_norm`` at most, as in ``torch.nn.utils.clip_grad_norm_``.
+        """Returns the divisor for a norm of at most ``max_norm``, as ``clip_grad_norm_`` of torch.
 
         Args:
             max_norm: >= 0.
-            scale: gradients are too large by this factor, which the result takes out as well.
+            scale: factor by which gradients are too large, which the divisor includes.
 
         Returns:
-            a float64 without dimensions on the device; NaN if the norm is.
+            a float64 scalar tensor on the device; NaN if the norm is.
         """
         divisor: Tensor = torch.ops.smp.clip_divisor(self.total.square(), max_norm, scale)[0]
         return divisor
 
     def rounded(self, norm: Tensor) -> Tensor:
-        """``norm`` as users get it."""
+        """Returns ``norm`` in the dtype for users."""
         return norm.to(self.dtype)
 
 
 def global_norm(rank: Rank, updated: Sequence[Tensor], norm_type: float = 2.0) -> GlobalNorm:
-    """The norm of the gradients as they are. Collective as `clip_grad_norm_`.
+    """Computes the norm of unchanged gradients. Collective like `clip_grad_norm_`.
 
     Args:
-        rank: that calls.
-        updated: what optimizers update: masters, or parameters that have none; each once.
+        rank: calling rank.
+        updated: tensors that optimizers update: masters, or parameters without; each once.
         norm_type: > 0.
     """
     if not norm_type > 0:
@@ -152,7 +152,7 @@ def global_norm(rank: Rank, updated: Sequence[Tensor], norm_type: float = 2.0) -
 
 
 def _counts(rank: Rank, updated: Tensor) -> bool:
-    """Is it this rank's to count? Others may hold the same elements."""
+    """Returns whether this rank counts a tensor; others may hold the same elements."""
     if rank.ranks["tp"] != 0 and interval_of(model_parameter_of(updated)) is None:
         return False
     return rank.ranks["shard"] == 0 or holding_with_master(updated) is not None
@@ -164,7 +164,7 @@ def _grad(parameter: Tensor) -> Tensor:
 
 
 def _power_sum(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Sum of ``|x| ** norm_type`` over all elements in double precision; the maximum if inf."""
+    """Returns the sum of ``|x| ** norm_type`` over all elements in float64; the maximum if inf."""
     if norm_type == 2.0:
         return sum_of_squares(grads, device)
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in grads]

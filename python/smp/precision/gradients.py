@@ -1,4 +1,4 @@
-"""Gradients that carry a loss scale until somebody needs their true values."""
+"""Keeps the loss scale in gradients until their true values are needed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _GRADIENTS = "_smp_gradients"
 
 @dataclass(frozen=True)
 class ShownGradient:
-    """A copy of a gradient that somebody has asked a 16-bit parameter for.
+    """A copy of a gradient, made when ``.grad`` of a 16-bit parameter was read.
 
     Attributes:
-        name: of the parameter.
-        copy: of its dtype, without loss scale; ``version`` is that of its making.
-        given: what it is a copy of; ``given_version`` is that of then.
-        num_changes: of the divisor, until then.
+        name: name of the parameter.
+        copy: gradient in the parameter's dtype, without loss scale; ``version`` is its first one.
+        given: gradient that was copied; ``given_version`` is its version at that time.
+        num_changes: number of changes of the divisor until then.
     """
 
     name: str
@@ -38,12 +38,12 @@ class ShownGradient:
     num_changes: int
 
     def is_of(self, given: Tensor, num_changes: int) -> bool:
-        """Is it still what it was made of?"""
+        """Returns whether the copy is still up to date."""
         is_same = given is self.given or given.data_ptr() == self.given.data_ptr()
         return is_same and given._version == self.given_version and num_changes == self.num_changes
 
     def refuse_written(self) -> None:
-        """Raises if somebody has written to the copy, which nobody else reads."""
+        """Raises if the copy was written to, since updates do not read it."""
         if self.copy._version != self.version:
             raise RuntimeError(
                 f"{_C.rank_prefix()}somebody wrote to .grad of '{self.name}', a copy in 16 bits of "
@@ -57,15 +57,15 @@ class ScaledGradients:
     """The gradients of one optimizer: their scale, and whether all of them are finite.
 
     A training step leaves gradients that are ``divisor`` times too large. Code that reads their
-    values calls :meth:`unscale` first; fused optimizers divide while they update instead. Whether a
-    gradient is infinite or NaN all ranks of a replica find out together, when the step is over. All
-    of that happens on the device; the host waits for it only where it reads ``overflow``.
+    values calls :meth:`unscale` first; fused optimizers divide while they update instead. When the
+    step is over, all ranks of a replica decide together whether a gradient is infinite or NaN.
+    All of that happens on the device; the host waits only when it reads ``overflow``.
 
     Args:
-        rank: on which they are.
-        optimizer: of torch, whose parameters they belong to.
-        scaler: has the scale that backward works with.
-        is_scaled: False if there is no loss scale, hence nothing to find out.
+        rank: rank of this process.
+        optimizer: optimizer of torch with the parameters of the gradients.
+        scaler: source of the scale with which a backward begins.
+        is_scaled: whether there is a loss scale, so that gradients have to be checked.
     """
 
     def __init__(
@@ -76,47 +76,47 @@ class ScaledGradients:
         self._scaler = scaler
         self._is_scaled = is_scaled
         self._is_checked = False
-        #: What the gradients are still to be divided by; what only the device knows is a float64
-        #: tensor without dimensions.
+        #: Remaining divisor of the gradients; a float64 scalar tensor if only the device has its
+        #: value.
         self.divisor: float | Tensor = 1.0
-        #: Was a gradient of the last backward infinite or NaN on any rank?
+        #: Whether a gradient of the last backward was infinite or NaN on any rank.
         self.overflow = DeviceFlag()
-        # An update was made with what is there; whether it has a scale nobody knows any more. Of
-        # some parameters somebody has put that away since.
+        # An update was made with the present gradients, so their scale is unknown. `renewed` has
+        # the parameters whose gradients were set since.
         self._are_applied = False
         self.renewed: set[Tensor] = set()
-        #: By parameters of the model that somebody has asked for their gradients.
+        #: Copies of gradients by the parameters of the model at which they were read.
         self.shown: dict[Tensor, ShownGradient] = {}
-        self.num_changes = 0  # of the divisor
+        self.num_changes = 0  # changes of the divisor
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a save of a parameter does not mean this
+        return type(None), ()  # files that save a parameter do not have this object
 
     def attach(self) -> None:
-        """Makes the parameters know the keeper of the scale of their gradients."""
+        """Attaches this object to the parameters of the optimizer."""
         for parameter in parameters_of(self._optimizer):
             setattr(parameter, _GRADIENTS, self)
 
     def step_done(self, has_reduced: bool) -> None:
-        """A step that trains is over. Collective over the ranks that skip together.
+        """Checks the gradients after a training step. Collective over the ranks that skip together.
 
         Args:
-            has_reduced: it has left new gradients on this rank.
+            has_reduced: whether the step has left new gradients on this rank.
         """
         self._are_applied = False
         if not self._is_scaled:
             return
         kind = "world" if self._rank.sizes["shard"] > 1 else "mp"
-        if self._rank.sizes[kind] > 1:  # only hosts talk here
+        if self._rank.sizes[kind] > 1:  # only hosts communicate here
             has_reduced = any(comm.allgather(has_reduced, comm.CommGroup(kind)))
         if has_reduced:
             self._check()
 
     def check(self) -> None:
-        """Finds out about overflow unless a step has done so. Collective as `step_done`.
+        """Looks for an overflow unless a step has done so. Collective like `step_done`.
 
         Raises:
-            RuntimeError: somebody has written where no gradients are read.
+            RuntimeError: a copy of a gradient was written to, which has no effect.
         """
         for shown in self.shown.values():
             shown.refuse_written()
@@ -124,7 +124,7 @@ class ScaledGradients:
             self._check()
 
     def used(self, are_applied: bool = False) -> None:
-        """The gradients have been applied or thrown away; the next ones are new."""
+        """Notes that the gradients were applied or dropped; the next ones are new."""
         self._is_checked = False
         self._divide_by(1.0)
         self._are_applied = are_applied
@@ -133,16 +133,16 @@ class ScaledGradients:
 
     @property
     def is_checked(self) -> bool:
-        """Is it known of the gradients that are there whether they are finite?"""
+        """True if the present gradients have been checked for infinite and NaN values."""
         return self._is_checked
 
     def is_used(self, parameter: Tensor) -> bool:
-        """Has an update been made with the gradient that a parameter of the model still has?"""
+        """Returns whether an update was made with the present gradient of a parameter."""
         return self._are_applied and parameter not in self.renewed
 
     @property
     def scale_now(self) -> float | Tensor:
-        """What the gradients are too large by, whether that has been looked at or not."""
+        """Factor by which the gradients are too large, whether they are checked or not."""
         return self.divisor if self._is_checked or not self._is_scaled else self._scaler.factor
 
     def _divide_by(self, divisor: float | Tensor) -> None:
@@ -150,25 +150,25 @@ class ScaledGradients:
         self.num_changes += 1
 
     def unscale(self) -> None:
-        """Gives gradients their true values. Collective as `step_done`."""
+        """Gives gradients their true values. Collective like `step_done`."""
         self.check()
         if isinstance(self.divisor, Tensor) or self.divisor != 1.0:
             scale(self._grads(), 1.0 / self.divisor)
             self._divide_by(1.0)
 
     def scaled_by(self, factor: Tensor) -> None:
-        """Somebody else has made the gradients too large by a further factor, one number."""
+        """Takes over a further factor, one number, by which other code has scaled the gradients."""
         divisor = self.divisor_tensor
         self._divide_by(divisor * moved(factor, divisor.device).reshape(()))
 
     def clip(self, divisor: Tensor) -> None:
-        """Divides by something else from now on, unless the update is going to be skipped.
+        """Sets another divisor, unless the update is going to be skipped.
 
         Args:
-            divisor: of the gradients as they are; float64 without dimensions.
+            divisor: divisor of the present gradients; float64 scalar tensor.
         """
         found_inf = self.overflow.number
-        if found_inf is not None:  # else what nobody uses would be made of infinite norms
+        if found_inf is not None:  # the norm of a skipped update may be infinite
             divisor = torch.where(found_inf != 0, self.divisor_tensor, divisor)
         self._divide_by(divisor)
 
@@ -194,20 +194,20 @@ class ScaledGradients:
 
 
 def gradients_of(parameter: Tensor) -> ScaledGradients | None:
-    """The keeper of the scale of a parameter's gradient; None if it has none."""
+    """Returns the keeper of the scale of a parameter's gradient; None if it has none."""
     found = getattr(parameter, _GRADIENTS, None)
     assert found is None or isinstance(found, ScaledGradients)
     return found
 
 
 def found_nonfinite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """1 if an element is infinite or NaN, else 0; float64 without dimensions, on ``device``."""
+    """Returns 1 if an element is infinite or NaN, else 0; float64 scalar tensor on ``device``."""
     # Sums of squares in float64 of float32 cannot overflow.
     return sum_of_squares(grads, device).isfinite().logical_not().double()
 
 
 def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Over all elements; float64 without dimensions, on ``device``."""
+    """Returns the sum of squares of all elements; float64 scalar tensor on ``device``."""
     total = device_numbers.number(0.0, device)
     for group in by_device(grads).values():
         total = total + moved(torch.ops.smp.sum_of_squares(group), total.device)
@@ -215,14 +215,14 @@ def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def scale(grads: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiplies in place."""
+    """Multiplies gradients in place."""
     for device, group in by_device(grads).items():
         own = factor if isinstance(factor, Tensor) else device_numbers.number(factor, device)
         torch.ops.smp.scale_(group, moved(own, device))
 
 
 def by_device(grads: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
-    """The same tensors, those of a device together."""
+    """Returns the same tensors, grouped by device."""
     groups: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         groups.setdefault(grad.device, []).append(grad)

@@ -1,4 +1,4 @@
-"""What this rank keeps and updates of the parameters of its model."""
+"""Parts and masters of the parameters of a model that this rank keeps and updates."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Holding:
     """The part of a trainable parameter that this rank updates.
 
     Attributes:
-        name: in the whole model.
-        parameter: of the user's model.
+        name: name in the whole model.
+        parameter: parameter of the user's model.
         begin, numel: elements ``[begin, begin + numel)`` of the flattened parameter; none of them
             if ``numel`` is 0.
-        piece: the memory of these elements in the model's dtype: 1-D, or the parameter's own
-            tensor where all of it is held.
-        master: leaf that the optimizer updates, float32 or float64, of the parameter's shape where
-            all of it is held, else 1-D. Shares memory with ``piece`` unless that has 16 bits. The
-            reducer sets its ``.grad``.
+        piece: memory of these elements in the model's dtype: 1-D, or the parameter's own tensor if
+            all of it is held.
+        master: leaf that the optimizer updates, float32 or float64; it has the parameter's shape if
+            all of it is held, else it is 1-D. It shares memory with ``piece`` unless that has 16
+            bits. The reducer sets its ``.grad``.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Holding:
     master: nn.Parameter
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a save of a parameter does not mean its state in training
+        return type(None), ()  # files that save a parameter do not have its state in training
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole parameter, or of the slice of it that is on this tensor-parallel rank."""
+        """Shape of the whole parameter, or of its slice on this tensor-parallel rank."""
         return self.parameter.shape
 
     @property
@@ -50,38 +50,38 @@ class Holding:
 
     @property
     def has_copy(self) -> bool:
-        """Is the piece a copy of the master, to be written after each update?"""
+        """True if the piece is a copy of the master, to be written after each update."""
         return self.piece.dtype != self.master.dtype
 
 
 def attach(holding: Holding) -> None:
-    """Makes a parameter and its master know their holding."""
+    """Attaches a holding to its parameter and to its master."""
     setattr(holding.parameter, _HOLDING, holding)
     setattr(holding.master, _MASTER_OF, holding)
 
 
 def holding_of(parameter: Tensor) -> Holding | None:
-    """None where the optimizer updates the parameter itself."""
+    """Returns the holding of a parameter; None if the optimizer updates the parameter itself."""
     holding = getattr(parameter, _HOLDING, None)
     assert holding is None or isinstance(holding, Holding)
     return holding
 
 
 def holding_with_master(tensor: Tensor) -> Holding | None:
-    """The holding that a tensor is the master of; None for other tensors."""
+    """Returns the holding whose master a tensor is; None for other tensors."""
     holding = getattr(tensor, _MASTER_OF, None)
     assert holding is None or isinstance(holding, Holding)
     return holding
 
 
 def master_of(parameter: Tensor) -> Tensor:
-    """What the optimizer updates, and what has the gradient, in the place of a parameter."""
+    """Returns the tensor that is updated instead of a parameter and has its gradient."""
     holding = holding_of(parameter)
     return parameter if holding is None else holding.master
 
 
 def model_parameter_of(tensor: Tensor) -> Tensor:
-    """The model's parameter behind what an optimizer updates."""
+    """Returns the model's parameter for a tensor that an optimizer updates."""
     holding = holding_with_master(tensor)
     return tensor if holding is None else holding.parameter
 
@@ -94,15 +94,14 @@ def refresh_piece(holding: Holding) -> None:
 
 
 def write_values(piece: Tensor, master: Tensor | None, values: Tensor) -> None:
-    """Gives the model a value, and its master too; they may share their memory.
+    """Writes values to the model and to the master; the two may share their memory.
 
-    A value in 16 bits changes a master only where this is not rounded to it: otherwise the master
-    is the more precise of the two, and the order in which a model and its optimizer are loaded
-    does not matter.
+    A master is not changed if it rounds to the given 16-bit value: then the master is the more
+    precise of the two. So the order in which a model and its optimizer are loaded does not matter.
 
     Args:
-        piece, master: of a holding; no master: of a frozen parameter.
-        values: as many, of any floating dtype.
+        piece, master: tensors of a holding; None as master of a frozen parameter.
+        values: the same number of values, of any floating dtype.
     """
     with torch.no_grad():
         precise = values
@@ -116,12 +115,12 @@ def write_values(piece: Tensor, master: Tensor | None, values: Tensor) -> None:
 
 
 def _keep_digits(known: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns what is known where it is a value of 16 bits with more digits, else the value."""
+    """Returns known values where they round to the given 16-bit values, else the given ones."""
     return torch.where(known.to(dtype) == values.to(dtype), known, values.to(known.dtype))
 
 
 def cut(whole: Tensor, holding: Holding) -> Tensor:
-    """The elements of a tensor like the parameter that a holding has, in its master's shape."""
+    """Returns a holding's elements of a tensor like the parameter, in its master's shape."""
     end = holding.begin + holding.numel
     return whole.reshape(-1)[holding.begin : end].view(holding.master.shape)
 
@@ -138,18 +137,18 @@ def load_value(target: Tensor, value: Tensor) -> None:
 
 
 def reload_masters(holdings: Iterable[Holding]) -> None:
-    """Takes over values that were written to the model (see `write_values`)."""
+    """Copies values that were written to the model into masters (see `write_values`)."""
     for holding in holdings:
         if holding.has_copy and holding.numel:
             write_values(holding.piece, holding.master, holding.piece.detach())
 
 
 def updates_some(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> bool:
-    """Does an optimizer update one of these parameters of models, or its master?"""
+    """Returns whether an optimizer updates one of these parameters of models, or its master."""
     return not {model_parameter_of(p) for p in parameters_of(optimizer)}.isdisjoint(parameters)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Parameters of an optimizer by the index that they have in its state dicts."""
+    """Returns the parameters of an optimizer by their index in its state dicts."""
     unique = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     return list(unique.values())

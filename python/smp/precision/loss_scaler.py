@@ -23,7 +23,7 @@ DYNAMIC_ARGUMENTS = (
 
 
 class LossScaler(Protocol):
-    """What a loss is multiplied with before its backward, and how that changes."""
+    """The factor of a loss before its backward, and the rule of its changes."""
 
     @property
     def loss_scale(self) -> float:
@@ -37,11 +37,11 @@ class LossScaler(Protocol):
 
     @property
     def factor(self) -> float | Tensor:
-        """The scale where it is known: a dynamic one on the device, as a float64 tensor without
-        dimensions that the next update writes to."""
+        """The scale as a number, or a dynamic one as a float64 scalar tensor on the device, to
+        which the next update writes."""
 
     def update_scale(self, overflow: bool | Tensor) -> None:
-        """To be called once per optimizer step, also when that is skipped."""
+        """Ends an iteration. Called once per optimizer step, also when that is skipped."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -49,7 +49,7 @@ class LossScaler(Protocol):
 
 
 class StaticLossScaler:
-    """One scale for the whole run.
+    """A constant scale.
 
     Args:
         loss_scale: > 0.
@@ -66,33 +66,33 @@ class StaticLossScaler:
         return self.loss_scale
 
     def update_scale(self, overflow: bool | Tensor) -> None:
-        """Without effect."""
+        """Changes nothing, since the scale is constant."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale."""
+        """Returns the scale."""
         return {"loss_scale": self.loss_scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Without effect: a static scale is an argument, not a state."""
+        """Changes nothing: a static scale is an argument, and no state."""
 
 
 class DynamicLossScaler:
     """Lowers the scale after overflows and raises it after iterations without any.
 
-    Scale and counters live on the device, where an overflow is found. The host waits for it when
-    somebody reads them here, and then knows them until the next update.
+    Scale and counters live on the device, where an overflow is found. The host waits for the device
+    when it reads them, and caches them until the next update.
 
     Source: DeepSpeed ``deepspeed/runtime/fp16/loss_scaler.py``, the classic rule.
 
     Args:
-        init_scale: at the beginning.
-        scale_factor: by which the scale changes, > 1.
-        scale_window: iterations without overflow after which it is raised.
-        min_scale: not lowered below this.
-        delayed_shift: overflows that are borne before it is lowered; the step is skipped at each.
-        consecutive_hysteresis: an iteration without overflow gives all of these back, else only
+        init_scale: first scale.
+        scale_factor: factor of each change of the scale, > 1.
+        scale_window: iterations without overflow after which the scale is raised.
+        min_scale: lower bound of the scale.
+        delayed_shift: number of overflows until the scale is lowered; each one skips the step.
+        consecutive_hysteresis: whether an iteration without overflow resets that count; else only
             raising the scale does.
-        device: where the scale is kept.
+        device: device on which the scale is kept.
     """
 
     is_dynamic = True
@@ -118,14 +118,14 @@ class DynamicLossScaler:
                 f"{_C.rank_prefix()}loss scale argument scale_factor must be > 1, got "
                 f"{scale_factor}; the default is 2"
             )
-        # Scale, iteration, last overflow, hysteresis, as `update_loss_scale_` has them.
+        # Scale, iteration, last overflow and hysteresis, in the order of `update_loss_scale_`.
         self._state = torch.empty(4, dtype=torch.float64, device=device)
         self._known: list[float] | None = None
         self._set(init_scale, 0, -1, self.delayed_shift)
 
     @property
     def loss_scale(self) -> float:
-        """The scale. Waits for the device, as the counters do."""
+        """The scale. Waits for the device, and so do the counters."""
         return self._numbers()[0]
 
     @loss_scale.setter
@@ -145,20 +145,20 @@ class DynamicLossScaler:
 
     @property
     def hysteresis(self) -> int:
-        """Overflows that are borne yet, and the one that lowers the scale."""
+        """Number of overflows until the scale is lowered; the last one lowers it."""
         return int(self._numbers()[3])
 
     @property
     def factor(self) -> Tensor:
-        """The scale on the device, which nobody waits for."""
+        """The scale on the device, read without waiting."""
         return self._state[0]
 
     def update_scale(self, overflow: bool | Tensor) -> None:
         """Ends an iteration, on the device.
 
         Args:
-            overflow: some gradient of it was infinite or NaN on some rank; a number on the device
-                that is not 0 then, or a bool.
+            overflow: whether some gradient was infinite or NaN on some rank: a bool, or a number on
+                the device that is 0 if not.
         """
         if not isinstance(overflow, Tensor):
             overflow = torch.full((), float(overflow), device=self._state.device)
@@ -174,7 +174,7 @@ class DynamicLossScaler:
         self._known = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and what decides on its next change."""
+        """Returns the scale, and the counters that decide on its next change."""
         return {
             "loss_scale": self.loss_scale,
             "iteration": self.iteration,
@@ -183,7 +183,7 @@ class DynamicLossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over scale and counters; of a static scaler's state the scale alone."""
+        """Takes over scale and counters; the state of a static scaler has only a scale."""
         self._set(
             float(state["loss_scale"]),
             int(state.get("iteration", 0)),
@@ -192,7 +192,7 @@ class DynamicLossScaler:
         )
 
     def take_over(self, other: DynamicLossScaler) -> None:
-        """Goes on as another one would: with its scale, its counters and its arguments."""
+        """Takes over scale, counters and arguments of another scaler."""
         for name in DYNAMIC_ARGUMENTS:
             if name != "init_scale":
                 setattr(self, name, getattr(other, name))
@@ -214,16 +214,16 @@ def make_loss_scaler(
     arguments: Mapping[str, Any],
     device: torch.device | str = "cpu",
 ) -> LossScaler:
-    """The scaler that arguments of `DistributedOptimizer` ask for.
+    """Makes the scaler for arguments of `DistributedOptimizer`.
 
     Args:
-        static_loss_scale: counts unless ``dynamic``; None means 1.
-        dynamic: the scale changes.
-        arguments: of the dynamic scaler.
-        device: where a dynamic scale is kept.
+        static_loss_scale: constant scale, used unless ``dynamic``; None means 1.
+        dynamic: whether the scale changes.
+        arguments: arguments of the dynamic scaler.
+        device: device on which a dynamic scale is kept.
 
     Raises:
-        ValueError: for unknown names and for values out of range.
+        ValueError: a name is unknown, or a value is out of range.
     """
     unknown = sorted(arguments.keys() - set(DYNAMIC_ARGUMENTS))
     if unknown:

@@ -1,9 +1,9 @@
-"""Operators of a 16-bit model that get tensors of 16 bits and wider ones together.
+"""Casts operands of a 16-bit model where tensors of 16 bits and wider ones meet.
 
-Buffers keep their dtype and inputs of the model arrive as they are, so both meet activations of 16
-bits. PyTorch's elementwise operators give the wider dtype then. Its operators that ask for one
+Buffers keep their dtype and inputs of the model are not cast, so both meet activations of 16
+bits. Then PyTorch's elementwise operators return the wider dtype. Its operators that need one
 dtype raise an error, and get one here: that of the parameter, else 16 bits, as under autocast. An
-operator that PyTorch would run is left alone, so a model that casts by itself computes as without.
+operator that PyTorch would run is not changed, so a model that casts by itself computes the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class OperandCasts:
-    """Casts operands in a model's forwards, those included that run again or for another rank.
+    """Casts operands in a model's forwards, including repeated ones and those for other ranks.
 
     Args:
         root: the model.
@@ -39,13 +39,15 @@ class OperandCasts:
         self._undo: list[Callable[[], None]] = []
 
     def look_at(self, arguments: Any) -> None:
-        """Begins casting with the first call of the model, or of a module here for another rank,
-        that gets wider floating tensors."""
+        """Begins casting with the first call that gets wider floating tensors.
+
+        The call may be of the model, or of a module here for another rank.
+        """
         if not self._undo and any(map(_is_wide, pytree.tree_leaves(arguments))):
             self.begin()
 
     def begin(self) -> None:
-        """Casts from now on. Models of which nothing is wider than 16 bits do not pay for it."""
+        """Begins casting. Models without tensors wider than 16 bits never need this."""
         if not self._undo:
             self._undo = [
                 wrap_forward(module, Around.OPERANDS, _around(module))
@@ -53,13 +55,13 @@ class OperandCasts:
             ]
 
     def close(self) -> None:
-        """Gives the modules their forwards back."""
+        """Restores the forwards of the modules."""
         while self._undo:
             self._undo.pop()()
 
 
 def _around(module: nn.Module) -> Callable[[Forward], Forward]:
-    # Recurrent modules compare dtypes before they come to an operator.
+    # Recurrent modules compare dtypes before they call an operator.
     own = next(module.parameters(), None) if isinstance(module, nn.RNNBase) else None
     return _casting if own is None else functools.partial(_recurrent, own.dtype)
 
@@ -108,17 +110,17 @@ def _in_one(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
 
 
 def _products(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Attention takes a mask of any dtype: query, key and value are to have one."""
+    """Gives query, key and value of attention one dtype; the mask may have any."""
     named = {key: kwargs[key] for key in ("query", "key", "value") if key in kwargs}
     cast, cast_named = _in_one(args[:3], named)
     return (*cast, *args[3:]), {**kwargs, **cast_named}
 
 
 def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Norms take 16-bit inputs beside statistics and parameters in float32, and nothing else."""
+    """Casts inputs of norms, which may have 16 bits beside float32 statistics and parameters."""
     others = [*_floating(args[1:]), *_floating(kwargs)]
     if _differ(others):
-        # Statistics are written, so a copy of them is of no use.
+        # Statistics are written to, so they cannot be replaced by a copy.
         args = tuple(map(_widened, args))
         kwargs = {key: _widened(value) for key, value in kwargs.items()}
     elif args and others and others[0].dtype in _HALVES and _differ([args[0], *others]):
@@ -131,7 +133,7 @@ def _widened(value: Any) -> Any:
 
 
 def _loss(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Losses keep the digits of their targets and weights."""
+    """Casts to float32, since losses keep the digits of their targets and weights."""
     if _differ([*_floating(args), *_floating(kwargs)]):
         return _cast(args, torch.float32), _cast(kwargs, torch.float32)
     return args, kwargs

@@ -1,12 +1,12 @@
-"""What a script does between steps to parameters of which this rank has a part, or a master.
+"""Applies writes of a script between steps to parameters that are partial or have masters.
 
-Code that goes over all parameters clips them, lets them decay, or multiplies them with masks. An
-operator that works element by element does the same to what each rank holds: the shard of a
-parameter, its master in float32, nothing of a parameter of another pipeline rank. Other writes, and
-all reads of values that are not here, are errors: a placeholder has no memory, so whatever asks for
-it raises (`smp.modules.materialize`).
+Code for all parameters clips them, lets them decay, or multiplies them with masks. An elementwise
+operator does the same to the elements that each rank holds: the shard of a parameter, its master
+in float32, nothing of a parameter of another pipeline rank. Other writes, and all reads of values
+that are elsewhere, are errors: a placeholder has no memory, so an access to it raises
+(`smp.modules.materialize`).
 
-While a model's forward or backward runs, none of this is in the way.
+While a model's forward or backward runs, writes and reads are not intercepted.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ _OWN = "_smp_own"
 _WHOLE = "smp.whole_parameters"
 _ACCESSORS = frozenset({"__get__", "__set__"})
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-#: The library, optimizers of PyTorch, and `nn.Module`, whose states have plain tensors.
+#: Modules that are not intercepted: the library, PyTorch's optimizers, and `nn.Module`.
 _WITHOUT = ("smp.", "torch.optim.", nn.Module.__module__)
 _aten = torch.ops.aten
-#: Element by element, too; PyTorch tags those with arithmetic only.
+#: Elementwise writes that PyTorch does not tag as such, since they have no arithmetic.
 _PLAIN_WRITES = (_aten.fill_, _aten.zero_, _aten.copy_, _aten.masked_fill_)
 
 
 @dataclass
 class Own:
-    """What this rank has of a parameter that a script sees.
+    """The part of a parameter that is on this rank.
 
     Attributes:
-        name: in the whole model.
+        name: name in the whole model.
         begin: first element of ``piece`` in the flattened parameter.
-        piece: the memory of these elements in the model's dtype; empty if there are none.
-        master: the same elements with more digits, if there are.
+        piece: memory of these elements in the model's dtype; empty if there are none.
+        master: the same elements with more digits, or None.
         changed: called after a write.
     """
 
@@ -65,14 +65,14 @@ class Own:
     changed: Callable[[], None]
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a save of a parameter does not mean its state in training
+        return type(None), ()  # files that save a parameter do not have its state in training
 
     @property
     def numel(self) -> int:
         return self.piece.numel()
 
     def cut(self, value: Tensor, shape: torch.Size) -> Tensor:
-        """The elements of an operator's argument that belong to these."""
+        """Returns the elements of an operator's argument that belong to this part."""
         if value.dim() == 0:
             return value
         flat = value.expand(shape).reshape(-1)
@@ -80,11 +80,11 @@ class Own:
 
 
 def own(parameter: nn.Parameter, part: Own) -> None:
-    """Lets writes of the script reach what this rank has of a parameter.
+    """Lets writes of the script reach this rank's part of a parameter.
 
     Args:
-        parameter: keeps its object; its class changes.
-        part: what this rank has of it.
+        parameter: parameter that stays the same object and changes its class.
+        part: part of it on this rank.
     """
     setattr(parameter, _OWN, part)
     if not isinstance(parameter, ScriptParameter):
@@ -93,7 +93,7 @@ def own(parameter: nn.Parameter, part: Own) -> None:
 
 
 def disown(parameter: nn.Parameter) -> None:
-    """The parameter is whole again."""
+    """Makes an owned parameter an ordinary one again."""
     parameter.__dict__.pop(_OWN, None)
     if type(parameter) is ScriptParameter:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -110,7 +110,7 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
             return func(*args, **kwargs)
         if func == _SET_DATA and isinstance(args[0], ScriptParameter):
             _refuse_memory(args[0])
-        # PyTorch's names of what writes; the mode sees whether it does.
+        # PyTorch names functions that write so; the mode sees whether one does.
         writes = "out" in kwargs or (name.endswith("_") and name not in _ACCESSORS)
         try:
             with _Writes(known) if writes else contextlib.nullcontext():
@@ -124,7 +124,7 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
 
 
 def _refuse_part_of_loss(result: Any, known: Mapping[int, nn.Parameter]) -> None:
-    """Raises where a loss would depend on this rank's slice of a parameter."""
+    """Raises if a loss would depend on this rank's slice of a parameter."""
     split = [p for p in known.values() if interval_of(p) is not None]
     if not split or reading.is_own_code():
         return
@@ -142,7 +142,7 @@ def _refuse_part_of_loss(result: Any, known: Mapping[int, nn.Parameter]) -> None
 
 
 def _tell_of_slices(result: Any, known: Mapping[int, nn.Parameter], frame: FrameType) -> None:
-    """Logs, once for each line of the script, that a number is that of this rank's slice."""
+    """Logs, once for each line of the script, that a number was computed from a slice."""
     split = [p for p in known.values() if p.numel() < math.prod(whole_shape(p))]
     caller = script_frame(frame) if split and not reading.is_own_code() else None
     if caller is None:
@@ -179,7 +179,7 @@ def script_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _explain_slices(parameters: Iterable[nn.Parameter], error: RuntimeError) -> None:
-    """Says why shapes do not fit, if they are those of slices."""
+    """Raises an explanation if shapes do not fit because they are those of slices."""
     for parameter in parameters:
         part: Own = getattr(parameter, _OWN)
         if interval_of(parameter) is not None and _WHOLE not in str(error):
@@ -207,12 +207,12 @@ class ScriptParameter(nn.Parameter):
 
 
 class ScriptView(Tensor):
-    """The memory that such a parameter shows: ``parameter.data``, ``parameter.detach()``."""
+    """A tensor with the memory of such a parameter, from ``.data`` or ``.detach()``."""
 
     _smp_parameter: nn.Parameter
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Files have plain tensors."""
+        """Saves a plain tensor."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -236,7 +236,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _shown(result: Tensor, known: dict[int, nn.Parameter]) -> Tensor:
-    """A result, which is watched too if it is memory of the parameter."""
+    """Returns a result, which is watched too if it is memory of the parameter."""
     parameter = known.get(_key(result))
     if parameter is None or isinstance(result, ScriptParameter | ScriptView):
         return result
@@ -246,7 +246,7 @@ def _shown(result: Tensor, known: dict[int, nn.Parameter]) -> Tensor:
 
 
 class _Writes(TorchDispatchMode):
-    """Sees the operators of one call, and takes those that write to parameters."""
+    """Intercepts the operators of one call that write to parameters."""
 
     def __init__(self, known: dict[int, nn.Parameter]) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class _Writes(TorchDispatchMode):
         for target, parameter in written.items():
             part: Own = getattr(parameter, _OWN)
             if part.master is None and _key(part.piece) == _key(parameter):
-                part.changed()  # the memory itself
+                part.changed()  # the write was to the memory itself
             elif whole and len(written) == 1 and self._are_like(args, kwargs):
                 self._write_part(func, args, kwargs, target, parameter)
             else:
@@ -312,7 +312,7 @@ class _Writes(TorchDispatchMode):
     def _write_part(
         self, func: OpOverload, args: Any, kwargs: Any, target: Tensor, parameter: nn.Parameter
     ) -> None:
-        """Does to this rank's elements what a call does to all of them."""
+        """Applies a call for all elements to the elements of this rank."""
         part: Own = getattr(parameter, _OWN)
         own_args, own_kwargs = pytree.tree_map_only(
             Tensor, lambda t: self._own_elements(t, part, func, parameter), (args, kwargs)
@@ -328,7 +328,7 @@ class _Writes(TorchDispatchMode):
     def _own_elements(
         self, value: Tensor, part: Own, func: OpOverload, parameter: nn.Parameter
     ) -> Tensor:
-        """This rank's elements of an argument."""
+        """Returns this rank's elements of an argument."""
         other = self._known.get(_key(value))
         if other is None:
             return part.cut(value, parameter.shape)

@@ -1,9 +1,9 @@
 """``.grad`` of a model's parameters whose gradients belong to their masters.
 
 Gradients are summed and kept in float32, as ``.grad`` of masters, and carry a loss scale. Scripts
-look for them at the parameters of the model. What they find there is made when they ask for it,
-hence costs neither memory nor time in a step that nobody looks at. Where a rank has pieces there is
-nothing to show, and the first look is told so.
+look for them at the parameters of the model. There a copy is made when it is read, so it costs
+neither memory nor time in other steps. If a rank has pieces, there is nothing to show, and the
+first read is logged.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _native: Any = torch.Tensor.grad
 
 
 def show_gradients(holdings: Iterable[Holding]) -> None:
-    """Gives parameters a ``.grad`` that is made of their masters', which are whole."""
+    """Gives parameters a ``.grad`` that is made from that of their masters, which are whole."""
     for holding in holdings:
-        # As UninitializedParameter of torch does; code that has the parameter keeps it.
+        # UninitializedParameter of torch does the same; code that has the parameter keeps it.
         holding.parameter.__class__ = HalfParameter
 
 
 def miss_gradients(holdings: Iterable[Holding]) -> None:
-    """Lets parameters say that they have no ``.grad``; ranks update pieces in their place."""
+    """Makes parameters log that they have no ``.grad``, since ranks update pieces instead."""
     for holding in holdings:
         holding.parameter.__class__ = CutParameter
 
@@ -42,18 +42,18 @@ def miss_gradients(holdings: Iterable[Holding]) -> None:
 class CutParameter(ScriptParameter):
     """A parameter of which this rank updates a piece, or nothing.
 
-    ``grad`` is None, and the first look at one that has a gradient somewhere is told on rank 0:
-    code that goes over all parameters passes by those without a gradient, and would do nothing.
+    ``grad`` is None. Rank 0 logs the first read if a gradient is elsewhere, because code
+    for all parameters skips those without a gradient, and would do nothing.
 
     Attributes:
-        steps: of the run, where the line of a script that looks is noted.
+        steps: steps of the run, which note the line of a script that reads ``grad``.
     """
 
     steps: Steps | None = None
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """None, but for what autograd leaves there meanwhile."""
+        """The gradient of this object: None, except while autograd leaves one here."""
         own: Tensor | None = _native.__get__(self)
         holding = holding_of(self)
         has_other = own is None and holding is not None and holding.master.grad is not None
@@ -86,15 +86,15 @@ class HalfParameter(ScriptParameter):
     """A parameter in 16-bit training, whose gradient is that of its master.
 
     ``grad`` is a rounded copy without loss scale, and None between an update and new gradients.
-    Setting it sets the gradient of the master. What is written to a copy would reach nobody, so
-    that is an error in the next update.
+    Setting it sets the gradient of the master. A write to a copy would have no effect, so it is an
+    error in the next update.
     """
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """The gradient as it is to be applied, in the dtype of the parameter."""
+        """The gradient that will be applied, in the dtype of the parameter."""
         holding = holding_of(self)
-        if holding is None:  # a copy of a parameter
+        if holding is None:  # this is a copy of a parameter
             own: Tensor | None = _native.__get__(self)
             return own
         given = holding.master.grad
@@ -141,7 +141,7 @@ class HalfParameter(ScriptParameter):
 
 
 def _note_missed(steps: Steps, frame: FrameType) -> None:
-    """Notes the line of a script that finds no gradient where it looks for those of a step."""
+    """Notes the line of a script that reads no gradient although a step has computed some."""
     room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     if room not in ("torch", "smp") and steps.has_gradients and steps.running is None:
         steps.missed_at = f"{frame.f_code.co_filename}:{frame.f_lineno}"

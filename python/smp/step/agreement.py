@@ -1,9 +1,8 @@
-"""What ranks have to agree on where a step begins.
+"""Values on which ranks have to agree at the beginning of a step.
 
-It travels with what ranks tell each other in any case: from the first rank of a pipeline with the
-number of its microbatches, between replicas as a digest beside theirs. So does the shape of the
-batch of training, which is compared and logged only, because the batch of the first pipeline rank
-counts.
+They are sent with other messages: from the first rank of a pipeline with the number of its
+microbatches, between replicas as a digest beside theirs. So is the shape of a training batch. That
+is compared and logged only, because the batch of the first pipeline rank counts.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _MOST_TENSORS = 32
 
 
 class Agreement:
-    """Compares what this rank has with what the other ranks have.
+    """Compares values of this rank with those of other ranks.
 
     Args:
         current: the runtime.
-        name: of the step function.
-        batch: arguments of the step function that are cut, by name; empty where none are compared.
-        trains: whether the step trains, so that gradients of the step before are over.
+        name: name of the step function.
+        batch: arguments of the step function that are cut, by name; empty to compare none.
+        trains: whether the step trains, so that gradients of the step before are not used any more.
     """
 
     def __init__(
@@ -51,11 +50,11 @@ class Agreement:
         self._batch = self._shapes_of(batch) if current.rank.sizes["pp"] > 1 else {}
 
     def words(self) -> str:
-        """Text for the other ranks of the pipeline."""
+        """Returns a text for the other ranks of the pipeline."""
         return json.dumps({"terms": self._terms.words(), "batch": self._batch})
 
     def digests(self) -> list[int]:
-        """Two numbers whose maxima over ranks belong together only if the ranks agree."""
+        """Returns two numbers whose maxima over ranks belong together only if the ranks agree."""
         return self._terms.digests()
 
     def compare_pipeline(self, words: str) -> None:
@@ -65,7 +64,7 @@ class Agreement:
             words: text of that rank.
 
         Raises:
-            ValueError: they differ in something that ranks of one model have to agree on.
+            ValueError: they differ in a value on which ranks of one model have to agree.
         """
         rank, first = self._current.rank, json.loads(words)
         told = {rank.groups["pp"][0]: first["terms"], rank.global_rank: self._terms.words()}
@@ -76,10 +75,10 @@ class Agreement:
         """Compares over the data-parallel group. Collective over it if the digests differ.
 
         Args:
-            maxima: of the digests, over the group.
+            maxima: maxima of the digests over the group.
 
         Raises:
-            ValueError: on every rank, if they differ in something that ranks have to agree on.
+            ValueError: on every rank, if they differ in a value on which ranks have to agree.
         """
         if maxima[0] != -maxima[1]:
             told = comm.allgather(self._terms.words(), comm.CommGroup.DP_GROUP)
@@ -88,7 +87,7 @@ class Agreement:
     # ---- the batch
 
     def _shapes_of(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Shapes of tensors with elements, by place; with a digest of values in the first step."""
+        """Returns shapes of tensors by place; in the first step also digests of values."""
         leaves = [
             (name + pytree.keystr(path), leaf)
             for name, value in batch.items()
@@ -101,7 +100,7 @@ class Agreement:
         }
 
     def _tell_of_batch(self, first: Mapping[str, Any]) -> None:
-        """Logs once that the batch of this rank is another one than that of the first rank."""
+        """Logs once if the batch of this rank differs from that of the first rank."""
         rank = self._current.rank
         if rank.ranks["pp"] != 1 or rank.ranks["tp"] != 0:
             return
@@ -132,7 +131,7 @@ class Agreement:
 
 
 def _digest(tensor: Tensor) -> int:
-    """Digest of the first values; 0 where all are equal, as in dummies. Waits for a device."""
+    """Returns a digest of the first values; 0 if all are equal. Waits for a device."""
     flat = tensor.detach().reshape(-1)
     sample = flat[: _SAMPLE_BYTES // flat.element_size()].cpu().contiguous()
     if bool((sample == sample[0]).all()):

@@ -1,4 +1,4 @@
-"""The batch of one step: this rank's, or of several data-parallel ranks in one process."""
+"""The batch of one step: that of this rank, or of several data-parallel ranks in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Pieces:
 
     Args:
         bound: the arguments as the script gave them.
-        pieces: of those that are cut, by name.
+        pieces: pieces of the arguments that are cut, by name.
     """
 
     def __init__(self, bound: inspect.BoundArguments, pieces: Mapping[str, Sequence[Any]]) -> None:
@@ -44,10 +44,10 @@ class Batch:
     """The arguments of one call.
 
     Attributes:
-        bound: as the script gave them.
+        bound: arguments as the script gave them.
         cutting: readings of the arguments.
-        count: microbatches that they make.
-        part: number of the batch, where this process reads several; None: it reads one.
+        count: number of microbatches.
+        part: number of the batch if this process reads several; None: it reads one.
     """
 
     bound: inspect.BoundArguments
@@ -63,12 +63,12 @@ class Batch:
         cutting: Cutting,
         part: int | None = None,
     ) -> Batch:
-        """Counts the microbatches of a call."""
+        """Makes the batch of a call, and counts its microbatches."""
         return cls(bound, cutting, cutting.count(current.rank.config.microbatches), part)
 
     @property
     def num_samples(self) -> int:
-        """Samples of the call; 0 where dummies have no batch dimension."""
+        """Number of samples of the call; 0 if dummies have no batch dimension."""
         return self.cutting.num_samples
 
     def pieces(self, count: int) -> Pieces:
@@ -76,7 +76,7 @@ class Batch:
         return Pieces(self.bound, self.cutting.pieces(count))
 
     def samples_by_microbatch(self) -> list[float]:
-        """Returns how many samples each microbatch has; 1 each where nothing has samples."""
+        """Returns how many samples each microbatch has; 1 each if nothing has samples."""
         return self.cutting.samples_by_microbatch(self.count)
 
 
@@ -92,12 +92,12 @@ class Bodies(Protocol):
 class BodiesOfRanks:
     """The microbatches of several data-parallel ranks in one process, one rank after the other.
 
-    Random numbers are those of each rank: see `StepRun.run`.
+    Random numbers are those of each rank; see `StepRun.run`.
 
     Args:
         current: the runtime.
-        parts: of each rank, with the number of its microbatches.
-        seed: of this process.
+        parts: bodies of each rank, and the number of its microbatches.
+        seed: seed of this process.
     """
 
     def __init__(
@@ -161,14 +161,15 @@ def make_bodies(
     seed: int,
     make: MakeBodies,
 ) -> Bodies:
-    """The bodies of a step.
+    """Makes the bodies of a step.
 
     Args:
         current: the runtime.
-        batches: one, or of several data-parallel ranks in this process.
-        count: microbatches of all, of the driver.
-        seed: of this process, before the step.
-        make: makes those of one batch, of so many microbatches, the first of which has a number.
+        batches: the batch, or those of several data-parallel ranks in this process.
+        count: number of microbatches of the driver, in all batches.
+        seed: seed of this process, before the step.
+        make: makes the bodies of one batch, from the number of its microbatches and the number of
+            the first one.
     """
     if len(batches) == 1:
         return make(batches[0], count, 0)

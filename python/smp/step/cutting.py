@@ -16,14 +16,14 @@ from smp.step.readings import Path, Reading, Rules, entries, extent_of, is_mappi
 
 
 class Cutting:
-    """The arguments of one call, and how they are cut.
+    """The arguments of one call, and the way in which they are cut.
 
     Args:
         arguments: arguments of the step function by name.
-        rules: rules of the step function; what this call teaches is added.
+        rules: rules of the step function; readings of this call are added to them.
 
     Attributes:
-        num_samples: number of samples of the batch; 0 where nothing is cut.
+        num_samples: number of samples of the batch; 0 if nothing is cut.
 
     Raises:
         ValueError: a tensor lacks the dimension that the step function names.
@@ -51,7 +51,7 @@ class Cutting:
         return fixed if len(fixed) < len(shapes) else []
 
     def sample_dim(self) -> int | None:
-        """Returns along which dimension tensors that are cut have samples; None: several."""
+        """Returns the dimension along which cut tensors have samples; None: there are several."""
         dims = self._readings.dims
         return next(iter(dims), 0) if len(dims) < 2 else None
 
@@ -66,7 +66,7 @@ class Cutting:
         return bool(readings.dims) or Reading.ENTRIES in readings.by_path.values()
 
     def samples_by_microbatch(self, count: int) -> list[float]:
-        """Returns how many samples each microbatch has; 1 each where nothing is cut."""
+        """Returns how many samples each microbatch has; 1 each if nothing is cut."""
         if not self._is_cut() or not self.num_samples:
             return [1.0] * count
         edges = _edges(self.num_samples, count)
@@ -115,14 +115,14 @@ class Cutting:
             spans = self._spans(len(value), count, path)
             return [rebuild_sequence(value, value[begin:end]) for begin, end in spans]
         extent = extent_of(value, path, self._rules)
-        assert extent is not None  # else it is not cut along a dimension
+        assert extent is not None  # since it is cut along a dimension
         return _cut(value, self._spans(extent, count, path), self._rules.axis(path) or 0)
 
     def _spans(self, extent: int, count: int, path: Path) -> list[tuple[int, int]]:
-        """Returns the rows of each microbatch, of a tensor with so many.
+        """Returns the rows of each microbatch, for a tensor with ``extent`` rows.
 
         Raises:
-            ValueError: the rows of a sample lie in two microbatches.
+            ValueError: the rows of a sample would be in two microbatches.
         """
         size = self.num_samples
         edges = _edges(size, count)
@@ -140,7 +140,7 @@ class Cutting:
     # ---- remarks
 
     def remarks(self, count: int) -> dict[str, str]:
-        """Returns what a script should read of the cutting, by kind."""
+        """Returns remarks for the script about the cutting, by kind."""
         remarks, readings = {}, self._readings
         if readings.others:
             cut = _listed(readings.shapes) or "nothing else"
@@ -174,7 +174,7 @@ class Cutting:
         return remarks
 
     def _time_major(self) -> str:
-        """Returns words about tensors whose dimension 1 is another argument's batch dimension."""
+        """Returns a hint about tensors whose dimension 1 is another argument's batch dimension."""
         shapes = self._readings.shapes | self._readings.others
         extents = {shape[0] for shape in shapes.values()}
         found = [p for p, shape in shapes.items() if len(shape) > 1 and shape[1] in extents]
@@ -188,7 +188,7 @@ class Cutting:
 
 
 def _edges(size: int, count: int) -> list[int]:
-    """Returns where microbatches begin and end; the first ones have one sample more."""
+    """Returns the boundaries of microbatches; the first ones have one sample more."""
     base, more = divmod(size, count)
     return [mb * base + min(mb, more) for mb in range(count + 1)]
 

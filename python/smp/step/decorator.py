@@ -38,8 +38,10 @@ from smp.world.log import first_rank_log
 
 
 class StepFunction:
-    """A function that runs once per microbatch. Callable, but not a descriptor: used in a class
-    body it stays a plain function and does not receive ``self``.
+    """A function that runs once per microbatch.
+
+    It is callable, but no descriptor: in a class body it stays a plain function and does not
+    receive ``self``.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class StepFunction:
         started_s = time.perf_counter()
         current.steps.inject_fault(current.steps.num_begun)
         current.wrapped.spread_written()
-        # Held until the step is over: garbage is collected at any time.
+        # Keep the models until the step is over: garbage is collected at any time.
         models = [model for model in current.wrapped.models if isinstance(model, DistributedModel)]
         trains, seed = torch.is_grad_enabled(), torch.initial_seed() & (2**64 - 1)
         verification = current.verification
@@ -160,7 +162,7 @@ class StepFunction:
         return Batch.of(current, bound, Cutting(_named(bound), self._rules_in(current)), part)
 
     def _rules_in(self, current: runtime.Runtime) -> Rules:
-        """Returns how arguments are cut; what calls have taught ends with the runtime."""
+        """Returns the rules by which arguments are cut; readings of calls end with the runtime."""
         if current not in self._rules:
             parameters = self._signature.parameters.values()
             known: dict[tuple[str, ...], Reading] = {
@@ -172,7 +174,7 @@ class StepFunction:
         return self._rules[current]
 
     def _tell_of_cuts(self, current: runtime.Runtime, batch: Batch) -> None:
-        """Logs once what of the cutting the script should know."""
+        """Logs remarks about the cutting, once each."""
         if batch.count == 1 or current.rank.global_rank != 0:
             return
         for kind, text in batch.cutting.remarks(batch.count).items():
@@ -211,7 +213,7 @@ class StepFunction:
 
 
 class _explaining:
-    """Lets observers explain an error of the block, and ends what has begun.
+    """Lets observers explain an error of the block, and ends unfinished work.
 
     Args:
         current: the runtime.
@@ -250,7 +252,7 @@ def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 class _Bodies:
-    """Runs the function for one microbatch after the other, in whatever thread asks."""
+    """Runs the function for one microbatch after the other, in the calling thread."""
 
     def __init__(
         self,
@@ -279,7 +281,7 @@ class _Bodies:
             set_share(self._shares[mb])
             begin_context({})
             if self._place_of is not None:
-                places.enter(self._place_of(mb))  # in a copy of the context
+                places.enter(self._place_of(mb))  # affects a copy of the context only
             with autocast.apply(self._autocast), explaining_derivatives(current):
                 return self._function(*own.args, **own.kwargs)
 
@@ -302,10 +304,10 @@ def step(
     detach_outputs: bool = True,
     weight: str | Callable[..., Any] = "auto",
 ) -> Any:
-    """Decorator for the function that runs forward and backward of one batch.
+    """Decorates the function that runs forward and backward of one batch.
 
     A call cuts the samples of its arguments into ``microbatches`` pieces and runs the function once
-    per piece on every rank of the replica, pipelined. The number of samples is the one that most
+    per piece on every rank of the replica, pipelined. The number of samples is the number that most
     arguments support: tensors of so many rows and lists of so many entries are cut, also inside of
     containers, and the rest is whole in each piece (docs/design/cutting.md). On return the
     backward of all microbatches and the data-parallel reduction are done. Collective: every rank
@@ -315,42 +317,42 @@ def step(
     into fewer pieces if there are fewer samples. The batch of pipeline rank 0 counts.
 
     The reference is the loss of the global batch, that is of the batches of all replicas, in one
-    process. A loss that is a mean counts in it by its ``weight``: by what it is a mean over, in its
-    microbatch, divided by the sum over all microbatches of all replicas. A backward begins with
-    that share, so gradients, their norm, and hooks on tensors are those of the global batch. So is
-    the mean over the replicas of ``reduce_mean``; in evaluation ``reduce_mean`` is that of the
-    batch of this replica. Microbatches of weight 0 have no backward.
+    process. A loss that is a mean counts in it by its ``weight``: the divisor of the mean in its
+    microbatch, over the sum of the divisors of all microbatches of all replicas. A backward
+    begins with that share, so gradients, their norm, and hooks on tensors are those of the global
+    batch. So is the mean over the replicas of ``reduce_mean``; in evaluation ``reduce_mean`` is
+    that of the batch of this replica. Microbatches of weight 0 have no backward.
 
     The first call runs the function once more on pipeline rank 0 of the first replica, up to its
     call of the model, to trace that call for the automatic partition. Side effects before the call
-    happen once more there; `smp.is_tracing` tells. With several models it goes on, with results of
-    zeros and without backward, until all those that are not partitioned yet have been called; those
-    that it does not call wait for a step function that does.
+    happen twice there; `smp.is_tracing` returns whether the trace runs. With several models the
+    trace goes on, with results of zeros and without backward, until all models that are not
+    partitioned yet have been called. Models that are not called wait for a step function that calls
+    them.
 
     Args:
         function: the function, when used without parentheses.
         non_split_inputs: names of arguments, or of entries of containers ("batch.mask"), passed
             whole to every microbatch.
         input_split_axes: batch dimension by such names; 0 for all others.
-        detach_outputs: detach returned tensors; otherwise their graphs stay alive.
-        weight: what the loss of a microbatch is a mean over. "samples": samples of the microbatch.
-            A function: gets the arguments of one microbatch as the step function does, and returns
-            a number, or a tensor of one element (tokens that are not ignored, a sum of class
-            weights, pairs). "auto": the labels that count, where a model of transformers gets its
-            ``labels`` from an argument of the step function, otherwise samples. To find the
-            argument, the first step runs the function once more up to its call of the
-            model, on ranks that read a batch; `smp.is_tracing` tells there, too.
+        detach_outputs: whether to detach returned tensors; otherwise their graphs stay alive.
+        weight: quantity over which the loss of a microbatch is a mean. "samples": samples of the
+            microbatch. A function: receives the arguments of one microbatch like the step function,
+            and returns a number, or a tensor of one element (tokens that are not ignored, a sum of
+            class weights, pairs). "auto": the labels that count, if a model of transformers gets
+            its ``labels`` from an argument of the step function, otherwise samples. To find the
+            argument, the first step runs the function once more up to its call of the model, on
+            ranks that read a batch; `smp.is_tracing` is true there, too.
 
     Returns:
         a callable; its result has the structure of the function's, with a ``StepOutput`` for each
-        tensor, a list for each other leaf, and ``None`` where all microbatches returned ``None``.
+            tensor, a list for each other leaf, and ``None`` if all microbatches returned ``None``.
 
     Raises:
-        TypeError: for a weight that is neither of these.
-        ValueError: when an argument lacks its batch dimension, or has entries of a sample in two
-            microbatches; for weights that are negative or not finite, and for those of replicas
-            that count different things.
-        smp.PeerFailure: when another rank failed meanwhile.
+        TypeError: a weight is neither of these.
+        ValueError: an argument lacks its batch dimension, or has entries of a sample in two
+            microbatches; weights are negative or not finite; replicas count different things.
+        smp.PeerFailure: another rank has failed meanwhile.
     """
 
     def decorate(decorated: Callable[..., Any]) -> StepFunction:

@@ -1,4 +1,4 @@
-"""Derivatives that a step function takes of a model whose parts are on several ranks."""
+"""Explains failures of derivatives that a step function takes of a model in a pipeline."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from contextlib import contextmanager
 import smp._C as _C
 from smp.world.runtime import Runtime
 
-# PyTorch's words on a rank that did not run the model, and ours where it leaves a rank.
+# Errors of PyTorch on a rank that did not run the model, and ours if the graph leaves a rank.
 _NOT_HERE = "appears to not have been used in the graph"
 _NO_GRAPH = "create_graph=True is not supported through a module on another rank"
 
 
 @contextmanager
 def explaining_derivatives(current: Runtime) -> Iterator[None]:
-    """Says in a pipeline that ``torch.autograd.grad`` of a model's output needs all of its graph.
+    """Explains in a pipeline that ``torch.autograd.grad`` of a model needs its whole graph.
 
     Raises:
-        RuntimeError: in the place of errors that only tell where the graph ends.
+        RuntimeError: instead of errors that only show where the graph ends.
     """
     try:
         yield

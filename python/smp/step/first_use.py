@@ -23,19 +23,19 @@ def partition_used(
     step: object,
     run_body: Callable[[], object],
 ) -> None:
-    """Partitions the models that a step function uses, unless that has happened. Collective.
+    """Partitions the models that a step function uses, if they are not. Collective.
 
-    Which ones it uses the first rank finds out, in the trace. A function that did not call a model
-    in its first call after that was wrapped is not traced for it again. If there is one model only,
-    it is taken to be used.
+    The first rank finds the used models in the trace. If a function did not call a model in its
+    first call after that was wrapped, it is not traced for the model again. A single model counts
+    as used.
 
     Args:
         current: the runtime.
-        models: all that are wrapped.
+        models: all wrapped models.
         step: the step function.
         run_body: runs it on the first microbatch.
     """
-    # From what all ranks know: models that are gone here may still live elsewhere.
+    # The numbers are equal on all ranks: models deleted here may still live elsewhere.
     passed_over = current.wrapped.passed_over.setdefault(step, set())
     undecided = set(range(current.wrapped.num_wrapped)) - current.wrapped.partitioned - passed_over
     if not undecided:
@@ -63,7 +63,7 @@ def _trace(
     waiting: Sequence[DistributedModel],
     run_body: Callable[[], object],
 ) -> tuple[dict[nn.Module, Trace | None], set[int]]:
-    """Traces, and the numbers of the models to be partitioned."""
+    """Returns traces, and the numbers of the models to be partitioned."""
     engines = [engine_of(model) for model in models]
     capture = Capture(
         [

@@ -1,9 +1,9 @@
-"""Labels of Hugging Face models: which argument has them, and which of them a loss counts.
+"""Finds the labels of Hugging Face models: the argument with them, and those that count.
 
-The losses of transformers are means over the labels that are not ignored, of which microbatches
-have different numbers where sequences are padded. Which labels a class counts is in its code and in
-that of its loss function; tests/zoo/test_label_rules.py compares that with what PyTorch's loss has
-divided by, over the families of the zoo.
+The losses of transformers are means over the labels that are not ignored. If sequences are padded,
+microbatches have different numbers of these. The code of a class and of its loss function decides
+which labels count; tests/zoo/test_label_rules.py compares that with the divisor of PyTorch's loss,
+over the families of the zoo.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class LabelRule:
-    """Which labels the loss of a model counts.
+    """The rule by which the loss of a model counts labels.
 
     Attributes:
-        shifts: the first label of each sequence is none of them, since tokens predict the next.
+        shifts: whether the first label of each sequence does not count, as tokens predict the next.
         ignored: value of labels that do not count.
     """
 
@@ -51,14 +51,14 @@ class LabelRule:
     ignored: int
 
     def count(self, labels: Tensor) -> Tensor:
-        """Returns the number of labels that count, of a tensor of integers of any shape."""
+        """Returns how many labels count in a tensor of integers of any shape."""
         counted = labels[..., 1:] if self.shifts else labels
         return (counted != self.ignored).sum()
 
 
 def rule_of(model: nn.Module) -> LabelRule | None:
-    """Returns which labels the loss of a Hugging Face model counts; None: it counts none."""
-    base: Any = getattr(model, "get_base_model", lambda: model)()  # of PEFT
+    """Returns the rule by which the loss of a Hugging Face model counts labels, or None."""
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # the base model of PEFT
     if isinstance(base, DistributedTransformerLMHead):
         return LabelRule(shifts=True, ignored=IGNORE_INDEX)
     library = sys.modules.get("transformers.modeling_utils")
@@ -83,7 +83,7 @@ def _rule(cls: Hashable, loss: Hashable) -> LabelRule | None:
     except (OSError, TypeError):
         return None
     counts = re.search("cross_entropy|CrossEntropyLoss", text) is not None
-    if not counts or "argmax(labels" in text:  # one label of several numbers
+    if not counts or "argmax(labels" in text:  # a label consists of several numbers
         return None
     shifts = re.search(r"labels\[(\.\.\.|:), 1:", text) is not None
     known = re.search(r"ignore_index(?:: int)?\s*=\s*(-?\d+)", text)
@@ -95,10 +95,10 @@ class CountedLabels:
     """The labels of a step function.
 
     Attributes:
-        rule: which of them count.
-        path: where they are among the arguments.
-        divisor: where the number is among the arguments that the model divides by in the place of
-            its labels; None: there is none.
+        rule: rule by which labels count.
+        path: place of the labels among the arguments.
+        divisor: place, among the arguments, of the number by which the model divides instead of
+            counting labels; None: there is none.
     """
 
     rule: LabelRule
@@ -106,7 +106,7 @@ class CountedLabels:
     divisor: Path | None
 
     def are_in(self, bound: inspect.BoundArguments) -> bool:
-        """Does a call of the step function have them?"""
+        """Returns whether a call of the step function has them."""
         wanted = [path for path in (self.path, self.divisor) if path is not None]
         return all(_at(bound, path) is not None for path in wanted)
 
@@ -117,7 +117,7 @@ class CountedLabels:
         counts: list[float] = torch.stack([self.rule.count(one) for one in labels]).tolist()
         if self.divisor is None:
             return counts, sum(counts)
-        # The model makes a sum, and divides it by this.
+        # The model computes a sum, and divides it by this argument.
         return [float(_at(own, self.divisor)) for own in each], sum(counts)
 
 
@@ -132,13 +132,13 @@ def find_labels(
 
     Args:
         current: the runtime.
-        models: that take part, partitioned.
-        batch: of this rank.
+        models: partitioned models that take part.
+        batch: batch of this rank.
         step: name of the step function.
         run_body: runs it on the first microbatch, in which `smp.is_tracing` is true.
 
     Returns:
-        None where the loss counts samples, as far as can be told.
+        the labels; None if the loss counts samples, or labels are not found.
     """
     rules = {model: rule for model in models if (rule := rule_of(model.get_module())) is not None}
     if not rules or not any(_integers(batch.bound)):
@@ -201,7 +201,7 @@ def _located(
 
 
 def _is_same(leaf: Any, tensor: Tensor) -> bool:
-    """Is an argument what the model gets, perhaps as a copy on another device?"""
+    """Returns whether an argument is the model's, perhaps as a copy on another device."""
     if leaf is tensor:
         return True
     if not isinstance(leaf, Tensor) or leaf.shape != tensor.shape or leaf.dtype != tensor.dtype:
@@ -215,7 +215,7 @@ def _integers(bound: inspect.BoundArguments) -> Iterator[bool]:
 
 
 def _by_name(bound: inspect.BoundArguments, name: str) -> list[tuple[Path, Any]]:
-    """Returns all leaves with their paths, those of a name first."""
+    """Returns all leaves with their paths, first those with the given name."""
     leaves = list(_leaves(dict(bound.arguments), ()))
     return sorted(leaves, key=lambda item: item[0][-1] != name)
 

@@ -1,4 +1,4 @@
-"""Joins what the microbatches of a step return."""
+"""Joins the results of the microbatches of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class StepOutput:
-    """What a step returns in place of a tensor: that tensor of every microbatch.
+    """The tensors that a step returns for all microbatches, instead of one tensor.
 
     Attributes:
         outputs: tensors in the order of the microbatches, on this rank's device.
@@ -23,10 +23,10 @@ class StepOutput:
         self._weights = None if weights is None else list(weights)
 
     def reduce_mean(self) -> Tensor:
-        """Mean over microbatches (not over elements); shape of one output.
+        """Returns the mean over microbatches (not over elements); shape of one output.
 
         Microbatches count by their weights (`smp.step`), so that the mean of means is the mean over
-        the batch; what one of weight 0 returned does not count, whatever it is.
+        the batch. The output of a microbatch of weight 0 does not count, even if it is NaN.
         """
         if self._weights is None:
             return self.reduce_sum() / len(self.outputs)
@@ -37,28 +37,28 @@ class StepOutput:
         return torch.stack(weighted).sum(dim=0) / len(self.outputs)
 
     def reduce_sum(self) -> Tensor:
-        """Sum over microbatches; shape of one output."""
+        """Returns the sum over microbatches; shape of one output."""
         return torch.stack(self.outputs).sum(dim=0)
 
     def concat(self) -> Tensor:
-        """Outputs joined along dimension 0; outputs without dimensions are stacked."""
+        """Joins outputs along dimension 0; outputs without dimensions are stacked."""
         if self.outputs[0].dim() == 0:
             return self.stack()
         return torch.cat(self.outputs, dim=0)
 
     def stack(self) -> Tensor:
-        """Outputs along a new first dimension of size ``microbatches``."""
+        """Stacks outputs along a new first dimension of size ``microbatches``."""
         return torch.stack(self.outputs)
 
     def detach(self) -> StepOutput:
-        """The same without autograd graphs."""
+        """Returns the same outputs without autograd graphs."""
         return StepOutput([output.detach() for output in self.outputs], self._weights)
 
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(output.shape)) for output in self.outputs)
         return f"StepOutput({len(self.outputs)} microbatches: {shapes})"
 
-    # A lone StepOutput in a ModelOutput must not be taken for a sequence of pairs.
+    # Otherwise a lone StepOutput in a ModelOutput would be read as a sequence of pairs.
     __iter__ = None  # type: ignore[assignment]
 
 
@@ -70,9 +70,9 @@ def join(results: Sequence[Any], detach: bool, weights: Sequence[float] | None =
     Face's ``ModelOutput``) are rebuilt.
 
     Args:
-        results: in the order of the microbatches.
+        results: results in the order of the microbatches.
         detach: whether tensors are detached.
-        weights: of the microbatches in a mean, if they differ.
+        weights: weights of the microbatches in a mean, if they differ.
 
     Raises:
         ValueError: if the microbatches returned different structures.
@@ -121,7 +121,7 @@ def rebuild_dict(like: Any, items: dict[Any, Any]) -> Any:
         rebuilt = copy.copy(like)
         rebuilt.data = items
         return rebuilt
-    # Without __init__: ModelOutput's inspects its fields and would take values apart.
+    # Skip __init__: that of ModelOutput inspects its fields and would split values.
     cls: Any = type(like)
     rebuilt = cls.__new__(cls)
     for key, item in items.items():

@@ -15,14 +15,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 Path = tuple[str, ...]
 
-_NAMED_VOTE = 1.5  # of a tensor in input_split_axes; one vote is worth 1
-_LENGTH_VOTE = 0.9  # of a list for its length, where its tensors may say something else
-_SQUARE_DIMS = (2, 3)  # images have as many channels as samples too often
+_NAMED_VOTE = 1.5  # vote of a tensor in input_split_axes; other tensors have 1
+_LENGTH_VOTE = 0.9  # vote of a list for its length, as its tensors may support another number
+_SQUARE_DIMS = (2, 3)  # without images, which often have as many channels as samples
 _SCALARS = (type(None), bool, int, float, str)
 
 
 class Reading(enum.Enum):
-    """How an argument, or an entry of a container, is cut."""
+    """The way in which an argument, or an entry of a container, is cut."""
 
     WHOLE = "whole"  # every microbatch gets all of it
     ALONG = "along"  # a tensor, cut along a dimension
@@ -32,14 +32,14 @@ class Reading(enum.Enum):
 
 @dataclass
 class Rules:
-    """What a step function says of its arguments, and how it has read them so far.
+    """The rules of a step function for its arguments, and its readings so far.
 
     Attributes:
         non_split: names of arguments and of entries ("batch.mask") that are not cut.
         axes: batch dimension by name.
-        known: readings that were the only ones, in this call or an earlier one.
-        seen: the tensor that an argument was in the last call, and its version.
-        last: types and shapes of the last call's arguments, and how they were read.
+        known: readings that were the only possible ones, in this call or an earlier one.
+        seen: tensor of each argument in the last call, and its version.
+        last: types and shapes of the last call's arguments, and their readings.
     """
 
     non_split: frozenset[str] = frozenset()
@@ -64,9 +64,9 @@ class Readings:
     """The readings of all arguments of a call.
 
     Attributes:
-        num_samples: number of samples of the batch; 0 where nothing is cut.
+        num_samples: number of samples of the batch; 0 if nothing is cut.
         by_path: reading of each argument, and of each entry of those that are read inside.
-        dims: dimensions along which samples lie, of all tensors that are cut.
+        dims: dimensions of the samples in all tensors that are cut.
         shapes: shapes of tensors that are cut along a dimension that no name gives.
         others: shapes of tensors with another number of rows.
         several: description of another reading that fits as well.
@@ -116,7 +116,8 @@ class _Reader:
     def _find_num_samples(self) -> int:
         """Returns the number of samples that most arguments support.
 
-        Of numbers with equal support the first tensor's counts, and then the larger one.
+        If several numbers have equal support, that of the first tensor counts, and then the
+        largest.
         """
         rules = self._rules
         voters = [voter for n, v in self._arguments.items() for voter in self._voters(v, (n,))]
@@ -139,7 +140,7 @@ class _Reader:
         return max(fitting, key=support)
 
     def _voters(self, value: Any, path: Path) -> Iterator[tuple[Any, Path]]:
-        """Arguments, and the entries of those that are containers beyond doubt."""
+        """Yields arguments, and the entries of those that are certainly containers."""
         if self._rules.is_whole(path):
             return
         if is_mapping(value) or (
@@ -158,7 +159,7 @@ class _Reader:
         return known or is_named or hasattr(value, "_fields")
 
     def _sizes(self, value: Any, path: Path) -> Iterator[int]:
-        """Numbers of samples that a value supports by one of its readings."""
+        """Yields the numbers of samples that a value supports by one of its readings."""
         extent = None if _is_array(value) else extent_of(value, path, self._rules)
         if extent is not None:
             if extent > 1 and self._rules.known.get(path) is not Reading.WHOLE:
@@ -282,13 +283,13 @@ class _Reader:
                 rules.known[path] = Reading.WHOLE
             return Reading.WHOLE
         if isinstance(value, tuple) and all(isinstance(v, int | float | None) for v in value):
-            if rules.axis(path) is None:  # a height and a width are no samples
+            if rules.axis(path) is None:  # it may be a height and a width
                 self.readings.uncut.append(path)
                 return Reading.WHOLE
         return Reading.ENTRIES
 
     def _keeps_samples(self, value: Any) -> bool:
-        """Does an object keep a tensor with a row for each sample, or any if nothing is cut?"""
+        """Returns whether an object has a tensor with a row per sample (any, if none is cut)."""
         size = self.readings.num_samples
         shape = getattr(value, "shape", None)
         if isinstance(shape, tuple):
@@ -324,7 +325,7 @@ def extent_of(value: Any, path: Path, rules: Rules) -> int | None:
 
 
 def _layout(arguments: Mapping[Any, Any]) -> tuple[Hashable, ...] | None:
-    """Returns names, types and shapes of arguments; None where a reading depends on more."""
+    """Returns names, types and shapes of arguments; None if a reading depends on more."""
     layout: list[Hashable] = []
     for name, value in arguments.items():
         kind = type(value)
@@ -366,7 +367,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _has_slices(value: Any) -> bool:
-    """Are there objects that cut themselves?"""
+    """Returns whether there are objects that cut themselves."""
     if isinstance(value, list | tuple):
         return any(map(_has_slices, value))
     return hasattr(value, "smp_slice")

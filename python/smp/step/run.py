@@ -1,4 +1,4 @@
-"""One call of a step function, over all models that take part."""
+"""A call of a step function, over all models that take part."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class StepRun:
 
     Args:
         current: the runtime.
-        engines: of the models that are partitioned, in the order in which they were wrapped.
-        name: of the step function.
+        engines: engines of partitioned models, in the order in which these were wrapped.
+        name: name of the step function.
         trains: whether gradients are enabled.
     """
 
@@ -51,8 +51,8 @@ class StepRun:
         """Opens the step on all ranks of the replica, and over the replicas.
 
         Args:
-            num_microbatches: of this rank.
-            weights: of the microbatches of this rank's batch; None: another rank reads it.
+            num_microbatches: number of microbatches of this rank.
+            weights: weights of the microbatches of this rank's batch; None: another rank reads it.
             batch: arguments that are cut, by name.
 
         Returns:
@@ -62,7 +62,7 @@ class StepRun:
             ValueError: the models cannot take part in one step.
         """
         hub = self._hub
-        # Before other ranks of the pipeline can ask for split layers, which communicate too.
+        # This precedes calls of split layers by other ranks of the pipeline, which communicate too.
         self._seed = self._agreed_seed()
         terms = None
         if self._current.rank.world_size > 1 and self._engines:
@@ -75,7 +75,7 @@ class StepRun:
                 terms.compare_pipeline(words)
         weights = weights if self._trains else None
         self._engines = self._agreed(num_microbatches, terms, weights)
-        # Two that reduce at the same time might do so in another order on other replicas.
+        # Only one model overlaps: two might reduce in different orders on different replicas.
         first = max(
             self._engines, key=lambda e: (e.gradients.trainable_bytes, -e.idx), default=None
         )
@@ -95,12 +95,12 @@ class StepRun:
         return num_microbatches
 
     def number_samples(self, batches: Sequence[Batch]) -> None:
-        """Tells ranks which samples of the batch each has, where masks depend on that.
+        """Exchanges which samples of the batch each rank has, if masks depend on that.
 
         Collective over all ranks in a step that trains.
 
         Args:
-            batches: that this process reads.
+            batches: batches that this process reads.
         """
         draws = draws_of(self._current)
         if draws is None:
@@ -118,8 +118,10 @@ class StepRun:
     def _agreed(
         self, num_microbatches: int, terms: Agreement | None, weights: BatchWeights | None
     ) -> list[Engine]:
-        """Returns the models that all replicas have; garbage is collected at any time. Weights go
-        with what is exchanged, if something is. Collective."""
+        """Returns the models that all replicas have; garbage is collected at any time.
+
+        Weights are exchanged in the same message, if there is one. Collective.
+        """
         current = self._current
         communicator = current.rank.comms.dp_host
         several = self._trains and current.wrapped.num_wrapped > 1
@@ -166,7 +168,7 @@ class StepRun:
         """Runs the bodies; random numbers depend on (seed, batch, step, microbatch) alone.
 
         Args:
-            num_microbatches: how many there are.
+            num_microbatches: number of microbatches.
             body: runs one of them.
         """
         current = self._current
@@ -183,10 +185,10 @@ class StepRun:
             outside.restore()
 
     def _agreed_seed(self) -> int:
-        """That of the step. Collective over ranks that read one batch.
+        """Returns the seed of this step. Collective over ranks that read one batch.
 
-        They compute the same outside of split layers, hence draw the same; yet scripts give each
-        a seed of its own, as they do while weights are created.
+        These ranks compute the same outside of split layers, so they have to draw the same numbers;
+        yet scripts give each a seed of its own, as for the creation of weights.
         """
         current = self._current
         seed, kind = torch.initial_seed() & (2**64 - 1), "dp"
@@ -197,7 +199,7 @@ class StepRun:
         return seed
 
     def _reading(self, body: Callable[[int], None]) -> Callable[[int], None]:
-        """The body, which may read sharded parameters."""
+        """Wraps a body, which may read sharded parameters."""
 
         def run(mb: int) -> None:
             with contextlib.ExitStack() as stack:
@@ -245,13 +247,13 @@ class StepRun:
         self._let_go()
 
     def _warn_of_idle_offload(self) -> None:
-        """Once, behind the first step that trains. Collective over the ranks of the replica."""
+        """Warns once, after the first step that trains. Collective over the MP group."""
         store = self._current.activation_store
         is_first = self._trains and self._engines and not self._current.steps.has_trained
         self._current.steps.has_trained |= bool(is_first)
         if store is None or not is_first:
             return
-        # A request travels with its call: only the rank that fulfils it counts it.
+        # A request is sent with its call: only the rank that fulfils it counts it.
         own = store.stats()["checkpoints"] > 0 or any(e.checkpoints() for e in self._engines)
         anywhere = any(comm.allgather(own, comm.CommGroup.MP_GROUP))
         if self._current.rank.global_rank == 0 and not anywhere:

@@ -1,4 +1,4 @@
-"""Step functions that are called while no `DistributedModel` is there."""
+"""Runs step functions that are called while there is no `DistributedModel`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def run_without_model(
 
     Args:
         current: the runtime.
-        name: of the step function.
-        num_microbatches: how many there are.
+        name: name of the step function.
+        num_microbatches: number of microbatches.
         body: runs one of them.
         trains: whether gradients are enabled.
 
     Raises:
-        RuntimeError: a module got gradients: each rank would train it alone, with sums over
+        RuntimeError: a module got gradients; each rank would train it alone, with sums over
             microbatches.
     """
     rank = current.rank

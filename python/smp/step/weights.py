@@ -1,4 +1,4 @@
-"""Weights of microbatches: what the loss of a step function is a mean over."""
+"""Weights of microbatches, by the quantity over which the loss of a step function is a mean."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class WeightRule:
 
     Args:
         weight: "samples", "auto", or a function of the arguments of one microbatch.
-        name: of the step function.
+        name: name of the step function.
 
     Raises:
-        TypeError: something else was given.
+        TypeError: the weight is none of these.
     """
 
     def __init__(self, weight: str | Callable[..., Any], name: str) -> None:
@@ -50,12 +50,12 @@ class WeightRule:
         batch: Batch,
         run_body: Callable[[], object],
     ) -> None:
-        """Finds out once which argument has the labels that a loss counts, with "auto".
+        """Finds the argument with the labels that a loss counts, once, for "auto".
 
         Args:
             current: the runtime.
-            models: that take part, partitioned.
-            batch: of this rank.
+            models: partitioned models that take part.
+            batch: batch of this rank.
             run_body: runs the step function on the first microbatch.
         """
         if self._weight != _AUTO or self._has_looked:
@@ -69,8 +69,8 @@ class WeightRule:
         """Returns the weights of the microbatches of the batches that this process reads.
 
         Raises:
-            ValueError: weights that are not usable; models that add up gradients of microbatches,
-                which no weight suits.
+            ValueError: weights are not usable, or no weight suits models that add up gradients of
+                microbatches.
         """
         trains = torch.is_grad_enabled()
         sums = [engine for engine in engines if not engine.gradients.averages]
@@ -117,7 +117,7 @@ class WeightRule:
         summed: Engine,
         batches: Sequence[Batch],
     ) -> BatchWeights:
-        """Weighs each microbatch alike, where gradients of microbatches are added up."""
+        """Weighs each microbatch alike if gradients of microbatches are added up."""
         if callable(self._weight):
             raise ValueError(
                 f"{_C.rank_prefix()}step '{self._name}' has a weight, which is for means, and "

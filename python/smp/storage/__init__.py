@@ -1,1 +1,1 @@
-"""How the parameters of a rank are stored: whole, in flat buckets, or in shards."""
+"""Storage of a rank's parameters: whole, in flat buckets, or in shards."""

@@ -1,4 +1,4 @@
-"""Decides how the parameters of a model are stored, and what that asks of replicas."""
+"""Decides how the parameters of a model are stored, and what replicas must do for that."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from smp.world.rank import Rank
 
 @dataclass(frozen=True)
 class Lockstep:
-    """Why all replicas have to run the same steps.
+    """The reason why all replicas have to run the same steps.
 
     Attributes:
-        key: of the configuration.
-        value: of that key.
-        reason: what a replica needs of the others.
-        is_forward: forwards need it, not updates alone.
+        key: key of the configuration.
+        value: value of that key.
+        reason: words for what a replica needs from the others.
+        is_forward: whether forwards need it, and not only updates.
     """
 
     key: str
@@ -32,9 +32,9 @@ class Lockstep:
 
 
 def lockstep_of(rank: Rank) -> Lockstep | None:
-    """What the storage of parameters asks of the replicas; None where each may go its own way.
+    """Returns the lockstep that the storage of parameters demands; None: replicas are free.
 
-    The same on all ranks.
+    The result is the same on all ranks.
     """
     degree = rank.config.sharded_data_parallel_degree
     if degree > 1:
@@ -54,14 +54,14 @@ def make_storage(
     bucket_cap_bytes: int,
     overlap: bool,
 ) -> Storage:
-    """The storage that the configuration asks for, still without parameters.
+    """Makes the storage that the configuration demands, still without parameters.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         root: the user's model.
-        runs_here: says whether this rank runs the forward of a module.
+        runs_here: returns whether this rank runs the forward of a module.
         bucket_cap_bytes: size of a gradient bucket.
-        overlap: parts of parameters may travel while modules run.
+        overlap: whether parts of parameters may be sent while modules run.
     """
     lockstep = lockstep_of(rank)
     if lockstep is None:

@@ -21,24 +21,24 @@ from smp.storage.whole import WholeParameters
 from smp.world.rank import Rank
 
 _log = logging.getLogger("smp")
-# The others have begun the last gathers before they left, so there is nothing to wait for but time.
+# The others have begun the last gathers before they left, so these only take time.
 _FINISH_TIMEOUT_S = 60.0
 
 
 class FlatParameters(WholeParameters):
-    """The trainable parameters of this rank as views of flat buckets.
+    """Storage of trainable parameters as views of flat buckets.
 
     The buckets are those of the reducer, each cut into equal parts: rank r of the shard group gets
     the gradients of part r and updates these elements. After an update all parts are gathered,
     bucket by bucket in the order of the model, while other work goes on: a module waits for its
-    buckets when its forward begins, other code where it reads a parameter from a module. Only code
+    buckets when its forward begins, other code when it reads a parameter from a module. Only code
     that has kept a reference to a parameter over an update does not wait.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         root: the user's model; parameters of other pipeline ranks are placeholders.
         bucket_cap_bytes: size of a gradient bucket.
-        overlap: False: an update waits until all parts have come.
+        overlap: False: an update waits until all parts have arrived.
 
     Source: ZeRO stage 1 and 2 (arXiv:1910.02054); parts of flat buckets as in Megatron-LM's
     distributed optimizer.
@@ -60,7 +60,7 @@ class FlatParameters(WholeParameters):
 
     def _lay_out(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
         rank = self._rank
-        flats = []  # with the position in the model of their first parameter
+        flats = []  # position of the first parameter, memory and parameters of each bucket
         positions = {parameter: i for i, (_, parameter) in enumerate(local)}
         for own in by_kind(rank, [item for item in local if item[1].requires_grad]).values():
             for bucket in _C.plan_shards(
@@ -109,12 +109,12 @@ class FlatParameters(WholeParameters):
             master, piece = (
                 memory_.narrow(0, held.offset, held.numel) for memory_ in (masters, shard)
             )
-            master.copy_(part)  # the values from before the cast
+            master.copy_(part)  # the values before the cast
             if held.numel == values.numel():
                 master, piece = master.view(values.shape), piece.view(values.shape)
             cast(parameter, bucket.dtype)
             parameter.data = place
-            # `.data`: a version counter of its own, which gathers do not change.
+            # `.data` gives it its own version counter, which gathers do not change.
             master_ = nn.Parameter(master.data)
             holding = Holding(name, parameter, held.begin, held.numel, piece, master_)
             attach(holding)
@@ -129,24 +129,24 @@ class FlatParameters(WholeParameters):
 
     def begin_step(self, num_microbatches: int, trains: bool) -> None:
         super().begin_step(num_microbatches, trains)
-        if self._is_written:  # by the script, on all ranks: masters may be rounded otherwise
+        if self._is_written:  # by the script, on all ranks, whose masters may be rounded
             self.after_update()
 
-    # ---- of gradients
+    # ---- gradients
 
     def sharding(self, kind: str) -> _C.Sharding | None:
         return shards_of_gradients(self._rank, kind, _C.ShardLayout.EQUAL_CUT)
 
-    # ---- of updates
+    # ---- updates
 
     @property
     def num_gathers(self) -> int:
-        """Buckets that were gathered so far."""
+        """Number of buckets gathered so far."""
         return self._gathers.num_gathers
 
     @property
     def num_overlapped(self) -> int:
-        """Those of them that were waited for where they were needed."""
+        """Number of gathers that were waited for only when their values were needed."""
         return self._gathers.num_overlapped
 
     def after_update(self) -> None:
@@ -201,6 +201,6 @@ class FlatParameters(WholeParameters):
         return may_be_lifted(wrapper)
 
     def close(self) -> None:
-        # As long as parts are on their way, all users of the modules wait for them.
+        # While parts are being gathered, all users of the modules have to wait for them.
         while self._undo and not self._gathers.pending:
             self._undo.pop()()

@@ -15,11 +15,11 @@ from smp.storage.watched import watch_parameters
 
 
 def install(store: _C.ParameterStore, plan: UnitPlan, root: nn.Module) -> list[Callable[[], None]]:
-    """Lets modules gather what they need.
+    """Lets modules gather their parameters.
 
     Args:
-        store: of the units of ``plan``, in their order.
-        plan: of ``root``.
+        store: store with the units of ``plan``, in their order.
+        plan: units of ``root``.
 
     Returns:
         functions that undo it.
@@ -36,7 +36,8 @@ def install(store: _C.ParameterStore, plan: UnitPlan, root: nn.Module) -> list[C
             if parameter is not None and parameter in unit_of
         }
         if units:
-            # Code that lists parameters rarely reads them, and all at once may be too many.
+            # Code that lists parameters rarely reads them, and all at once may take too much
+            # memory.
             undo.append(watch_parameters(module, units, store.read, on_listing=False))
     return undo
 

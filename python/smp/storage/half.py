@@ -1,4 +1,4 @@
-"""Models that get 16-bit parameters with masters."""
+"""Casts models to 16-bit parameters with masters."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from smp.modules.materialize import cast
 from smp.modules.training_dtypes import TrainingDtypes, plan_dtypes
 from smp.precision.holdings import Holding, attach
 
-#: What can become a 16-bit parameter with a float32 master.
+#: Dtypes of parameters that can become 16-bit parameters with float32 masters.
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def plan_castable(root: nn.Module, half: torch.dtype | None) -> TrainingDtypes | None:
-    """Returns the dtypes of 16-bit training, None where there is none, and refuses models whose
-    precision it would throw away.
+    """Returns the dtypes of 16-bit training, or None without it.
+
+    Refuses models with parameters of higher precision than masters.
 
     Raises:
         ValueError: names the first such parameter.
@@ -35,11 +36,11 @@ def plan_castable(root: nn.Module, half: torch.dtype | None) -> TrainingDtypes |
 
 
 def cast_with_master(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Holding:
-    """Casts a parameter that is whole on this rank; what it had becomes its master.
+    """Casts a parameter that is whole on this rank; its former values become its master.
 
     A parameter that stays in float32 shares its memory with its master.
     """
-    # Shares the memory of the parameter if that is float32 already.
+    # The master shares the memory of the parameter if that is float32 already.
     master = nn.Parameter(parameter.data.to(torch.float32))
     if dtype == torch.float32:
         parameter.data = master.data

@@ -1,4 +1,4 @@
-"""What the names of a rank's files say of its place."""
+"""Writes the place of a rank into the names of its files."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from smp.world.rank import Rank
 
 
 def place_in_names(rank: Rank, is_model: bool) -> str:
-    """The place of this rank in the name of one of its files.
+    """Returns the place of this rank for the name of one of its files.
 
-    ``<pp_rank>_<tp_rank>``, and the position in its shard group where that has its own; with
-    sharded parameters and no model parallelism that position alone, as v1 has it.
+    It is ``<pp_rank>_<tp_rank>``, followed by the position in the shard group for a file of its
+    own. With sharded parameters and no model parallelism it is that position alone, as in v1.
 
     Args:
-        rank: of this process.
-        is_model: the file has what the ranks of a shard group have alike.
+        rank: rank of this process.
+        is_model: whether the file has content that is equal on the ranks of a shard group.
     """
     lockstep = lockstep_of(rank)
     is_short = lockstep is not None and lockstep.is_forward and rank.sizes["mp"] == 1

@@ -1,4 +1,4 @@
-"""What a model, its optimizer and its checkpoints ask of the storage of parameters."""
+"""The interface of a storage of parameters to models, optimizers and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from smp.precision.holdings import Holding
 from smp.tensor_parallel.parts import Part
 from smp.tensor_parallel.sharding import Interval, interval_of, whole_shape
 
-#: Makes all parameters of this rank real, and calls back with each one that has its values.
+#: Makes all parameters of this rank real, and calls back with each one when it has its values.
 MakeReal = Callable[[Callable[[nn.Parameter], None]], None]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What lies on this rank of a parameter or buffer.
+    """The elements of a parameter or buffer that are on this rank.
 
     Attributes:
-        shape: of the whole tensor.
-        part: which elements of it ``values`` are.
-        values: in the model's dtype; the memory itself.
-        updated: which elements the optimizer updates here, if it does.
-        master: these, in 16-bit training of what is trained; the memory itself.
-        slice_: of this tensor-parallel rank; None: all ranks of its group have the same.
-        is_shown: the model's own tensor shows the values; otherwise it shows a placeholder.
+        shape: shape of the whole tensor.
+        part: places of ``values`` in the whole tensor.
+        values: elements in the model's dtype; the memory itself.
+        updated: places of the elements that the optimizer updates here, if it does.
+        master: master of these in 16-bit training, or None; the memory itself.
+        slice_: slice of this tensor-parallel rank; None: all ranks of its group have the same.
+        is_shown: whether the model's own tensor shows the values, and not a placeholder.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Stored:
         *,
         is_shown: bool = True,
     ) -> Stored:
-        """The elements of the flattened ``tensor`` from ``begin`` on are ``values``."""
+        """Describes ``tensor``, whose flattened elements from ``begin`` on are ``values``."""
         slice_ = interval_of(tensor)
         part = Part.of_slice(tensor.shape, slice_, begin, values.numel())
         shape, updated, master = whole_shape(tensor), part, None
@@ -63,16 +63,16 @@ class Stored:
 class Storage(Protocol):
     """Stores the parameters of one model that belong to this rank.
 
-    Three implementations: `WholeParameters`, `FlatParameters` (whole parameters in flat buckets, of
-    which a rank updates a part) and `ShardedParameters` (a rank keeps a part of each parameter).
-    Which one it is `choose.make_storage` decides; nobody else asks.
+    There are three implementations: `WholeParameters`, `FlatParameters` (whole parameters in flat
+    buckets, of which a rank updates a part) and `ShardedParameters` (a rank keeps a part of each
+    parameter). Only `choose.make_storage` decides between them.
 
     Attributes:
-        holdings: what the optimizer updates in the place of trainable parameters, by parameter;
-            parameters that are not there are updated themselves.
-        shows_values: modules show the values of their parameters outside of forwards, too.
+        holdings: parts and masters that the optimizer updates, by trainable parameter; parameters
+            without a holding are updated themselves.
+        shows_values: whether modules show the values of their parameters outside of forwards, too.
         gather_kinds: axes whose ranks take part when whole values are read.
-        mixes_dtypes: activations of 16 bits meet wider buffers in code of the user.
+        mixes_dtypes: whether activations of 16 bits meet wider buffers in code of the user.
     """
 
     holdings: dict[nn.Parameter, Holding]
@@ -97,99 +97,102 @@ class Storage(Protocol):
             load_kept: loads the states that were given before; called once.
 
         Raises:
-            ValueError: on every rank, for a parameter that has no 16-bit form where it is to have
-                one.
+            ValueError: on every rank, for a parameter that has no 16-bit form but needs one.
         """
         ...
 
     def thaw(self, name: str) -> None:
-        """A parameter that was frozen when parameters were placed is trained from now on.
+        """Begins training of a parameter that was frozen when parameters were placed.
 
         Args:
-            name: of the parameter.
+            name: name of the parameter.
 
         Raises:
-            ValueError: what the optimizer updates was laid out without it.
+            ValueError: the tensors that the optimizer updates were laid out without it.
         """
         ...
 
-    # ---- of gradients
+    # ---- gradients
 
     def bucket_bytes(self, cap_bytes: int) -> int:
-        """Size of a bucket of gradients, where the model's is ``cap_bytes``."""
+        """Returns the size of a bucket of gradients, if the model's is ``cap_bytes``."""
         ...
 
     def sharding(self, kind: str) -> _C.Sharding | None:
-        """How gradients over a kind of group are reduced into parts; None: every rank has all.
+        """Returns how gradients are reduced into parts; None: every rank has whole ones.
 
         Args:
-            kind: "dp" or "rdp".
+            kind: kind of the group, "dp" or "rdp".
         """
         ...
 
-    # ---- of steps
+    # ---- steps
 
     def begin_step(self, num_microbatches: int, trains: bool) -> None:
-        """A step begins that is alike wherever the arguments are."""
+        """Begins a step, which is the same on all ranks with the same arguments."""
         ...
 
     def end_step(self) -> None: ...
 
     def abandon_step(self) -> None:
-        """The step has failed. Not collective."""
+        """Abandons a step that has failed. Not collective."""
         ...
 
     def reading(self) -> AbstractContextManager[None]:
-        """Around code that is no forward and may read parameters. Collective where
-        forwards are."""
+        """Returns a context for code, other than forwards, that may read parameters.
+
+        Collective where forwards are.
+        """
         ...
 
     def after_update(self) -> None:
-        """The optimizer has changed what this rank holds. Collective over the ranks that hold one
-        copy of the optimizer's state."""
+        """Takes over updates by the optimizer.
+
+        Collective over the ranks that hold one copy of the optimizer's state.
+        """
         ...
 
-    # ---- of values
+    # ---- values
 
     def settle(self) -> None:
-        """Waits for values that are on their way to this rank."""
+        """Waits for values that are being sent to this rank."""
         ...
 
     def finish(self) -> None:
-        """`settle` at the end of the run, when the other ranks may have left."""
+        """Waits like `settle` at the end of the run, when the other ranks may have left."""
         ...
 
     def stored(self, tensor: Any) -> Stored:
-        """What lies here of a parameter or buffer of this rank."""
+        """Returns the elements of a parameter or buffer that are on this rank."""
         ...
 
     def write(self, target: Tensor, value: Tensor) -> None:
-        """Gives a parameter or buffer, and its master, a value; `after_load` follows at the end.
+        """Writes a value to a parameter or buffer and its master; `after_load` has to follow.
 
         Args:
-            target: of the model.
-            value: whole, or the slice of this tensor-parallel rank.
+            target: parameter or buffer of the model.
+            value: whole value, or the slice of this tensor-parallel rank.
         """
         ...
 
     def after_load(self) -> None:
-        """Values were written to what lies here, by `write` or to the memory of `stored`."""
+        """Takes over values that were written by `write` or to the memory of `stored`."""
         ...
 
     def whole(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """These parameters of this rank show their whole values, or slices, inside. Collective."""
+        """Shows whole values, or slices, of these parameters of this rank inside. Collective."""
         ...
 
     def gathers(self, tensor: Tensor) -> bool:
-        """Is `gathered` of this tensor collective?"""
+        """Returns whether `gathered` of this tensor is collective."""
         ...
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        """The whole value of a parameter or buffer, detached. Collective over `gather_kinds`."""
+        """Returns the whole value of a tensor, detached. Collective over `gather_kinds`."""
         ...
 
     def state(self, keep: bool = True) -> dict[str, Any]:
-        """The state dict of the model, detached, with whole values of what is on this rank.
+        """Returns the state dict of the model, detached, with whole values of this rank's tensors.
 
         Collective over `gather_kinds`.
 
@@ -198,17 +201,19 @@ class Storage(Protocol):
         """
         ...
 
-    # ---- of the end
+    # ---- end
 
     def close(self) -> None:
-        """Takes everything from around the modules, which may outlive their model. May be called
-        twice."""
+        """Removes all wrappers from the modules, which may outlive their model.
+
+        May be called twice.
+        """
         ...
 
     def make_real(self) -> Storage:
         """Gives all parameters memory of their own, with whole values. Collective.
 
         Returns:
-            what takes the place of this storage.
+            storage that replaces this one.
         """
         ...

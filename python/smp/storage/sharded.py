@@ -27,22 +27,22 @@ from smp.world.rank import Rank
 
 
 class ShardedParameters:
-    """The parameters of this rank in shards, and what makes them whole.
+    """The parameters of this rank in shards, with a store that makes them whole.
 
     Rank r of the ``q`` ranks of its shard group keeps elements ``[r * c, (r + 1) * c)`` of each
-    flattened parameter, with ``c = ceil(numel / q)``, the frozen ones too. Outside of forwards and
-    backwards a parameter shows NaN in its true shape, unless it is small enough to stay. A
-    parameter is cut as soon as it has its values, so no rank ever has more than one module whole if
-    initialisation is delayed.
+    flattened parameter, with ``c = ceil(numel / q)``; this holds for frozen ones, too. Outside of
+    forwards and backwards a parameter shows NaN in its true shape, unless it is small enough to
+    stay. A parameter is cut as soon as it has its values, so with delayed initialisation a rank
+    never has more than one whole module.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         root: the user's model.
-        runs_here: says whether this rank runs the forward of a module.
+        runs_here: returns whether this rank runs the forward of a module.
 
     Attributes:
         plan: units that are gathered together.
-        store: gathers them.
+        store: store that gathers the units.
     """
 
     shows_values = False
@@ -68,7 +68,7 @@ class ShardedParameters:
         rank = self._rank
         half = rank.config.half_dtype
         dtypes = plan_castable(self._root, half)
-        # Nothing of what has no elements can be cut.
+        # Parameters without elements cannot be cut.
         empty = [(name, p) for name, p in local if p.numel() == 0]
         local = [(name, p) for name, p in local if p.numel() > 0]
         ranks = list(rank.groups["shard"])
@@ -96,7 +96,7 @@ class ShardedParameters:
         load_kept()
 
     def _cast_rest(self, empty: Sequence[tuple[str, nn.Parameter]], dtypes: TrainingDtypes) -> None:
-        """Casts what has no shard: empty parameters, those of other ranks, buffers."""
+        """Casts tensors without shards: empty parameters, those of other ranks, buffers."""
         for name, parameter in empty:
             if parameter.requires_grad and parameter.is_floating_point():
                 self.holdings[parameter] = cast_with_master(name, parameter, dtypes.of(parameter))
@@ -126,12 +126,13 @@ class ShardedParameters:
     def thaw(self, name: str) -> None:
         refuse_thawed(name, "sharded_data_parallel_degree")
 
-    # ---- of gradients
+    # ---- gradients
 
     def bucket_bytes(self, cap_bytes: int) -> int:
-        """Two buckets are whole at a time, so each is half as large, and smaller if
-        ``sdp_reduce_bucket_size`` says so. That key alone never makes them larger: scripts give its
-        default, 2 GB a bucket, without meaning it.
+        """Returns half the size, since two buckets are whole at a time.
+
+        ``sdp_reduce_bucket_size`` can lower it. That key never raises it, because scripts pass its
+        default, 2 GB a bucket, without intent.
         """
         own = self._rank.config.sdp_reduce_bucket_size * torch.float32.itemsize
         return min(cap_bytes // 2, own)
@@ -145,7 +146,7 @@ class ShardedParameters:
             every_microbatch=self._rank.sizes["pp"] == 1,
         )
 
-    # ---- of steps
+    # ---- steps
 
     def begin_step(self, num_microbatches: int, trains: bool) -> None:
         self._versions = [parameter._version for _, parameter in self._named]
@@ -174,18 +175,19 @@ class ShardedParameters:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Each parameter that is read is gathered and stays whole until the end. Collective: all
-        ranks of the group read in one order.
+        """Gathers each parameter that is read in the block, and keeps it until the end.
+
+        Collective: all ranks of the group read in one order.
 
         Raises:
-            ValueError: some of them run modules that others do not.
+            ValueError: some ranks run modules that others do not.
         """
         scope = self.store.enter([], is_forward=False)
         try:
             yield
         finally:
             scope.leave()
-        if self._rank.sizes["pp"] == 1:  # else contexts of other microbatches run meanwhile
+        if self._rank.sizes["pp"] == 1:  # else contexts of other microbatches are open
             self.store.meet()
 
     @contextlib.contextmanager
@@ -201,7 +203,7 @@ class ShardedParameters:
     def after_update(self) -> None:
         self.store.mark_stale()
 
-    # ---- of values
+    # ---- values
 
     def settle(self) -> None:
         pass
@@ -253,7 +255,7 @@ class ShardedParameters:
                 result[key] = value
         return result
 
-    # ---- of the end
+    # ---- end
 
     def close(self) -> None:
         for undo in self._undo:
@@ -276,12 +278,12 @@ class ShardedParameters:
 def _take(rank: Rank, parameter: nn.Parameter, cutter: Cutter) -> None:
     """Keeps a part of a parameter of this rank, and frees the rest.
 
-    Collective over the replicas: the first one's values count.
+    Collective over the replicas, with the values of the first one.
 
     Args:
-        parameter: real, on the device of this process.
+        parameter: real parameter, on the device of this process.
     """
-    if parameter in cutter:  # those without elements are not
+    if parameter in cutter:  # parameters without elements are not
         broadcast_from_first(rank, [parameter], "dp" if interval_of(parameter) is None else "rdp")
         cutter.cut(parameter)
 

@@ -19,15 +19,15 @@ _SHARD = "_smp_shard"
 
 @dataclass
 class Shard:
-    """One rank's part of a parameter.
+    """The part of a parameter that one rank keeps.
 
     Attributes:
-        parameter: shows a placeholder.
-        tensor: ``[c]``, the part in the model's dtype, zeros behind its end (``ds_tensor``).
+        parameter: parameter of the model, which shows a placeholder.
+        tensor: ``[c]``, the part in the model's dtype, padded with zeros (``ds_tensor``).
         begin, numel: elements ``[begin, begin + numel)`` of the flattened parameter.
         piece: ``tensor[:numel]``.
-        flat: ``[c]`` in the master's dtype: the same memory unless 16-bit training gives it more
-            digits; None for frozen parameters in 16 bits, and for those that are not floating.
+        flat: ``[c]`` in the master's dtype: the same memory, unless 16-bit training gives it more
+            digits; None for parameters that are frozen in 16 bits or not floating.
         master: leaf, ``flat[:numel]``; None for frozen parameters.
     """
 
@@ -40,7 +40,7 @@ class Shard:
     master: nn.Parameter | None
 
     def move(self, flat: Tensor) -> None:
-        """Puts the values of ``flat`` somewhere else; all that have the tensors see them there."""
+        """Moves the values to ``flat``, also for all other users of the tensors."""
         with torch.no_grad():
             flat.copy_(self.tensor if self.flat is None else self.flat)
         if self.flat is not None and self.flat.data_ptr() == self.tensor.data_ptr():
@@ -52,7 +52,7 @@ class Shard:
             self.flat = flat
 
     def write(self, value: Tensor) -> None:
-        """Takes the part out of a whole value."""
+        """Writes the part of a whole value."""
         part = value.detach().reshape(-1)[self.begin : self.begin + self.numel]
         write_values(self.piece, self.master, part)
 
@@ -60,18 +60,18 @@ class Shard:
 class Cutter:
     """Keeps one part of each parameter and frees the rest, one parameter at a time.
 
-    The memory of all parts is there from the beginning: those of one dtype lie behind each other,
-    in the order of the parameters, in whatever order these are cut.
+    The memory of all parts exists from the beginning. Parts of one dtype lie behind each other in
+    the order of the parameters, whatever the order in which these are cut.
 
     Args:
         parameters: names and parameters with elements; they may have no values yet.
-        position: which part is kept.
-        num_shards: how many there are.
-        half: dtype that floating parameters get unless they are kept wider; None: all stay.
-        device: of the parts.
+        position: number of the part that is kept.
+        num_shards: number of parts.
+        half: dtype of floating parameters, unless they are kept wider; None: no dtype changes.
+        device: device of the parts.
 
     Attributes:
-        shards: of the parameters, in their order. Values are there once they were cut.
+        shards: shards in the order of the parameters; they have values once they are cut.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Cutter:
         return parameter in self.shards
 
     def cut(self, parameter: nn.Parameter) -> None:
-        """Keeps the part of a parameter that has its values now, and frees them."""
+        """Keeps the part of a parameter that has its values now, and frees the whole."""
         shard = self.shards[parameter]
         values = parameter.data.reshape(-1)[shard.begin : shard.begin + shard.numel]
         with torch.no_grad():
@@ -120,18 +120,18 @@ class Cutter:
         del self._waiting[parameter]
 
     def check_all_cut(self) -> None:
-        """Our own mistake, if not."""
+        """Asserts that every parameter was cut."""
         assert not self._waiting, f"whole parameters: {sorted(self._waiting.values())}"
 
 
 @dataclass(frozen=True)
 class FlatPlace:
-    """Where the part of a parameter lies in the flat tensor of its group.
+    """The place of a parameter's part in the flat tensor of its group.
 
     Attributes:
-        parameter: of the model.
-        offset: of its first element.
-        is_trained: the optimizer updates it.
+        parameter: parameter of the model.
+        offset: offset of the part's first element.
+        is_trained: whether the optimizer updates it.
     """
 
     parameter: nn.Parameter
@@ -144,11 +144,11 @@ class FlatGroup:
     """The masters of one group of an optimizer.
 
     Attributes:
-        flat: for each of the group's parameters the ``c`` elements of this rank's part, zeros
-            behind the last one included, without gaps. Masters are views of it, and ``ds_tensor``
-            too unless the model has 16 bits. The parts of frozen 16-bit parameters are copies.
-            None for an empty group, and for one with masters of several dtypes.
-        places: of the parameters that have a shard here, in order.
+        flat: the parts of this rank, ``c`` elements for each of the group's parameters, padded with
+            zeros and without gaps. Masters are views of it, and so is ``ds_tensor`` unless the
+            model has 16 bits. The parts of frozen 16-bit parameters are copies. None for an empty
+            group, and for one with masters of several dtypes.
+        places: places of the parameters that have a shard here, in order.
     """
 
     flat: Tensor | None
@@ -159,7 +159,7 @@ def lay_out(groups: Iterable[Iterable[Tensor]]) -> list[FlatGroup]:
     """Puts the masters of each group of an optimizer behind each other.
 
     Args:
-        groups: parameters of models; those that have no shard here are passed over.
+        groups: parameters of models; those that have no shard here are skipped.
     """
     laid_out = []
     for group in groups:
@@ -174,14 +174,14 @@ def lay_out(groups: Iterable[Iterable[Tensor]]) -> list[FlatGroup]:
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
-    """This rank's part of a parameter; None where parameters are whole."""
+    """Returns this rank's part of a parameter; None if parameters are whole."""
     shard = getattr(parameter, _SHARD, None)
     assert shard is None or isinstance(shard, Shard)
     return shard
 
 
 def forget(parameter: nn.Parameter) -> None:
-    """The parameter is whole again."""
+    """Removes the shard from a parameter, which is whole again."""
     for name in (_SHARD, "ds_shape", "ds_numel", "ds_tensor"):
         delattr(parameter, name)
 
@@ -231,7 +231,7 @@ def _plan(parameter: nn.Parameter, num_shards: int, half: torch.dtype | None) ->
 
 
 class _Memories:
-    """One tensor per dtype, handed out piece by piece."""
+    """Memory for each dtype, handed out piece by piece."""
 
     def __init__(self, plans: Iterable[_Plan], device: torch.device) -> None:
         totals: dict[torch.dtype, int] = {}
@@ -258,7 +258,7 @@ def _why(name: str) -> str:
 
 
 def _describe(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """What scripts ask a sharded parameter for."""
+    """Sets the attributes that scripts read from a sharded parameter."""
     attributes = {"ds_shape": parameter.shape, "ds_numel": parameter.numel(), "ds_tensor": tensor}
     for name, value in attributes.items():
         setattr(parameter, name, value)

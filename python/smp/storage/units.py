@@ -1,4 +1,4 @@
-"""Which sharded parameters are gathered together, and for which modules. Pure."""
+"""Plans which sharded parameters are gathered together, and for which modules. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Unit:
     """Parameters that are gathered together.
 
     Attributes:
-        name: of the module, or of the first one of several that share the parameters.
-        parameters: in the order of the model, each parameter in one unit.
+        name: name of the module, or of the first one of several that share the parameters.
+        parameters: parameters in the order of the model, each in one unit only.
     """
 
     name: str
@@ -26,10 +26,10 @@ class UnitPlan:
     """The units of a model.
 
     Attributes:
-        units: in the order of the model.
+        units: units in the order of the model.
         needs: positions of the units that are held while the forward of a module runs. Modules
-            without units of their own are there too if there are parameters below them that their
-            forward may read.
+            without units of their own are included if their forward may read parameters of modules
+            below them.
     """
 
     units: tuple[Unit, ...]
@@ -47,18 +47,19 @@ def plan_units(
 ) -> UnitPlan:
     """Forms units out of the parameters of a model.
 
-    A *block*, an element of a ``ModuleList`` or ``Sequential``, is one unit with all that is in it;
-    outside of blocks each module is one with what it has itself. A block whose forward another
-    pipeline rank runs is none: only parts of it are called here. Parameters that several of
+    A *block*, an element of a ``ModuleList`` or ``Sequential``, is one unit with all parameters in
+    it. Outside of blocks each module is a unit of its direct parameters. A block whose forward
+    another
+    pipeline rank runs does not count: only parts of it are called here. Parameters that several of
     these share are a unit of their own, which each of them needs.
 
     Args:
         root: the model.
-        is_sharded: says which parameters count; the plan does not depend on their values.
-        runs_here: says whether this rank runs the forward of a module.
+        is_sharded: returns whether a parameter counts; the plan does not depend on values.
+        runs_here: returns whether this rank runs the forward of a module.
     """
     users: dict[nn.Parameter, dict[nn.Module, str]] = {}
-    runs: dict[nn.Module, str] = {}  # modules that units belong to
+    runs: dict[nn.Module, str] = {}  # modules with units
     for name, module, user, user_name in _users(root, runs_here):
         if user is module and _may_read(module):
             runs.setdefault(module, name)
@@ -74,7 +75,7 @@ def plan_units(
         first = users[parameters[0]]
         units.append(Unit(next(iter(first.values())) or "(root)", tuple(parameters)))
         for module in modules:
-            if module in needs:  # else it only holds them, as a ParameterList does
+            if module in needs:  # other modules only hold them, as a ParameterList does
                 needs[module] = (*needs[module], len(units) - 1)
     return UnitPlan(tuple(units), needs)
 
@@ -82,7 +83,7 @@ def plan_units(
 def _users(
     root: nn.Module, runs_here: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module, nn.Module, str]]:
-    """Each module with its name, and the block that it is in or itself, with its name."""
+    """Yields each module with its name, and its block (or itself) with its name."""
     blocks = {block: name for block, name in find_blocks(root) if runs_here(block)}
     inside: dict[nn.Module, tuple[nn.Module, str]] = {}
     for block, name in blocks.items():
@@ -94,10 +95,10 @@ def _users(
 
 
 def find_blocks(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Elements of lists and sequences, the outermost ones, with their names.
+    """Yields the outermost elements of lists and sequences, with their names.
 
-    What has more than half of the model's parameters is no block: a list that holds an encoder
-    and a head means the layers of the encoder.
+    A module with more than half of the model's parameters is no block: in a list of an encoder
+    and a head the layers of the encoder are blocks.
     """
     half = sum(p.numel() for p in root.parameters()) / 2
     yield from _blocks_below(root, "", half)
@@ -114,7 +115,7 @@ def _blocks_below(module: nn.Module, name: str, half: float) -> Iterator[tuple[n
 
 
 def _is_list(module: nn.Module) -> bool:
-    # With parameters of its own (as parametrizations have them) it is more than a list.
+    # A list with parameters of its own (parametrizations have them) is more than a list.
     return isinstance(module, nn.ModuleList | nn.Sequential) and not module._parameters
 
 

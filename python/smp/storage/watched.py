@@ -11,8 +11,10 @@ from smp.modules.tables import Swapping, Table
 
 
 class Watched(Table):
-    """The parameters of a module. Access to one, by its name or by listing them, is reported
-    before: that is how a parent reads its child's, and a head the table of an embedding.
+    """The parameters of a module, which reports each access in advance.
+
+    An access is by name or by listing. Parents read parameters of children in this way, and a head
+    reads the table of an embedding.
 
     Source: the idea is DeepSpeed's (ZeRO stage 3).
     """
@@ -51,14 +53,14 @@ class Watched(Table):
             self._read(key)
 
     def read_all(self) -> dict[str, Any]:
-        """All of them, each reported before."""
+        """Returns all parameters, and reports each one in advance."""
         for key in self._keys.values():
             self._read(key)
         return super().read_all()
 
 
 class SwappingWatched(Swapping, Watched):
-    """Watched parameters while some microbatch has put something in the place of one."""
+    """Watched parameters while some microbatch has replaced one."""
 
 
 Watched._swapping, Watched._plain = SwappingWatched, Watched
@@ -71,18 +73,17 @@ def watch_parameters(
     *,
     on_listing: bool = True,
 ) -> Callable[[], None]:
-    """Calls back before a parameter of a module is read, other than through a reference that
-    somebody has kept.
+    """Calls back before a parameter of a module is read, other than through a kept reference.
 
     Args:
-        module: of the user.
+        module: module of the user.
         keys: number of a parameter, by its name in the module; others are not watched.
-        read: gets that number; must not read parameters itself.
-        on_listing: whether it is called for all of them when they are listed, as code does that
-            looks for the dtype or the device of a model.
+        read: receives that number; must not read parameters itself.
+        on_listing: whether it is called for all parameters when they are listed, for instance to
+            look for the dtype or the device of a model.
 
     Returns:
-        undoes it; may be called twice.
+        function that undoes it; may be called twice.
     """
     watched = Watched(module._parameters, keys, read, on_listing)
     module.__dict__["_parameters"] = watched

@@ -23,10 +23,10 @@ from smp.world.rank import Rank
 
 
 class WholeParameters:
-    """Parameters as the user's modules have them; 16-bit training adds masters.
+    """The parameters of the user's modules, unchanged; 16-bit training adds masters.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         root: the user's model; parameters of other pipeline ranks are placeholders.
     """
 
@@ -63,7 +63,7 @@ class WholeParameters:
     def _lay_out(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Makes the holdings of parameters that have their values.
 
-        Parameters are cast one by one, so that a copy more than needed exists of one of them only.
+        Parameters are cast one by one, so that only one of them has an additional copy at a time.
         """
         half = self._rank.config.half_dtype
         if half is None:
@@ -76,7 +76,7 @@ class WholeParameters:
         show_gradients(self.holdings.values())
 
     def _own(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Lets what a script writes between steps reach masters, and meet slices with words."""
+        """Lets writes of the script reach masters, and explains errors about slices."""
         for name, parameter in local:
             held = self.holdings.get(parameter)
             if held is not None and held.has_copy:
@@ -92,7 +92,7 @@ class WholeParameters:
         if half is not None:
             refuse_thawed(name, "bf16" if half == torch.bfloat16 else "fp16")
 
-    # ---- of gradients
+    # ---- gradients
 
     def bucket_bytes(self, cap_bytes: int) -> int:
         return cap_bytes
@@ -100,7 +100,7 @@ class WholeParameters:
     def sharding(self, kind: str) -> _C.Sharding | None:
         return None
 
-    # ---- of steps
+    # ---- steps
 
     def begin_step(self, num_microbatches: int, trains: bool) -> None:
         for holding, address in self._addresses if trains else ():
@@ -124,7 +124,7 @@ class WholeParameters:
     def after_update(self) -> None:
         pass
 
-    # ---- of values
+    # ---- values
 
     def settle(self) -> None:
         pass
@@ -154,7 +154,7 @@ class WholeParameters:
     def state(self, keep: bool = True) -> dict[str, Any]:
         return plain_state(self._root) if keep else {}
 
-    # ---- of the end
+    # ---- end
 
     def close(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What rooms above hang into the runtime of a rank, as far as others have to know of it."""
+"""Protocols of the objects that rooms above attach to the runtime of a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import smp._C as _C
 
 
 class Pipeline(Protocol):
-    """What the partitioned models of several pipeline ranks share: `smp.pipeline.PipelineHub`."""
+    """The state that partitioned models of several pipeline ranks share (`PipelineHub`)."""
 
     server: _C.Server
     in_order: bool
@@ -30,7 +30,7 @@ class Pipeline(Protocol):
 
 
 class Dropout(Protocol):
-    """Masks that no layout changes: `smp.dropout.draws`."""
+    """Draws masks that do not depend on the layout: `smp.dropout.draws`."""
 
     def begin_step(
         self, parts: Sequence[tuple[int, int]], dim: int | None, *, trains: bool
@@ -43,12 +43,12 @@ class Dropout(Protocol):
 
 
 class Detection(Protocol):
-    """Looks for NaN and infinities: `smp.observe.nonfinite`.
+    """Finds NaN and infinities: `smp.observe.nonfinite`.
 
     Attributes:
-        is_on: somebody wants it now.
-        raises: a step with one ends with an error.
-        sinks: lists that get what was first in a step.
+        is_on: whether tensors are checked now.
+        raises: whether a step that computes such a value ends with an error.
+        sinks: lists to which the first finding of a step is appended.
     """
 
     is_on: bool
@@ -76,7 +76,7 @@ class TorchOptimizers(Protocol):
 
 
 class Scaling(Protocol):
-    """How a script has scaled all gradients of a rank."""
+    """The factor by which a script has scaled all gradients of a rank."""
 
     @property
     def factor(self) -> float: ...

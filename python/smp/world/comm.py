@@ -1,6 +1,6 @@
 """Ranks, sizes and groups, and the exchange of Python objects between ranks.
 
-Ranks and sizes may be read in forked children; communication may not happen there.
+Ranks and sizes may be read in forked children; communication is refused there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RDP_GROUP = CommGroup.RDP_GROUP
 
 
 def _run() -> runtime.Runtime:
-    """The run that functions of this file are about, and the only place where they ask for it."""
+    """Returns the runtime of this process; the functions of this file ask for it only here."""
     return runtime.current()
 
 
@@ -59,74 +59,77 @@ def _run() -> runtime.Runtime:
 
 
 def rank() -> int:
-    """Position among all processes, in ``[0, size())``."""
+    """Returns the position among all processes, in ``[0, size())``."""
     return _run().rank.global_rank
 
 
 def local_rank() -> int:
-    """Position among the processes of this host. Before `init`: what the launcher says, or 0."""
+    """Returns the position among the processes of this host.
+
+    Before `init` that is the launcher's value, or 0.
+    """
     if runtime.is_initialized():
         return _run().rank.local_rank
     return read_launch(os.environ, socket.gethostname()).local_rank
 
 
 def mp_rank() -> int:
-    """Position in the group that holds one whole model."""
+    """Returns the position in the group that holds one whole model."""
     return _run().rank.ranks["mp"]
 
 
 def dp_rank() -> int:
-    """Position in the group that holds the same partition."""
+    """Returns the position in the group that holds the same partition."""
     return _run().rank.ranks["dp"]
 
 
 def pp_rank() -> int:
-    """Index of the partition that this process holds."""
+    """Returns the index of the partition that this process holds."""
     return _run().rank.ranks["pp"]
 
 
 def tp_rank() -> int:
-    """Position in the group over which single modules are split."""
+    """Returns the position in the group over which single modules are split."""
     return _run().rank.ranks["tp"]
 
 
 def rdp_rank() -> int:
-    """Position in the group that holds the same partition and the same slice."""
+    """Returns the position in the group that holds the same partition and the same slice."""
     return _run().rank.ranks["rdp"]
 
 
 def size() -> int:
-    """Number of processes."""
+    """Returns the number of processes."""
     return _run().rank.world_size
 
 
 def local_size() -> int:
-    """Number of processes on this host."""
+    """Returns the number of processes on this host."""
     return _run().rank.local_size
 
 
 def mp_size() -> int:
-    """Processes that together hold one whole model: ``pp_size() * tp_size()``."""
+    """Returns how many processes hold one whole model: ``pp_size() * tp_size()``."""
     return _run().rank.sizes["mp"]
 
 
 def dp_size() -> int:
-    """Processes that hold the same partition: ``tp_size() * rdp_size()``."""
+    """Returns how many processes hold the same partition: ``tp_size() * rdp_size()``."""
     return _run().rank.sizes["dp"]
 
 
 def pp_size() -> int:
-    """Number of partitions."""
+    """Returns the number of partitions."""
     return _run().rank.sizes["pp"]
 
 
 def tp_size() -> int:
-    """Processes over which single modules are split."""
+    """Returns the number of processes over which single modules are split."""
     return _run().rank.sizes["tp"]
 
 
 def rdp_size() -> int:
-    """Processes that hold the same partition and the same slice."""
+    """Returns the number of processes that hold the same partition and the same slice."""
     return _run().rank.sizes["rdp"]
 
 
@@ -134,32 +137,32 @@ def rdp_size() -> int:
 
 
 def get_world_group() -> list[int]:
-    """All global ranks."""
+    """Returns all global ranks, ascending."""
     return list(_run().rank.groups["world"])
 
 
 def get_mp_group() -> list[int]:
-    """Global ranks of the caller's MP group, ascending."""
+    """Returns the global ranks of the caller's MP group, ascending."""
     return list(_run().rank.groups["mp"])
 
 
 def get_dp_group() -> list[int]:
-    """Global ranks of the caller's DP group, ascending."""
+    """Returns the global ranks of the caller's DP group, ascending."""
     return list(_run().rank.groups["dp"])
 
 
 def get_pp_group() -> list[int]:
-    """Global ranks of the caller's PP group, ascending."""
+    """Returns the global ranks of the caller's PP group, ascending."""
     return list(_run().rank.groups["pp"])
 
 
 def get_tp_group() -> list[int]:
-    """Global ranks of the caller's TP group, ascending."""
+    """Returns the global ranks of the caller's TP group, ascending."""
     return list(_run().rank.groups["tp"])
 
 
 def get_rdp_group() -> list[int]:
-    """Global ranks of the caller's RDP group, ascending."""
+    """Returns the global ranks of the caller's RDP group, ascending."""
     return list(_run().rank.groups["rdp"])
 
 
@@ -168,32 +171,32 @@ def _process_group(kind: str) -> dist.ProcessGroup:
 
 
 def get_world_process_group() -> dist.ProcessGroup:
-    """`torch.distributed` group of all processes. Needs ``ddp: True``."""
+    """Returns the `torch.distributed` group of all processes. Needs ``ddp: True``."""
     return _process_group("world")
 
 
 def get_mp_process_group() -> dist.ProcessGroup:
-    """`torch.distributed` group of the caller's MP group. Needs ``ddp: True``."""
+    """Returns the `torch.distributed` group of the caller's MP group. Needs ``ddp: True``."""
     return _process_group("mp")
 
 
 def get_dp_process_group() -> dist.ProcessGroup:
-    """`torch.distributed` group of the caller's DP group. Needs ``ddp: True``."""
+    """Returns the `torch.distributed` group of the caller's DP group. Needs ``ddp: True``."""
     return _process_group("dp")
 
 
 def get_pp_process_group() -> dist.ProcessGroup:
-    """`torch.distributed` group of the caller's PP group. Needs ``ddp: True``."""
+    """Returns the `torch.distributed` group of the caller's PP group. Needs ``ddp: True``."""
     return _process_group("pp")
 
 
 def get_tp_process_group() -> dist.ProcessGroup:
-    """`torch.distributed` group of the caller's TP group. Needs ``ddp: True``."""
+    """Returns the `torch.distributed` group of the caller's TP group. Needs ``ddp: True``."""
     return _process_group("tp")
 
 
 def get_rdp_process_group() -> dist.ProcessGroup:
-    """`torch.distributed` group of the caller's RDP group. Needs ``ddp: True``."""
+    """Returns the `torch.distributed` group of the caller's RDP group. Needs ``ddp: True``."""
     return _process_group("rdp")
 
 
@@ -201,12 +204,12 @@ def get_rdp_process_group() -> dist.ProcessGroup:
 
 
 def broadcast(obj: object, group: CommGroup) -> None:
-    """Sends an object to all other members of a group; they call `recv_from`.
+    """Sends an object to all other members of a group, which call `recv_from`.
 
-    Called by the sender only. Returns when all members have received it.
+    Only the sender calls this. It returns when all members have received the object.
 
     Args:
-        obj: anything picklable; tensors travel by value.
+        obj: any picklable object; tensors are sent by value.
         group: kind of the caller's group.
     """
     here, members = _communicating("broadcast", group)
@@ -219,9 +222,9 @@ def send(obj: object, dest_rank: int, rank_type: RankType) -> None:
     """Sends an object and returns when the peer has called `recv_from`.
 
     Args:
-        obj: anything picklable; tensors travel by value.
+        obj: any picklable object; tensors are sent by value.
         dest_rank: rank of the receiver in the caller's group of kind `rank_type`.
-        rank_type: how `dest_rank` is counted.
+        rank_type: kind of group in which `dest_rank` is counted.
     """
     here, peer = _peer("send", dest_rank, rank_type)
     exchange = _exchange_with(here, peer, "send")
@@ -230,11 +233,11 @@ def send(obj: object, dest_rank: int, rank_type: RankType) -> None:
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
-    """Waits for the next object of a peer, from its `send` or `broadcast`, in order.
+    """Receives the next object that a peer has sent with `send` or `broadcast`, in order.
 
     Args:
         src_rank: rank of the sender in the caller's group of kind `rank_type`.
-        rank_type: how `src_rank` is counted.
+        rank_type: kind of group in which `src_rank` is counted.
 
     Returns:
         the object; tensors that were on a GPU are on the caller's device.
@@ -246,10 +249,10 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
 
 
 def allgather(obj: object, group: CommGroup) -> list[Any]:
-    """Objects of all members of a group, in the order of their ranks. Collective over the group.
+    """Returns the objects of all members of a group, in order of rank. Collective over the group.
 
     Args:
-        obj: anything picklable; tensors travel by value.
+        obj: any picklable object; tensors are sent by value.
         group: kind of the caller's group.
     """
     here, members = _communicating("allgather", group)
@@ -262,10 +265,10 @@ def allgather(obj: object, group: CommGroup) -> list[Any]:
 
 
 def of_shard_group(objects: Sequence[_T]) -> list[_T]:
-    """Those of the ranks that hold one copy of a sharded state together with this one.
+    """Returns the objects of the ranks that hold one copy of a sharded state with this one.
 
     Args:
-        objects: one of each rank of the RDP group, from `allgather`.
+        objects: objects of the ranks of the RDP group, from `allgather`.
     """
     groups = _run().rank.groups
     return [
@@ -282,27 +285,27 @@ def barrier(group: CommGroup = WORLD) -> None:
 
 
 def mp_barrier() -> None:
-    """`barrier` of the MP group."""
+    """Waits for the members of the MP group; see `barrier`."""
     barrier(MP_GROUP)
 
 
 def dp_barrier() -> None:
-    """`barrier` of the DP group."""
+    """Waits for the members of the DP group; see `barrier`."""
     barrier(DP_GROUP)
 
 
 def pp_barrier() -> None:
-    """`barrier` of the PP group."""
+    """Waits for the members of the PP group; see `barrier`."""
     barrier(PP_GROUP)
 
 
 def tp_barrier() -> None:
-    """`barrier` of the TP group."""
+    """Waits for the members of the TP group; see `barrier`."""
     barrier(TP_GROUP)
 
 
 def rdp_barrier() -> None:
-    """`barrier` of the RDP group."""
+    """Waits for the members of the RDP group; see `barrier`."""
     barrier(RDP_GROUP)
 
 
@@ -317,7 +320,7 @@ def _communicating(what: str, group: CommGroup) -> tuple[Rank, list[int]]:
 
 
 def _peer(what: str, peer_rank: int, rank_type: RankType) -> tuple[Rank, int]:
-    """This rank, and the global rank of the peer."""
+    """Returns this rank, and the global rank of the peer."""
     here = _run().rank
     here.check_process(f"smp.{what}")
     if not isinstance(rank_type, RankType):

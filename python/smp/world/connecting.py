@@ -1,7 +1,8 @@
-"""Connects ranks by calls that nothing can end, and ends the wait for them when a rank fails.
+"""Connects ranks by blocking calls, and ends the wait for them when a rank fails.
 
-Constructors of Gloo and of `torch.distributed` wait for each rank until their time-out, and hear
-neither of a failure nor of Ctrl-C. A rank that is gone would keep the others until `SMP_TIMEOUT_S`.
+Constructors of Gloo and of `torch.distributed` wait for each rank until their time-out, and
+notice neither a failure nor Ctrl-C. Without this file a rank that has ended would keep the others
+waiting until `SMP_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from smp.world import thread_device
 
 _T = TypeVar("_T")
 _LOOK_S = 0.1
-# A connection of a rank that has died breaks before the news of its death is here.
+# Connections of a dead rank break before the report of its death arrives.
 _NEWS_S = 3.0
-# A call that ends by itself after a failure is waited for.
+# Seconds to wait for a call that ends by itself after a failure.
 _END_S = 1.0
 
 _left_behind: list[threading.Thread] = []
@@ -31,15 +32,15 @@ _left_behind: list[threading.Thread] = []
 def until_a_rank_fails(
     board: _C.FaultBoard | None, device: torch.device, connect: Callable[[], _T]
 ) -> _T:
-    """Returns what ``connect`` makes, in a thread of its own. Collective as that is.
+    """Runs ``connect`` in its own thread and returns its result. Collective if ``connect`` is.
 
     Args:
-        board: has the news of other ranks; None: there are none.
-        device: of this rank, on which the thread works.
-        connect: waits for other ranks.
+        board: reports of failed ranks; None in a world of one.
+        device: device of this rank, current in the thread.
+        connect: function that waits for other ranks.
 
     Raises:
-        PeerFailure: a rank has failed meanwhile; the thread is left behind if it does not end.
+        PeerFailure: a rank has failed meanwhile. A thread that does not end is left behind.
     """
     if board is None:
         return connect()
@@ -82,9 +83,9 @@ def _await_news(board: _C.FaultBoard) -> None:
 
 
 def exit_if_left_behind(status: int) -> None:
-    """Ends the process at once if a thread still connects, after all that is done at exit.
+    """Ends the process at once if a thread still connects. Called last at exit.
 
-    Python's end would let it come back to an interpreter that is gone.
+    Otherwise the thread would return to an interpreter that has been finalized.
     """
     if any(thread.is_alive() for thread in _left_behind):
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What connects a process to the others: liveness, messages, objects."""
+"""Connects a process to the other ranks: liveness, messages, objects."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from smp.world.presence import await_key
 from smp.world.sockets import open_sockets
 
 _POLL_S = 0.002
-_LINGER_S = 10.0  # for goodbyes that are on their way
+_LINGER_S = 10.0  # time for the last goodbyes to arrive
 
 
 class Connections:
-    """Connections of one rank of a world of more than one. Collective to make.
+    """The connections of one rank in a world of several. Collective to make.
 
-    Liveness comes first, so that whatever happens afterwards is already reported.
+    Liveness comes first, so that every later failure is reported.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Connections:
     ) -> None:
         """
         Args:
-            global_rank: of this process.
+            global_rank: global rank of this process.
             coordinates: words for each rank, index = global rank.
-            timeout_s: bound of every wait.
-            hang_s: when nothing has moved for so long it is reported; 0: never.
-            hang_raises: a rank that is stuck for twice as long ends the run.
-            device: of this rank, on which the threads of the connections work.
-            meter: what that device gets done while this rank waits is no standstill.
+            timeout_s: bound of every wait, in seconds.
+            hang_s: seconds without progress after which a hang is reported; 0: never.
+            hang_raises: whether a rank that is stuck for twice as long ends the run.
+            device: device of this rank, current in the threads of the connections.
+            meter: progress of that device, which also counts as progress of this rank.
         """
         self._global_rank = global_rank
         self._world_size = len(coordinates)
@@ -56,11 +56,11 @@ class Connections:
         meter.count_on(self.board)
         self.board.set_coordinates(list(coordinates))
         self.stops = _C.StopAgreement(self.board)
-        self.has_failed = False  # this rank raised; nobody may wait for its goodbye
+        self.has_failed = False  # this rank raised, and will not say goodbye
         self.failed_in = ""  # module and microbatch
         self.mailbox: _C.Mailbox | None = None
         self.exchange: _C.ObjectExchange | None = None
-        self.is_watched = False  # liveness has begun: a failure here reaches the others
+        self.is_watched = False  # liveness has begun: other ranks notice a failure of this one
         self._hub: _C.LivenessHub | None = None
         self._client: _C.LivenessClient | None = None
         self._world: _C.Communicator | None = None
@@ -93,16 +93,16 @@ class Connections:
 
         Args:
             store: keys of this init.
-            own_host: address of this machine as others see it; that of rank 0 is used.
-            own_address: the same as a number, where to listen; empty: not known, listen at all.
-            loopback: all ranks are on one machine; nothing listens elsewhere.
-            secret: of this job; whoever connects to this process proves that it knows it.
+            own_host: address of this machine as others see it; rank 0 publishes its own.
+            own_address: the same as a number, to listen at; empty: unknown, listen at all.
+            loopback: whether all ranks are on one machine; then nothing listens elsewhere.
+            secret: secret of this job, which both sides of each connection prove to know.
             transport: "gloo", "tcp" or "mpi", the last for messages only.
-            machine: equal on ranks that may try to share memory.
-            shared_memory: whether this rank wants to.
-            ring_mb: MiB of it for the messages of each other rank to this one.
-            pipeline: equal on ranks that send each other tensors of devices.
-            lane: "auto", "ipc", "nccl" or "host": how tensors go from device to device.
+            machine: text that is equal on ranks that may share memory.
+            shared_memory: whether this rank wants to share memory.
+            ring_mb: MiB of shared memory for the messages from each other rank to this one.
+            pipeline: number that is equal on ranks that send each other tensors of devices.
+            lane: "auto", "ipc", "nccl" or "host": how tensors are copied from device to device.
             lane_slot_mb: MiB of one slot between devices.
         """
         rank, size = self._global_rank, self._world_size
@@ -178,7 +178,7 @@ class Connections:
         self.exchange = _C.ObjectExchange(self.mailbox, self.board, self._timeout_s)
 
     def _ways(self, store: dist.Store) -> dict[str, Any]:
-        """What the mailbox needs for copies between devices of different hosts."""
+        """Returns the mailbox's arguments for copies between devices of different hosts."""
         if self._device == "cpu" or not dist.is_nccl_available():
             return {}
 
@@ -190,26 +190,26 @@ class Connections:
         return {"make_way": make, "flights": flights, "nccl_host": host}
 
     def wait_for_all(self, what: str) -> None:
-        """Until all ranks have made their connections. Collective.
+        """Waits until all ranks have made their connections. Collective.
 
-        A rank is connected before its peers have noticed; were it to leave at once, as a script
-        does that fails in its first line, they would report a broken socket instead of its error.
+        A rank is connected before its peers have noticed. If its script failed at once and it left,
+        they would report a broken socket instead of its error.
         """
         assert self.exchange is not None
         self.exchange.barrier(list(range(self._world_size)), what)
 
     @property
     def is_healthy(self) -> bool:
-        """No rank has failed as far as is known."""
+        """True while no rank is known to have failed."""
         return not self.has_failed and self.board.fault_text() is None
 
     def _raise_if_stuck(self) -> None:
-        """Ends a loop of the script for which other ranks have waited in vain."""
+        """Interrupts the script if this rank was declared stuck while other ranks waited."""
         if not self.has_failed:
             self.board.raise_if_faulted()
 
     def report_raised(self, where: str, text: str) -> None:
-        """Tells all other ranks that this one cannot go on."""
+        """Reports to all other ranks that this one has failed."""
         self.has_failed = True
         self.failed_in = self.failed_in or where  # the first is the innermost
         if self._client is not None:
@@ -221,10 +221,10 @@ class Connections:
             self._client.request_stop()
 
     def leave(self) -> None:
-        """Says goodbye and waits until all have, or one has failed.
+        """Says goodbye and waits until all others have, or one has failed.
 
-        A rank that still needs this one raises as soon as it hears of the goodbye, so this does
-        not wait for something that cannot happen.
+        A rank that still needs this one raises when it receives the goodbye, so this wait cannot
+        block for ever.
         """
         if self._client is None or self.has_failed:
             return

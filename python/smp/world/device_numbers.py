@@ -1,4 +1,4 @@
-"""Numbers that decide on an update. They stay on the device until somebody asks for them."""
+"""Makes the numbers that decide on an update; the host reads them only when it needs them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from smp.world.rank import Rank
 
 
 def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
-    """Numbers of all ranks of a group. Collective over it, outside of step functions.
+    """Gathers numbers of all ranks of a group. Collective over it, outside of step functions.
 
-    The host waits for nothing that a device does, unless ranks share a GPU (``SMP_SHARE_GPU``),
-    where what pipeline ranks tell each other goes through the host.
+    The host does not wait for the device, unless ranks share a GPU (``SMP_SHARE_GPU``): then
+    numbers of pipeline ranks are exchanged through the host.
 
     Args:
-        rank: that calls.
+        rank: calling rank.
         numbers: floating point ``[n]``, on the device of this rank.
-        kind: of the caller's group: "mp", "tp", "shard" or "replica".
+        kind: kind of the caller's group: "mp", "tp", "shard" or "replica".
 
     Returns:
         ``[size of the group, n]``, in order of rank.
@@ -33,7 +33,7 @@ def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
     communicators = {
         "mp": comms.mp,
         "tp": comms.tp,
-        # The reducers are done with these when a step is over.
+        # The reducers use these only during a step.
         "shard": comms.shard_reduce,
         "replica": comms.replica,
     }
@@ -52,49 +52,49 @@ def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
 
 
 def sums(rank: Rank, numbers: Tensor, kinds: Iterable[str]) -> Tensor:
-    """Sums over groups, one after the other. Collective as `gather`.
+    """Sums numbers over groups, one group after the other. Collective like `gather`.
 
-    In order of rank, so that all ranks get the same bits.
+    Terms are added in order of rank, so that all ranks get the same bits.
 
     Args:
-        rank: that calls.
+        rank: calling rank.
         numbers: floating point ``[n]``.
-        kinds: of groups.
+        kinds: kinds of the groups.
     """
     for kind in kinds:
         gathered = gather(rank, numbers, kind)
-        # The last of the partial sums: how `sum` puts terms together depends on their number.
+        # Take the last partial sum: the order of terms in `sum` depends on their number.
         numbers = gathered.cumsum(0)[-1] if len(gathered) > 1 else numbers
     return numbers
 
 
 def maxima(rank: Rank, numbers: Tensor, kinds: Iterable[str]) -> Tensor:
-    """The largest over groups, NaN if there is one. Otherwise as `sums`."""
+    """Returns maxima over groups, and NaN where a rank has NaN. Collective like `sums`."""
     for kind in kinds:
         numbers = gather(rank, numbers, kind).amax(0)
     return numbers
 
 
 def skipping_kinds(rank: Rank) -> tuple[str, ...]:
-    """Groups whose ranks, taken together, apply an update or skip it."""
+    """Returns the kinds of groups whose ranks together apply an update or skip it."""
     return ("mp", "shard", "replica") if rank.sizes["shard"] > 1 else ("mp",)
 
 
 def number(value: float, device: torch.device) -> Tensor:
-    """A number on a device, float64 without dimensions; nobody waits for it."""
+    """Returns a float64 scalar on a device without waiting for the device."""
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; only a copy to the CPU is waited for."""
+    """Copies a tensor to a device; the host waits only for copies to the CPU."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 class DeviceFlag:
-    """Yes or no. The device knows; the host waits for it, once, when somebody asks.
+    """A boolean on a device; the host waits for it once, when it is first read.
 
     Args:
-        number: one number that nobody writes to, not 0 for yes; None: no.
+        number: scalar that is never written to again, true if not 0; None: false.
     """
 
     def __init__(self, number: Tensor | None = None) -> None:

@@ -1,7 +1,7 @@
-"""What a terminal shows of a run that fails: one short report, and a file with all stacks.
+"""Reports a run that fails: briefly on the terminal, and with all stacks in a file.
 
-Every rank appends its traceback to a file of the host. One of them prints: the rank that failed,
-or, where that cannot, the first one that comes.
+Every rank appends its traceback to a file of the host. One of them prints: the rank that failed
+or, if that cannot print, the first other one.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from smp.world.rendezvous import make_private
 
 FAILURE_VARIABLE = "SMP_FAILURE_FILE"
 _TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_MAX_FRAMES = 4  # of two lines each
-_FIRST_LINES, _LAST_LINES = 5, 3  # of a message
-_MAX_CHARACTERS = 400  # of a line
+_MAX_FRAMES = 4  # frames of the traceback, two lines each
+_FIRST_LINES, _LAST_LINES = 5, 3  # lines of a message
+_MAX_CHARACTERS = 400  # characters of a line
 _SHOWN = "==== shown on the terminal"
-_WAIT_S = 3.0  # for the rank that failed to print
+_WAIT_S = 3.0  # time for the failed rank to print
 _OLD_S = 7 * 24 * 3600.0
 _OURS = tuple(os.path.dirname(os.path.realpath(m.__file__ or "")) for m in (_C, torch))
 _RULE = "+" + "-" * 78
 
-#: What to do by how a rank failed that cannot say so itself.
+#: Advice by kind of failure, for ranks that cannot give advice themselves.
 _ADVICE = {
     "died": "look at its last lines, and in `dmesg`: the system kills a process for want of memory",
     "unreachable": "look at that host, and at the network between the hosts",
@@ -47,16 +47,16 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Culprit:
-    """The rank that ended the run, as this rank knows it.
+    """The rank that ended the run, as seen by this rank.
 
     Attributes:
-        rank: its number; None where it is not known, or where all of them wait.
+        rank: global rank; None if it is not known, or if all ranks wait.
         words: number and place, for people.
-        kind: how it failed; "raised" also for this rank's own exception.
-        where: module and microbatch, where known.
-        is_other: this rank failed because of another one.
-        is_near: it is a process of this host.
-        described: number and place as messages of the core have them.
+        kind: kind of failure; "raised" also for this rank's own exception.
+        where: module and microbatch, if known.
+        is_other: whether this rank failed because of another one.
+        is_near: whether that rank is a process of this host.
+        described: number and place in the form that messages of the core have.
     """
 
     rank: int | None
@@ -69,12 +69,12 @@ class Culprit:
 
 
 class FailureFile:
-    """Stacks of the ranks of one run on this host. Each process writes whole sections."""
+    """The file with stacks of the ranks of one run on this host; writes are whole sections."""
 
     def __init__(self, identity: str) -> None:
         """
         Args:
-            identity: text that the ranks of this run, and no others, have in common.
+            identity: text that is the same on the ranks of this run and on no others.
         """
         self.path = file_of(identity)
         self._since = time.time()
@@ -82,13 +82,13 @@ class FailureFile:
 
     @property
     def is_own_process(self) -> bool:
-        """False in a forked child, which is no rank."""
+        """True if this is the process that made the object, and not a forked child."""
         return os.getpid() == self._pid
 
     def open(self) -> None:
-        """Makes the folder; the core's own details go to the same file.
+        """Makes the folder, and directs the details of the core to the same file.
 
-        Where the folder cannot be made, or is another user's, the terminal gets all.
+        If the folder cannot be made, or is another user's, everything is printed.
         """
         try:
             make_private(str(self.path.parent))
@@ -101,7 +101,7 @@ class FailureFile:
             _C.set_details_file(str(self.path))
 
     def append(self, text: str) -> bool:
-        """Adds a section; False where the file cannot be written."""
+        """Adds a section; returns False if the file cannot be written."""
         try:
             with self.path.open("a", encoding="utf-8", errors="replace") as file:
                 header = f"==== {_C.rank_prefix()}process {os.getpid()}"
@@ -111,7 +111,7 @@ class FailureFile:
             return False
 
     def claim(self) -> bool:
-        """Returns whether this process is the one that prints: the first that asks in this run."""
+        """Returns whether this process has to print: the first caller of this run does."""
         try:
             with self.path.open("a+", encoding="utf-8", errors="replace") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -124,34 +124,34 @@ class FailureFile:
             return True
 
     def is_shown(self) -> bool:
-        """Whether some process has printed."""
+        """Returns whether some process has printed."""
         try:
             return self._is_shown(self.path.read_text(encoding="utf-8", errors="replace"))
         except OSError:
             return False
 
     def _is_shown(self, text: str) -> bool:
-        # Not by an earlier run that met at the same place.
+        # Marks of an earlier run with the same identity do not count.
         marks = [line for line in text.splitlines() if line.startswith(_SHOWN)]
         return any(float(mark.rpartition(" ")[2]) >= self._since for mark in marks)
 
 
 def file_of(identity: str) -> Path:
-    """Path of the file of a run."""
+    """Returns the path of the file of a run."""
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return Path(tempfile.gettempdir(), f"smp-{os.getuid()}", f"errors-{digest}.txt")
 
 
 def show(error: BaseException, culprit: Culprit, file: FailureFile) -> None:
-    """Writes the stack of this rank to the file, and prints a report if that is for this rank.
+    """Writes the stack of this rank to the file, and prints a report if no other rank does.
 
-    Under ``smp run`` the launcher prints it, when all ranks have ended. Torchrun gets it for its
-    own summary.
+    Under ``smp run`` the report is passed to the launcher, which prints it when all ranks have
+    ended. Torchrun receives it for its own summary.
 
     Args:
-        error: uncaught.
-        culprit: whom it is due to.
-        file: of the run.
+        error: uncaught exception.
+        culprit: rank that caused the exception.
+        file: failure file of the run.
     """
     stack = "".join(traceback.format_exception(error))
     lines = report(error, culprit, str(file.path) if file.append(stack) else "")
@@ -171,9 +171,9 @@ def report(error: BaseException, culprit: Culprit, path: str) -> list[str]:
     """Returns a short traceback and a box of three lines: who, where, and what to do.
 
     Args:
-        error: uncaught.
-        culprit: whom it is due to.
-        path: of the file with all stacks; empty: there is none.
+        error: uncaught exception.
+        culprit: rank that caused the exception.
+        path: path of the file with all stacks; empty: there is none.
     """
     message = _message(error)
     frames = _frames(error.__traceback__)
@@ -199,7 +199,7 @@ def report(error: BaseException, culprit: Culprit, path: str) -> list[str]:
 
 
 def _message(error: BaseException) -> list[str]:
-    """Lines of an exception without frames, which pybind11 appends."""
+    """Returns the lines of an exception, without the frames that pybind11 appends."""
     text = "".join(traceback.format_exception_only(error)).partition("\n\nAt:\n")[0]
     lines = text.removeprefix("smp._C.PeerFailure: ").strip().splitlines()
     return [line for line in lines if line.strip()] or [type(error).__name__]
@@ -219,7 +219,7 @@ def _cut(line: str) -> str:
 
 
 def _frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
-    """Frames of the script and of what it calls, but those of smp and torch."""
+    """Returns the frames of a traceback without those of smp and torch."""
     frames = traceback.extract_tb(trace)
     return [f for f in frames if not _is_ours(f.filename) and not f.filename.startswith("<frozen")]
 
@@ -229,7 +229,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def _remedy(error: BaseException, message: Sequence[str]) -> str:
-    """What a message of smp advises, which is its last clause; else where to look."""
+    """Returns the advice in a message of smp (its last clause), or where to look."""
     if isinstance(error, KeyboardInterrupt):
         return "nothing: it was interrupted (Ctrl-C)"
     if isinstance(error, torch.OutOfMemoryError):
@@ -245,16 +245,16 @@ def _remedy(error: BaseException, message: Sequence[str]) -> str:
 def write_failure(
     path: str, culprit: int | None, error: BaseException, lines: Sequence[str]
 ) -> bool:
-    """Tells the launcher the culprit: rank 0 may end first because rank 1 has failed.
+    """Writes the culprit for the launcher: rank 0 may end first because rank 1 has failed.
 
     Args:
-        path: of the file.
+        path: path of the file.
         culprit: global rank, if it is known.
-        error: that ends this process.
-        lines: what the launcher prints if the culprit itself cannot say it.
+        error: exception that ends this process.
+        lines: report that the launcher prints if the culprit itself has left none.
 
     Returns:
-        whether it is written.
+        whether the file was written.
     """
     told = {"culprit": culprit, "error": type(error).__name__, "report": list(lines)}
     try:
@@ -266,7 +266,7 @@ def write_failure(
 
 
 def _tell_torchrun(lines: Sequence[str], culprit: Culprit) -> None:
-    """Writes the box where torchrun looks for it; the earliest is its root cause."""
+    """Writes the box for torchrun, which takes the earliest one as the root cause."""
     path = os.environ.get(_TORCHRUN_VARIABLE)
     if not path or os.path.exists(path):
         return
@@ -277,10 +277,10 @@ def _tell_torchrun(lines: Sequence[str], culprit: Culprit) -> None:
     try:
         Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")
     except OSError:
-        pass  # its summary is poorer
+        pass  # torchrun's summary lacks the report
 
 
 def is_plain(hook: Callable[..., object]) -> bool:
-    """Whether a hook for exceptions does nothing but print: that of Python or of torch."""
+    """Returns whether a hook for exceptions only prints: the hook of Python or of torch."""
     module = getattr(hook, "__module__", None)
     return hook is sys.__excepthook__ or module == "torch.distributed.distributed_c10d"

@@ -1,4 +1,4 @@
-"""`SMP_FAULT`: a rank of the user's own script misbehaves as told, to see what a job does then."""
+"""`SMP_FAULT`: makes a rank of the user's script misbehave, to show how a job reacts."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _NUMBERS = ("rank", "step", "microbatch", "code", "attempt")
 
 
 class InjectedError(RuntimeError):
-    """Raised by ``SMP_FAULT=...,kind=raise``."""
+    """The exception that ``SMP_FAULT=...,kind=raise`` raises."""
 
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """One fault, at the beginning of a call of a step function or of one of its microbatches."""
+    """A fault at the beginning of a call of a step function or of one of its microbatches."""
 
     rank: int
     step: int
-    """Calls of step functions, from 0; a job that resumes goes on counting."""
+    """Number of the call of a step function, from 0; a job that resumes continues to count."""
     kind: str
     microbatch: int | None = None
-    """None: before the step begins."""
+    """Microbatch in which to misbehave; None: before the step begins."""
     seconds: float = 10.0
-    """Of ``slow``."""
+    """Duration of ``slow``."""
     code: int = 3
-    """Of ``exit``."""
+    """Exit status of ``exit``."""
 
     def strike(self, rank: int, step: int, microbatch: int | None = None) -> None:
         """Misbehaves if this is the rank, the step and the microbatch."""
@@ -55,14 +55,14 @@ class InjectedFault:
 
 
 def read_fault(env: Mapping[str, str]) -> InjectedFault | None:
-    """The fault of `SMP_FAULT`, for instance ``rank=1,step=3,kind=kill``.
+    """Returns the fault of `SMP_FAULT`, for instance ``rank=1,step=3,kind=kill``.
 
-    Further keys: ``microbatch``, ``seconds`` (of slow), ``code`` (of exit) and ``attempt``: the
-    fault is for this start of the job (0, the first, by default), so that a restarted job gets
-    further.
+    Further keys: ``microbatch``, ``seconds`` (of slow), ``code`` (of exit) and ``attempt``. The
+    fault strikes only in this attempt of the job (0, the first, by default), so that a restarted
+    job gets further.
 
     Raises:
-        ValueError: the text is not understood.
+        ValueError: the text is malformed.
     """
     text = env.get(VARIABLE, "").strip()
     if not text:

@@ -23,12 +23,12 @@ GROUP_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
 # hold equal parts of it (docs/design/memory.md).
 SHARD_KINDS = ("shard", "replica")
 
-# Gloo's own time-out closes every connection of a group; ours must come first.
+# Gloo's own time-out closes all connections of a group; ours has to come first.
 _NEVER = timedelta(days=365)
 
 
 def make_grid(read: ReadConfig, world_size: int) -> _C.ProcessGrid:
-    """The axes of all processes, as the configuration wants them."""
+    """Returns the grid of all processes that the configuration demands."""
     config = read.config
     assert config is not None
     return _C.ProcessGrid(
@@ -43,24 +43,22 @@ def make_grid(read: ReadConfig, world_size: int) -> _C.ProcessGrid:
 class Groups:
     """Communicators of this rank; None for a group of one.
 
-    `dp`, `rdp`, `tp` and `mp` serve tensors on the device of the run, `mp` those on the CPU if
-    ``mp_is_on_host``; the control communicators and those with ``host`` in the name serve CPU
-    tensors. Nothing but the reducers may use
-    `dp` and `rdp`, and nothing but `tp_group` (regions of split modules) `tp` and `tp_control`: all
-    ranks must issue the operations of one in one order. Between steps, `device_numbers` uses `mp`,
-    `tp`, `shard_reduce` and `replica`.
+    `dp`, `rdp`, `tp` and `mp` serve tensors on the device of the run, except that `mp` serves CPU
+    tensors if ``mp_is_on_host``. The control communicators and those with ``host`` in the name
+    serve CPU tensors.
+    Only the reducers use `dp` and `rdp`, and only `tp_group` (regions of split modules) uses `tp`
+    and `tp_control`, because all ranks must issue the operations of one communicator in one order.
+    Between steps, `device_numbers` uses `mp`, `tp`, `shard_reduce` and `replica`.
     Where `dp`, `rdp` or `shard` run on streams of a device, `dp_host`, `rdp_host` and `shard_host`
-    carry what the hosts of those that use them tell each other, in the same order; else they are
-    the same groups.
-    `shard` gathers parameters, `shard_reduce` and `replica` reduce gradients of sharded states; for
-    parameters that all ranks of a tp group hold that is `whole_shard_reduce`, `whole_replica` and
-    then `whole_tp`, because reducers do not agree on an order among each other. Where a shard group
-    of devices spans hosts evenly, `shard_across` connects equal places of its hosts and
-    `shard_within` the ranks of this one.
-    Without tensor parallelism the rdp group is the dp group, and there is no communicator of its
-    own.
-    ``by_hosts`` has the number of hosts and of the ranks of each, by name, of those of the CPU
-    whose sums and gathers go by hosts.
+    carry the host messages of their users, in the same order; else they are the same groups.
+    `shard` gathers parameters; `shard_reduce` and `replica` reduce gradients of sharded states.
+    Gradients of parameters that all ranks of a tp group hold are reduced by `whole_shard_reduce`,
+    `whole_replica` and then `whole_tp`, because reducers do not agree on an order among each other.
+    Where a shard group of devices spans hosts evenly, `shard_across` connects equal places of its
+    hosts and `shard_within` the ranks of this host.
+    Without tensor parallelism the rdp group is the dp group, and has no communicator of its own.
+    ``by_hosts`` maps names of CPU groups whose sums and gathers go by hosts to the number of hosts
+    and of ranks on each.
     """
 
     dp: _C.Communicator | None = None
@@ -88,17 +86,17 @@ class Groups:
 
     @property
     def made(self) -> list[_C.Communicator]:
-        """All of them."""
+        """The communicators of this rank."""
         return [group for group in vars(self).values() if isinstance(group, _C.Communicator)]
 
     def abort(self) -> None:
-        """Ends what is in flight, for a run that has failed."""
+        """Ends operations in flight, for a run that has failed."""
         for communicator in self.made:
             communicator.abort()
 
 
 def split_into_shards(rdp_ranks: Sequence[int], shard_size: int) -> dict[str, list[list[int]]]:
-    """The groups of `SHARD_KINDS` that an rdp group consists of.
+    """Returns the groups of `SHARD_KINDS` into which an rdp group is split.
 
     Args:
         rdp_ranks: global ranks of the group, ascending.
@@ -112,7 +110,7 @@ def split_into_shards(rdp_ranks: Sequence[int], shard_size: int) -> dict[str, li
 
 
 def all_groups(grid: _C.ProcessGrid, shard_size: int) -> dict[str, list[list[int]]]:
-    """All groups of every kind, in one order on all ranks."""
+    """Returns all groups of every kind, in one order on all ranks."""
     result = {kind: [list(ranks) for ranks in grid.groups(kind)] for kind in GROUP_KINDS}
     for kind in SHARD_KINDS:
         result[kind] = [
@@ -126,7 +124,7 @@ def all_groups(grid: _C.ProcessGrid, shard_size: int) -> dict[str, list[list[int
 def own_groups(
     grid: _C.ProcessGrid, global_rank: int, shard_size: int
 ) -> dict[str, tuple[int, ...]]:
-    """The group of each kind that a rank belongs to."""
+    """Returns the group of each kind that a rank belongs to."""
     return {
         kind: next(tuple(ranks) for ranks in groups if global_rank in ranks)
         for kind, groups in all_groups(grid, shard_size).items()
@@ -150,25 +148,25 @@ def build_groups(
     hang_s: float = 0.0,
     shares_gpus: bool = False,
 ) -> Groups:
-    """Communicators of the groups that `global_rank` belongs to. Collective over the world.
+    """Makes communicators of the groups of `global_rank`. Collective over the world.
 
     Args:
         grid: process grid.
-        global_rank: of this process.
-        store: for the connections of NCCL; nobody else uses keys that begin with the name of a
-            group.
-        on_cpu: makes those for tensors on the CPU.
+        global_rank: global rank of this process.
+        store: store for the connections of NCCL; keys that begin with the name of a group are
+            reserved.
+        on_cpu: makes communicators for tensors on the CPU.
         shard_size: ranks that hold one copy of a sharded state together; 1: nothing is sharded.
-        device: of the tensors that `dp` serves.
-        board: ends waits of `tp_group` and of what shares memory when a rank fails, and counts
-            the collectives of all groups.
-        machine: equal on ranks that may try to share memory.
+        device: device of the tensors that `dp` serves.
+        board: ends waits of `tp_group` and of shared memory when a rank fails, and counts the
+            collectives of all groups.
+        machine: text that is equal on ranks that may share memory.
         gather_hosts: host of each rank, if parameters are to be gathered between hosts first.
         sum_hosts: host of each rank, if sums are to go by hosts where they can.
-        shared_memory: whether this rank wants to, for collectives.
-        timeout_s: for making the connections, and of what nobody on the host waits for.
-        hang_s: when a device has waited for a collective for so long it is reported; 0: never.
-        shares_gpus: pipeline ranks share GPUs, which NCCL does not allow within a group.
+        shared_memory: whether this rank wants to share memory in collectives.
+        timeout_s: time-out of the connections, and of operations that run on a device.
+        hang_s: seconds after which a collective that blocks a device is reported; 0: never.
+        shares_gpus: whether pipeline ranks share GPUs, which NCCL does not allow within a group.
     """
     made = Groups()
     own = own_groups(grid, global_rank, shard_size)
@@ -284,15 +282,15 @@ def build_groups(
 def make_way(
     store: dist.Store, src: int, dst: int, index: int, global_rank: int, timeout_s: float
 ) -> _C.Communicator:
-    """Group of NCCL for tensors from one rank to another one. Collective over both.
+    """Makes a group of NCCL for tensors from one rank to another one. Collective over both.
 
     Args:
-        store: for the connections.
+        store: store for the connections.
         src: global rank of the source, which is rank 0 of the group.
         dst: global rank of the destination.
-        index: among the ways from ``src`` to ``dst``.
-        global_rank: of this process.
-        timeout_s: for making the connection, and of a copy.
+        index: number among the ways from ``src`` to ``dst``.
+        global_rank: global rank of this process.
+        timeout_s: time-out of the connection, and of a copy.
     """
     name = f"way{index}to{dst}"
     return _make_nccl(store, name, [src, dst], global_rank, timeout_s, nccl.WAY_CTAS)
@@ -307,16 +305,16 @@ def make_on_device(
     global_rank: int,
     timeout_s: float,
 ) -> _C.Communicator:
-    """Communicator for tensors on a device. Collective over `ranks`.
+    """Makes a communicator for tensors on a device. Collective over `ranks`.
 
     Args:
-        device: NCCL serves GPUs.
-        store: for the connections of NCCL.
+        device: device of the tensors; NCCL serves GPUs.
+        store: store for the connections of NCCL.
         on_cpu: makes communicators for the CPU.
-        name: of the group, for keys of the store and errors.
+        name: name of the group, for keys of the store and errors.
         ranks: global ranks of the group.
-        global_rank: of this process.
-        timeout_s: for making the connections.
+        global_rank: global rank of this process.
+        timeout_s: time-out of the connections.
     """
     if device.type == "cuda":
         return _make_nccl(store, name, ranks, global_rank, timeout_s)
@@ -331,14 +329,14 @@ def over_gloo(
     timeout_s: float,
     board: _C.FaultBoard | None = None,
 ) -> CpuGroups:
-    """Groups of Gloo, each of which connects each of its ranks with each.
+    """Returns a maker of Gloo groups, in which each rank connects to each other one.
 
     Args:
-        store: for the connections.
-        global_rank: of this process.
-        loopback: all ranks are on one machine; listen on loopback only.
-        timeout_s: for making the connections.
-        board: ends that when a rank has failed; None: nothing does.
+        store: store for the connections.
+        global_rank: global rank of this process.
+        loopback: whether all ranks are on one machine; then Gloo listens on loopback only.
+        timeout_s: time-out of the connections.
+        board: ends the wait for connections when a rank has failed; None: nothing does.
     """
 
     def make(name: str, ranks: Sequence[int]) -> _C.Communicator:
@@ -365,7 +363,7 @@ def over_gloo(
 
 
 def over_sockets(sockets: _C.PeerSockets) -> CpuGroups:
-    """Groups that share the connections of this process, which are opened when they are used."""
+    """Returns a maker of groups over this process's connections, which open on first use."""
 
     def make(name: str, ranks: Sequence[int]) -> _C.Communicator:
         return _C.make_socket_communicator(sockets, f"tcp:{name}", list(ranks))

@@ -1,4 +1,4 @@
-"""How the collectives of a group on several hosts go, and the groups that this takes."""
+"""Lays out collectives of a group on several hosts, and makes the groups for them."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 import smp._C as _C
 from smp.config.schema import Config, config_error
 
-# Makes the communicator of a group, of a name and global ranks, for tensors on the CPU. Collective
+# Makes the communicator of a group from a name and global ranks, for tensors on the CPU. Collective
 # over these ranks.
 CpuGroups = Callable[[str, Sequence[int]], _C.Communicator]
-# The same communicator, through memory that its ranks share. Collective over them.
+# Moves a communicator into memory that its ranks share. Collective over them.
 Share = Callable[[_C.Communicator, Sequence[int]], _C.Communicator]
 
 
 def layout_of(ranks: Sequence[int], hosts: Sequence[str], global_rank: int) -> _C.HostLayout:
-    """How a group lies on hosts.
+    """Returns the layout of a group on hosts, as one of its ranks sees it.
 
     Args:
         ranks: global ranks of the group, one of them ``global_rank``.
         hosts: host of each global rank.
-        global_rank: of the rank that looks.
+        global_rank: global rank of that rank.
     """
     return _C.lay_out_by_hosts([hosts[rank] for rank in ranks], list(ranks).index(global_rank))
 
 
 def members(ranks: Sequence[int], layout: _C.HostLayout) -> tuple[list[int], list[int]]:
-    """Global ranks with the same place on their hosts, and those of the own host."""
+    """Returns the global ranks at the same place on other hosts, and those of the own host."""
     return [ranks[i] for i in layout.across], [ranks[i] for i in layout.within]
 
 
@@ -73,19 +73,19 @@ def go_by_hosts(
     on_cpu: CpuGroups,
     share: Share,
 ) -> _C.Communicator:
-    """`flat`, whose sums and gathers go by hosts. Collective over `ranks`.
+    """Returns `flat` with sums and gathers that go by hosts. Collective over `ranks`.
 
     Args:
-        flat: of all ranks, for tensors on the CPU.
-        name: of the group.
+        flat: communicator of all ranks, for tensors on the CPU.
+        name: name of the group.
         ranks: global ranks of the group.
-        layout: of the group, without an obstacle.
+        layout: layout of the group, without an obstacle.
         on_cpu: makes groups.
-        share: puts those within hosts into shared memory.
+        share: moves the groups within hosts into shared memory.
     """
     across, within = members(ranks, layout)
-    # What leaves and what arrives have no common order, so they do not share a queue. Memory of
-    # their own is made over one group; without memory they are groups of their own.
+    # Scatters and gathers have no common order, so they need separate queues. With shared memory
+    # both use one group; without it they are two groups.
     beneath = on_cpu(f"{name}_within", within)
     scatter = share(beneath, within)
     shares = scatter is not beneath
@@ -100,7 +100,7 @@ def go_by_hosts(
 
 
 def describe(by_hosts: Mapping[str, tuple[int, int]]) -> str:
-    """Words for the log, empty if no group goes by hosts.
+    """Returns words for the log, empty if no group goes by hosts.
 
     Args:
         by_hosts: number of hosts and ranks of each, by name of the group.

@@ -1,4 +1,4 @@
-"""Pickles host objects for other ranks: tensors travel by value and arrive on the own device.
+"""Pickles host objects for other ranks: tensors are copied and arrive on the receiver's device.
 
 A tensor in a message owns its elements only: a view does not drag its whole storage along, and a
 CUDA tensor travels as CPU bytes, so that receiving never touches another rank's device.
@@ -17,18 +17,18 @@ _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def pack(obj: object) -> bytes:
-    """Bytes of any picklable object."""
+    """Pickles an object."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     return buffer.getvalue()
 
 
 def unpack(data: bytes, device: torch.device) -> Any:
-    """The object; what was on a GPU is put on `device`.
+    """Returns the object; tensors that were on a GPU are put on `device`.
 
     Args:
-        data: from `pack`, of a rank of the same job.
-        device: of this rank.
+        data: bytes from `pack` on a rank of the same job.
+        device: device of this rank.
     """
     return _Unpickler(io.BytesIO(data), device).load()
 
@@ -51,7 +51,7 @@ class _Pickler(pickle.Pickler):
         if is_plain:
             is_parameter = type(obj) is torch.nn.Parameter
             return _rebuild, (*_elements(obj), obj.device, obj.requires_grad, is_parameter)
-        if obj.is_cuda:  # rare kinds go PyTorch's way, but over the CPU
+        if obj.is_cuda:  # rare kinds are pickled by PyTorch, but from the CPU
             return _move, (obj.detach().cpu(), obj.device, obj.requires_grad)
         return NotImplemented
 

@@ -1,4 +1,4 @@
-"""By which address the other hosts reach this one, and whether they do."""
+"""Chooses the address by which other hosts reach this one, and checks that they do."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from smp.world.presence import wait_for_hellos
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
-# A host that answers later than that is not one to train with.
+# A host that answers later is useless for training.
 _ANSWER_S = 10.0
 
 
 @dataclass(frozen=True)
 class Way:
-    """How this host takes part in the network of the job."""
+    """The address by which other hosts reach this one."""
 
     address: str
-    """Of IPv4 or IPv6, as text; empty: not known."""
+    """IPv4 or IPv6 address as text; empty: not known."""
     interface: str
-    """Name of the interface that has it; empty: not known."""
+    """Name of the interface with this address; empty: not known."""
     reason: str
-    """Why this one, in words."""
+    """Words that explain the choice."""
 
     def __str__(self) -> str:
         place = f" ({self.interface})" if self.interface else ""
@@ -40,12 +40,12 @@ class Way:
 
 
 def choose_way(env: Mapping[str, str], meeting_host: str, hostname: str) -> Way:
-    """The address of this host for connections of other hosts.
+    """Chooses the address of this host for connections of other hosts.
 
     Args:
         env: environment variables; `GLOO_SOCKET_IFNAME` names an interface.
         meeting_host: name or address at which the ranks meet; empty: they meet in a file.
-        hostname: of this host.
+        hostname: name of this host.
 
     Raises:
         ValueError: there is no interface of that name, or it has no address.
@@ -68,11 +68,11 @@ def choose_way(env: Mapping[str, str], meeting_host: str, hostname: str) -> Way:
 
 
 def towards(way: Way, addresses: Sequence[str]) -> Way:
-    """Another way if this one leads to nobody: the host where the ranks meet is its own way.
+    """Replaces a loopback way: the host where the ranks meet reaches itself by loopback.
 
     Args:
-        way: of this host.
-        addresses: of ranks on other machines.
+        way: way of this host.
+        addresses: addresses of ranks on other machines.
     """
     if way.reason.startswith("which") or not is_loopback(way.address):
         return way
@@ -84,7 +84,7 @@ def towards(way: Way, addresses: Sequence[str]) -> Way:
 
 
 def is_loopback(address: str) -> bool:
-    """Only processes of the same host get there."""
+    """Returns whether only processes of the same host reach an address."""
     return address.startswith("127.") or address == "::1"
 
 
@@ -100,20 +100,20 @@ class Crossing:
         """
         Args:
             store: keys of this init.
-            rank: of this process.
-            machines: of all ranks, equal where loopback connects them.
-            hosts: host name of all ranks, for errors.
+            rank: global rank of this process.
+            machines: machine of each rank, equal where loopback connects them.
+            hosts: host name of each rank, for errors.
         """
         self._store, self._rank, self._hosts = store, rank, hosts
         self._machines = machines
         self._first_ranks = [r for r, m in enumerate(machines) if m not in machines[:r]]
 
     def agree(self, ways: Sequence[Way], timeout_s: float) -> list[Way]:
-        """The ways that the hosts really take. Collective over all ranks.
+        """Returns the ways that the hosts use in the end. Collective over all ranks.
 
         Args:
-            ways: of all ranks, as each has chosen it alone.
-            timeout_s: for the other ranks to come here.
+            ways: way of each rank, as the rank has chosen it alone.
+            timeout_s: time-out for the other ranks to arrive, in seconds.
 
         Raises:
             ValueError: on all ranks with the same text: some host cannot reach another one.
@@ -135,7 +135,7 @@ class Crossing:
         return ways
 
     def _of_all(self, what: str, timeout_s: float) -> list[bytes]:
-        """What all ranks have told under a name; keys of its own for how they are collected."""
+        """Returns the texts that all ranks have stored under a name, in order of rank."""
         store = dist.PrefixStore(what, self._store)
         keys = [str(rank) for rank in range(len(self._machines))]
         return wait_for_hellos(store, self._rank, keys, timeout_s)
@@ -153,7 +153,7 @@ class Crossing:
             others = [rank for rank in self._first_ranks if rank != self._rank]
             ports = {r: int(self._store.get(f"way/{r}/port")) for r in others}
             failed = _connect_all(own.address, {r: (ways[r].address, ports[r]) for r in others})
-            # Those that try this one need it until they have finished.
+            # Other hosts connect to this listener until they have finished.
             self._store.add("way/tried", 1)
             deadline_s = time.monotonic() + 2 * _ANSWER_S
             while self._store.add("way/tried", 0) < len(self._first_ranks):
@@ -181,12 +181,12 @@ def _listen(address: str, backlog: int) -> socket.socket:
 
 
 def _connect_all(own: str, places: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Those of the places that nobody answers at, and why."""
+    """Returns the places that do not answer, and why."""
     failed: dict[int, str] = {}
     selector = selectors.DefaultSelector()
     for rank, place in places.items():
         if place[1] == 0:
-            continue  # it has said itself why it does not listen
+            continue  # that rank cannot listen, and has reported why
         trying = socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET)
         trying.setblocking(False)
         try:
@@ -221,7 +221,7 @@ def _interfaces() -> list[str]:
 
 
 def _address_of(interface: str) -> str:
-    """The IPv4 address of an interface; empty if it has none, or is none."""
+    """Returns the IPv4 address of an interface; empty if it has none or does not exist."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             request = struct.pack("256s", interface.encode()[:15])
@@ -236,7 +236,7 @@ def _interface_with(address: str) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """The own address from which the system would send to a host; nothing is sent."""
+    """Returns the own address from which the system would send to a host; sends nothing."""
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:

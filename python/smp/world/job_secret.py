@@ -1,6 +1,6 @@
-"""The secret of a job: what every connection of ours proves that it knows, before anything else.
+"""The secret of a job, which both sides of each of our connections prove to have.
 
-See `csrc/health/handshake.h` for the proof, and docs/security.md for what that protects.
+See `csrc/health/handshake.h` for the proof, and docs/security.md for what it protects.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from smp.config import given_files
 
 SECRET_VARIABLE = "SMP_JOB_SECRET"
 FILE_VARIABLE = "SMP_JOB_SECRET_FILE"
-#: What rank 0 sets where the environment gives no secret.
+#: Key under which rank 0 stores the secret if the environment gives none.
 SECRET_KEY = "secret"
 _HOW = "for instance what `openssl rand -hex 32` prints"
 
 
 def given_secret(env: Mapping[str, str]) -> bytes | None:
-    """The secret that the environment gives; None if the job is to draw one.
+    """Returns the secret that the environment gives; None if the job is to draw one.
 
     Args:
-        env: `SMP_JOB_SECRET` is the secret, `SMP_JOB_SECRET_FILE` a file of this user with
-            mode 0600 (or 0400) that has it.
+        env: `SMP_JOB_SECRET` is the secret; `SMP_JOB_SECRET_FILE` is the path of a file that has
+            it, owned by this user with mode 0600 or 0400.
 
     Raises:
-        ValueError: both are set, the secret is too short, or the file cannot be read or can be by
-            others. The text never has the secret.
+        ValueError: both are set, the secret is too short, or the file cannot be read or can be
+            read by others. The text never contains the secret.
     """
     text, path = env.get(SECRET_VARIABLE, ""), env.get(FILE_VARIABLE, "")
     if text and path:
@@ -70,17 +70,17 @@ def _read_private(path: str) -> bytes:
 
 
 def fingerprint(secret: bytes | None) -> str:
-    """Equal for equal secrets, and says nothing else of them; empty: none was given."""
+    """Returns a text that is equal for equal secrets and reveals nothing else; empty for None."""
     if secret is None:
         return ""
     return hmac.digest(secret, b"smp fingerprint", "sha256").hex()[:16]
 
 
 def check_same_secret(fingerprints: Sequence[str]) -> None:
-    """Checks that all ranks were given the same secret, or none of them one.
+    """Checks that all ranks were given the same secret, or that none was given one.
 
     Args:
-        fingerprints: of each rank, index = global rank.
+        fingerprints: fingerprint of each rank's secret, index = global rank.
 
     Raises:
         ValueError: names the ranks; the same text on all of them.
@@ -101,13 +101,13 @@ def check_same_secret(fingerprints: Sequence[str]) -> None:
 
 
 def share_secret(store: dist.Store, global_rank: int, given: bytes | None) -> bytes:
-    """The secret of this job. Collective if none was given.
+    """Returns the secret of this job. Collective if none was given.
 
     Args:
-        store: keys of this init. A secret that the job draws itself goes through it, so whoever
-            can read the store then knows it.
-        global_rank: of this process; rank 0 draws.
-        given: by the environment, on all ranks or on none.
+        store: keys of this init. If the job draws the secret, it is sent through the store, so
+            everyone who can read the store has the secret.
+        global_rank: global rank of this process; rank 0 draws.
+        given: secret from the environment, on all ranks or on none.
     """
     if given is not None:
         return given

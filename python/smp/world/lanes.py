@@ -1,18 +1,18 @@
-"""How tensors go from the device of one rank to that of another one, in words."""
+"""Describes how tensors are copied from the device of one rank to that of another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 Lane = tuple[int, int, str, str]
-"""Source, destination, "ipc", "nccl" or "host", and why, as the mailbox says."""
+"""Source, destination, "ipc", "nccl" or "host", and the mailbox's reason."""
 
 
 def describe(lanes: Iterable[Lane]) -> str:
-    """One line about all pairs of ranks.
+    """Returns one line about all pairs of ranks.
 
     Args:
-        lanes: of all ordered pairs that have one; those of both directions are equal.
+        lanes: lanes of all ordered pairs that have one; both directions are equal.
 
     Returns:
         For instance ``"ipc between 6 pairs of ranks; host between ranks 0 and 4 (they are on

@@ -1,9 +1,9 @@
-"""What started this process: rank, size and host, read from the launcher's variables.
+"""Reads rank, size and host of this process from the launcher's variables.
 
-Pure functions of an environment mapping; nothing is connected here. Understood
-are ``smp run``, torchrun, Open MPI (also as SageMaker starts it), Slurm, processes
-that have a group of ``torch.distributed`` already, and a plain single process, in
-this order: a torchrun started inside a Slurm job counts as torchrun.
+All functions are pure functions of an environment mapping; nothing is connected here. They
+understand ``smp run``, torchrun, Open MPI (also as SageMaker starts it), Slurm, processes that
+already have a group of ``torch.distributed``, and a plain single process, in this order: a
+torchrun started inside a Slurm job counts as torchrun.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ class Launch:
     """Processes on this host; 0 while unknown (see `with_hosts`)."""
     hostname: str
     hosts: tuple[str, ...] = ()
-    """Host name of each rank, once the ranks have told each other."""
+    """Host name of each rank, once the ranks have exchanged them."""
 
     @property
     def is_one_host(self) -> bool:
-        """All ranks are known to share one host."""
+        """True if all ranks are known to share one host."""
         return self.world_size == 1 or (bool(self.hosts) and len(set(self.hosts)) == 1)
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks meet first."""
+    """The place where the ranks first meet."""
 
     kind: str
     """"hash" (single process), "file" or "tcp"."""
     path: str = ""
-    """Of the file; its folder is made with mode 0700 when `private_folder`."""
+    """Path of the file; its folder is made with mode 0700 if `private_folder`."""
     private_folder: bool = False
     host: str = ""
     port: int = 0
     has_server: bool = False
-    """Somebody listens on host:port already: torchrun's agent, the default group of torch."""
+    """Whether host:port has a listener already: torchrun's agent, or torch's default group."""
     attempt: str = "0"
     """Grows when the launcher restarts all ranks against the same store."""
 
     @property
     def identity(self) -> str:
-        """The same text for the same meeting point."""
+        """Text that is the same for the same meeting point."""
         return f"{self.kind}:{self.path or f'{self.host}:{self.port}'}#{self.attempt}"
 
 
@@ -70,7 +70,7 @@ class TorchGroup:
     rank: int
     size: int
     place: Rendezvous | None
-    """Where its processes have met; None: at no place that others could come to."""
+    """Place where its processes have met; None: others cannot reach it."""
     store: str
     """Class of its store, for messages."""
 
@@ -86,13 +86,13 @@ _SLURM = ("SLURM_PROCID", "SLURM_NTASKS")
 
 
 def read_launch(env: Mapping[str, str], hostname: str, group: TorchGroup | None = None) -> Launch:
-    """Rank, size and host of this process.
+    """Returns rank, size and host of this process.
 
     Args:
         env: environment variables.
         hostname: name of this machine; `SMP_HOSTNAME` replaces it, so that
             several hosts can be simulated on one.
-        group: of torch, which counts where no launcher has set variables.
+        group: default group of torch, used if no launcher has set variables.
 
     Raises:
         ValueError: a variable is missing, not a number, or out of range.
@@ -125,10 +125,10 @@ def read_launch(env: Mapping[str, str], hostname: str, group: TorchGroup | None 
 
 
 def with_hosts(launch: Launch, hosts: Sequence[str]) -> Launch:
-    """`launch` with local rank and size counted from the host names of all ranks.
+    """Returns `launch` with local rank and size counted from the host names of all ranks.
 
     Args:
-        launch: of this process.
+        launch: launch of this process.
         hosts: host name of each rank, index = global rank.
     """
     peers = [rank for rank, host in enumerate(hosts) if host == launch.hostname]
@@ -149,7 +149,7 @@ def _read(
     local_size_name: str | None,
 ) -> Launch:
     rank, size = _integer(env, rank_name, launcher), _integer(env, size_name, launcher)
-    # Hand-made environments often stop at RANK and WORLD_SIZE; hosts tell the rest.
+    # Hand-made environments often set only RANK and WORLD_SIZE; host names give the rest.
     local_rank = _integer(env, local_rank_name, launcher) if local_rank_name in env else 0
     has_local_size = local_size_name is not None and local_size_name in env
     local_size = _integer(env, str(local_size_name), launcher) if has_local_size else 0
@@ -170,7 +170,7 @@ def _integer(env: Mapping[str, str], name: str, launcher: str) -> int:
 
 
 def _slurm_local_size(env: Mapping[str, str], world_size: int) -> int:
-    """Tasks on this node, 0 when Slurm does not say."""
+    """Returns the number of tasks on this node, 0 if Slurm does not give it."""
     text = env.get("SLURM_NTASKS_PER_NODE", "")
     if text.isdigit():
         return min(int(text), world_size)
@@ -182,7 +182,7 @@ def _slurm_local_size(env: Mapping[str, str], world_size: int) -> int:
 
 
 def _expand_counts(text: str) -> list[int]:
-    """``"2(x3),1"`` -> ``[2, 2, 2, 1]``."""
+    """Expands counts: ``"2(x3),1"`` -> ``[2, 2, 2, 1]``."""
     counts: list[int] = []
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(repeat or 1)
@@ -190,7 +190,7 @@ def _expand_counts(text: str) -> list[int]:
 
 
 def first_slurm_host(nodelist: str) -> str:
-    """``"node[01-04,07],gpu3"`` -> ``"node01"``."""
+    """Returns the first host of a node list: ``"node[01-04,07],gpu3"`` -> ``"node01"``."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist.strip())
     if match is None:
         raise ValueError(f"smp launch: cannot read the Slurm node list {nodelist!r}")
@@ -201,7 +201,7 @@ def first_slurm_host(nodelist: str) -> str:
 # ---- meeting point -----------------------------------------------------------
 
 _FIRST_PORT, _NUM_PORTS = 20000, 20000
-# What tells one mpirun from another: Open MPI 5 first, then 4.
+# Variables that differ between two mpiruns: those of Open MPI 5 first, then 4.
 _MPI_JOB_VARIABLES = (
     "PMIX_NAMESPACE",
     "PMIX_SERVER_TMPDIR",
@@ -220,17 +220,17 @@ def plan_rendezvous(
     user_id: int,
     group: TorchGroup | None = None,
 ) -> Rendezvous:
-    """Where the ranks of this launch meet.
+    """Returns the place where the ranks of this launch meet.
 
     Args:
-        launch: of this process.
+        launch: launch of this process.
         env: environment variables.
         temp_folder: a folder all processes of one host share.
         user_id: numeric user, part of the name of private folders.
-        group: of torch, whose processes have met already.
+        group: default group of torch, whose processes have met already.
 
     Raises:
-        ValueError: nothing says where to meet.
+        ValueError: the environment names no place.
     """
     if launch.world_size == 1:
         return Rendezvous("hash")
@@ -285,7 +285,7 @@ def _place_of_group(launch: Launch, group: TorchGroup | None) -> Rendezvous:
 
 
 def restart_count(env: Mapping[str, str]) -> str:
-    """How often the launcher has started all ranks before; differs between attempts."""
+    """Returns the number of earlier starts of all ranks, which differs between attempts."""
     names = ("SMP_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return next((env[name] for name in names if env.get(name)), "0")
 
@@ -313,7 +313,7 @@ def _slurm_rendezvous(env: Mapping[str, str], host: str | None) -> Rendezvous:
 
 
 def _sagemaker_rendezvous(env: Mapping[str, str], host: str | None, port: str | None) -> Rendezvous:
-    """SageMaker starts ``mpirun`` on the first of its hosts, where rank 0 is then."""
+    """Returns the place in a SageMaker job, whose first host runs ``mpirun`` and has rank 0."""
     try:
         hosts = sorted(given_files.parse_json(env["SM_HOSTS"]))
         first = str(hosts[0])

@@ -1,4 +1,4 @@
-"""What one rank tells the user for all of them."""
+"""The log, in which the first rank writes for all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ logger = logging.getLogger("smp")
 
 
 class FirstRankLog(logging.LoggerAdapter[logging.Logger]):
-    """The log of the library, silent on all ranks but the first; before `init` it speaks."""
+    """The log of the library, silent on all ranks but the first; before `init` it is enabled."""
 
     def __init__(self) -> None:
         super().__init__(logger, {})
@@ -20,12 +20,12 @@ class FirstRankLog(logging.LoggerAdapter[logging.Logger]):
         return self._speaks and super().isEnabledFor(level)
 
     def begin(self, global_rank: int | None) -> None:
-        """A run of this rank begins; None: it is over."""
+        """Begins a run, in which only rank 0 logs; None: the run is over."""
         self._speaks = not global_rank
         self._told.clear()
 
     def is_new(self, what: Hashable) -> bool:
-        """Whether ``what`` is asked for the first time since `init`."""
+        """Returns whether ``what`` is passed for the first time since `init`."""
         if what in self._told:
             return False
         self._told.add(what)

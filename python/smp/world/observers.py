@@ -1,6 +1,6 @@
 """Observers of steps: tools that look at models and steps from outside.
 
-The rooms that run a step know this protocol and no tool. Tools register a maker with
+Rooms that run a step depend on this protocol and on no tool. Tools register a maker with
 `use_observers` when the package is imported; each runtime makes its own observers.
 """
 
@@ -20,7 +20,7 @@ Body = Callable[[int], None]
 class StepObserver:
     """Looks at the models and steps of one runtime. By default each method does nothing.
 
-    ``engine`` is what stands behind one `DistributedModel` (`smp.model.engine.Engine`).
+    ``engine`` is the engine of one `DistributedModel` (`smp.model.engine.Engine`).
     """
 
     def model_wrapped(self, module: nn.Module) -> None:
@@ -123,7 +123,7 @@ class Observers:
         self._set((*self._all, observer))
 
     def remove(self, observer: StepObserver) -> None:
-        """Calls an observer no more; one that is not there is passed over."""
+        """Removes an observer, if it is present."""
         self._set(known for known in self._all if known is not observer)
 
     def of_kind(self, kind: type[StepObserver]) -> Any:

@@ -1,18 +1,18 @@
-"""Where the ranks of a run are, in a few lines for people."""
+"""Describes the places of the ranks of a run in a few lines for people."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_MAX_RANKS = 16  # with a line each
-_MAX_HOSTS = 12  # with a line each
-_MAX_NAMED_HOSTS = 4  # in one line
+_MAX_RANKS = 16  # most ranks with a line each
+_MAX_HOSTS = 12  # most hosts with a line each
+_MAX_NAMED_HOSTS = 4  # most hosts in one line
 _AXES = ("pp", "tp", "rdp")
 _AXIS_WORDS = ("pipeline stages", "tensor-parallel ranks", "replicas")
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: ``"0-3 6 8-9"``."""
+    """Returns ascending numbers in short form: ``"0-3 6 8-9"``."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][-1] + 1:
@@ -52,7 +52,7 @@ def placement_map(
     coordinates: Sequence[tuple[int, int, int]],
     placement: str,
 ) -> str:
-    """A table of ranks, or of hosts if there are many ranks.
+    """Returns a table of ranks, or of hosts if there are many ranks.
 
     Args:
         hosts: host of each rank, index = global rank.

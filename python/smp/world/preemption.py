@@ -1,13 +1,13 @@
-"""Machines that are taken away: all ranks stop at one boundary between steps, to be resumed.
+"""Preemption of machines: all ranks stop at one boundary between steps, to be resumed.
 
-A script asks at the end of each iteration, and does what has to be done::
+A script asks at the end of each iteration, and then saves::
 
     if smp.preemption_requested():
         smp.save_checkpoint(folder, tag=f"step{step}", model=model, optimizer=optimizer, ...)
         smp.preemption.leave()
 
-or leaves this to the library, with :func:`save_to` or the variable `SMP_PREEMPTION_PATH`. Before
-either, SIGTERM ends a process as ever. See docs/design/preemption.md.
+Alternatively the library does this, after :func:`save_to` or with the variable
+`SMP_PREEMPTION_PATH`. Otherwise SIGTERM ends the process as usual. See docs/design/preemption.md.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from smp.world.settings import Settings
 __all__ = ["EXIT_RESUME", "leave", "request", "requested", "save_to"]
 
 EXIT_RESUME = 75
-"""Status of a process that saved and wants to be started again (EX_TEMPFAIL of sysexits.h).
+"""Status of a process that has saved and is to be started again (EX_TEMPFAIL of sysexits.h).
 ``smp run`` has the same number."""
 
 
 @dataclass(frozen=True)
 class _Automatic:
-    """What the library saves by itself."""
+    """Arguments with which the library saves by itself."""
 
     path: str
     user_content: Callable[[], Any] | None
@@ -47,20 +47,20 @@ class _Automatic:
 
 
 class Saver(Protocol):
-    """What saves checkpoints; it lies in a layer above."""
+    """Saves checkpoints; implemented in a layer above."""
 
     def prepare(self, current: runtime.Runtime, path: str) -> None:
-        """Finds out whether it can save to a path at all; raises if not. Not collective."""
+        """Checks that it can save to a path; raises if not. Not collective."""
 
     def save(self, path: str, **options: Any) -> Any:
-        """`smp.save_checkpoint`."""
+        """Saves like `smp.save_checkpoint`."""
 
     def end_uploads(self, current: runtime.Runtime, limit_s: float) -> None:
-        """Waits for what goes to stores, and ends it after the limit. Not collective."""
+        """Waits for uploads to stores, and ends them after the limit. Not collective."""
 
 
 class _Process:
-    """What belongs to the process and not to one `init`."""
+    """State of the process that outlives one `init`."""
 
     automatic: _Automatic | None = None
     saver: Saver | None = None
@@ -73,14 +73,14 @@ def _run() -> runtime.Runtime:
 
 
 def requested() -> bool:
-    """Whether all ranks are to stop here, because one of them received SIGTERM or called `request`.
+    """Returns whether all ranks stop here, because one received SIGTERM or called `request`.
 
     All ranks call this equally often and at the same places, and get the same answers: ranks that
-    are behind the others still get False until they are as far. Communicates only after somebody
-    asked. From the first call on, SIGTERM is such a request and does not end the process.
+    are behind the others get False until they have caught up. Communicates only after a request.
+    From the first call on, SIGTERM is such a request and does not end the process.
 
     Raises:
-        smp.PeerFailure: somebody asked, but a rank has failed; there is nothing to be saved then.
+        smp.PeerFailure: a stop was requested, but a rank has failed, so nothing can be saved.
     """
     return _arrive(_run().rank)
 
@@ -97,11 +97,10 @@ def request() -> None:
 
 
 def leave() -> NoReturn:
-    """Ends this process with status 75, which tells the launcher to start it again. Call it on all
-    ranks, after saving.
+    """Ends this process with status 75, which asks the launcher to start it again.
 
-    Waits before that until what was saved to a store is there, for at most `SMP_UPLOAD_WAIT_S`, and
-    says so if it is not.
+    All ranks call it, after saving. It first waits until uploads to a store have finished, for at
+    most `SMP_UPLOAD_WAIT_S`, and reports unfinished ones.
     """
     if _Process.saver is not None and runtime.is_initialized():
         current = _run()
@@ -115,18 +114,18 @@ def save_to(
     user_content: Callable[[], Any] | None = None,
     keep: int | None = None,
 ) -> None:
-    """From now on a request is honoured by the library: it saves and leaves before a training step.
+    """Lets the library handle requests: it saves and leaves before a training step.
 
     That is the beginning of the first call of a step function, with gradients enabled, after an
-    optimizer has made its update: nothing is lost then. Call it on all ranks, once. With more than
-    one model or optimizer the first training step raises; these are saved by a script that asks
-    :func:`requested`.
+    optimizer has made its update, when nothing is lost. Call it on all ranks, once. With more than
+    one model or optimizer the first training step raises; a script with several asks
+    :func:`requested` and saves them itself.
 
     Args:
-        path: folder of `save_checkpoint`, seen by all ranks, or address. `SMP_PREEMPTION_PATH`
+        path: folder of `save_checkpoint` that all ranks see, or address. `SMP_PREEMPTION_PATH`
             does the same without a change of the script.
-        user_content: called then; what the script needs to go on, such as the number of the step
-            that is about to run, or the state of a scheduler.
+        user_content: called when saving; returns what the script needs to continue, such as the
+            number of the next step, or the state of a scheduler.
         keep: `num_kept_partial_checkpoints`.
     """
     _Process.automatic = _Automatic(os.fspath(path), user_content, keep)
@@ -134,18 +133,18 @@ def save_to(
 
 
 def use_saver(saver: Saver) -> None:
-    """Sets what saves."""
+    """Sets the object that saves checkpoints."""
     _Process.saver = saver
 
 
 def before_step(current: runtime.Runtime) -> None:
-    """Called when a step function begins; does not return if all ranks stop here.
+    """Saves and leaves if all ranks stop here. Called when a step function begins.
 
     Raises:
         SystemExit: after saving.
-        RuntimeError: there is more than one model or optimizer, or no such store. Not only when it
-            is time to save, when nobody can do anything about it.
-        smp.PeerFailure: as `requested`.
+        RuntimeError: there is more than one model or optimizer, or no such store. This is checked
+            in every training step, not only when it is time to save.
+        smp.PeerFailure: a rank has failed, as in `requested`.
     """
     automatic = _Process.automatic or _from_settings(current.rank.settings)
     if automatic is None or not torch.is_grad_enabled() or current.steps.has_gradients:
@@ -159,10 +158,10 @@ def before_step(current: runtime.Runtime) -> None:
 
 
 def _what_to_save(current: runtime.Runtime) -> tuple[Any, Any]:
-    """The model and the optimizer; None for what was not wrapped."""
+    """Returns the model and the optimizer; None for an unwrapped one."""
     problem = _problem(current)
     if problem is not None:
-        gc.collect()  # what nobody has any more is not counted, on any rank
+        gc.collect()  # objects that the script has dropped do not count, on any rank
         problem = _problem(current)
     if problem is not None:
         raise RuntimeError(f"{current.rank.prefix}{problem}")
@@ -170,7 +169,7 @@ def _what_to_save(current: runtime.Runtime) -> tuple[Any, Any]:
 
 
 def _problem(current: runtime.Runtime) -> str | None:
-    """Why these models and optimizers are not saved by the library."""
+    """Returns why the library cannot save these models and optimizers, or None."""
     # One optimizer may have been wrapped several times.
     num_optimizers = len({id(wrapped.optimizer) for wrapped in current.wrapped.optimizers})
     if len(current.wrapped.models) <= 1 and num_optimizers <= 1:
@@ -211,7 +210,7 @@ def _save(current: runtime.Runtime, automatic: _Automatic, model: Any, optimizer
 
 
 def _install_handler() -> None:
-    """Takes SIGTERM, once per process; what handled it before is called, too."""
+    """Takes SIGTERM, once per process; an earlier handler is called, too."""
     if _Process.has_handler:
         return
     if threading.current_thread() is not threading.main_thread():
@@ -227,10 +226,10 @@ def _install_handler() -> None:
 
 
 def on_signal(number: int, frame: FrameType | None) -> None:
-    """Called by the interpreter on SIGTERM."""
+    """Requests a stop on SIGTERM; called by the interpreter."""
     rank = runtime.current().rank if runtime.is_initialized() else None
     if rank is None or not rank.is_own_process:
-        # A worker of a loader, or after shutdown: no step will come.
+        # This is a worker of a loader, or `shutdown` has run: no step will come.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return

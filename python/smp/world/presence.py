@@ -1,7 +1,7 @@
-"""Waiting in `smp.init` for ranks that have not come, together with those that have.
+"""Waits in `smp.init` for missing ranks, together with those that have arrived.
 
-Liveness (`links`) begins when all ranks have come. Until then a rank that waits tells the others
-through the store, again and again, that it is there; else one that is ended while it waits would
+Liveness (`links`) begins when all ranks have arrived. Until then a rank that waits sends a pulse
+through the store every few seconds. Without pulses, a rank that is killed while it waits would
 leave the others waiting until `SMP_TIMEOUT_S`.
 """
 
@@ -17,18 +17,18 @@ import torch.distributed as dist
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
 _PULSE_S = 3.0
-# Without a pulse for so long a rank is gone, or stopped.
+# A rank without a pulse for so long has ended, or is stopped.
 _SILENT_S = 30.0
 _GONE = "gone"
 _ALL = "of all"
-# For rank 0 to tell the others what came at the last moment.
+# Time for rank 0 to pass on values that arrived at the last moment.
 _GRACE_S = 5.0
 
 
 class _Pulses:
-    """What the ranks that have come say, and which have fallen silent.
+    """Pulses of the ranks that have arrived, which show silent ranks.
 
-    Rank 0 looks after all, and all look after rank 0.
+    Rank 0 watches all ranks, and all watch rank 0.
     """
 
     def __init__(self, store: dist.Store, own_rank: int, world_size: int) -> None:
@@ -39,7 +39,7 @@ class _Pulses:
         self._next_s = 0.0
 
     def beat(self) -> None:
-        """Says that this rank is there, and looks which others are, every few seconds."""
+        """Sends a pulse and looks at those of other ranks, every few seconds."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
@@ -80,19 +80,19 @@ def wait_for_hellos(
     timeout_s: float,
     look_at_first: Callable[[bytes], None] | None = None,
 ) -> list[bytes]:
-    """The values of keys, one per rank, once all are there. Ctrl-C ends it. Collective.
+    """Returns the values of keys, one per rank, once all are there. Ctrl-C ends it. Collective.
 
-    Rank 0 collects them and tells all others, so that the store is not asked once for each pair.
+    Rank 0 collects them and publishes the list, so that the store is not asked once for each pair.
 
     Args:
         store: keys of this init.
-        own_rank: of this process.
-        keys: of all ranks, index = global rank; others in each call.
-        timeout_s: for all of them.
-        look_at_first: gets the value of rank 0 before others are waited for; may raise.
+        own_rank: global rank of this process.
+        keys: key of each rank, index = global rank; each call needs new keys.
+        timeout_s: time-out for all values, in seconds.
+        look_at_first: receives the value of rank 0 before others are waited for; may raise.
 
     Raises:
-        RuntimeError: ranks did not come in time, or are gone again; names them.
+        RuntimeError: ranks did not come in time, or have ended since; names them.
     """
     pulses = _Pulses(store, own_rank, len(keys))
     deadline_s = time.monotonic() + timeout_s
@@ -101,7 +101,7 @@ def wait_for_hellos(
         if own_rank == 0:
             _wait_for(store, keys, keys, pulses, deadline_s, timeout_s)
             texts = [text.decode() for text in store.multi_get(list(keys))]
-            # Nearly the same text for each rank.
+            # Texts of the ranks are nearly the same, so they compress well.
             packed = zlib.compress(json.dumps(texts).encode(), 1)
             store.set(collected, base64.b64encode(packed).decode())
             return [text.encode() for text in texts]
@@ -125,17 +125,17 @@ def wait_for_hellos(
 def await_key(
     store: dist.Store, own_rank: int, world_size: int, key: str, timeout_s: float
 ) -> None:
-    """Waits for what rank 0 says to all when they have come. Ctrl-C ends it.
+    """Waits for a value that rank 0 sets when all ranks have arrived. Ctrl-C ends it.
 
     Args:
         store: keys of this init.
-        own_rank: of this process.
+        own_rank: global rank of this process.
         world_size: number of all ranks.
-        key: that rank 0 sets.
-        timeout_s: for rank 0.
+        key: key that rank 0 sets.
+        timeout_s: time-out in seconds.
 
     Raises:
-        RuntimeError: rank 0 did not say it in time, or some rank is gone.
+        RuntimeError: rank 0 did not set it in time, or some rank has ended.
     """
     deadline_s = time.monotonic() + timeout_s
     pulses = _Pulses(store, own_rank, world_size)
@@ -156,7 +156,7 @@ def tell_failure(store: dist.Store, own_rank: int, error: BaseException) -> None
     """Ends the waits of the other ranks for this one, before liveness has begun."""
     try:
         store.set(_GONE, f"rank {own_rank} failed: {type(error).__name__}: {error}")
-    except RuntimeError:  # the store is gone with the rank that has it
+    except RuntimeError:  # the process with the store has ended
         pass
 
 
@@ -168,9 +168,9 @@ def _wait_for(
     deadline_s: float,
     timeout_s: float,
 ) -> None:
-    """Until all of ``wanted`` are there; ``keys`` say which ranks have come."""
+    """Waits until all of ``wanted`` are there; ``keys`` show which ranks have arrived."""
     pause_s = _SHORTEST_PAUSE_S
-    while not store.check(list(wanted)):  # a wait of the store hears no Ctrl-C
+    while not store.check(list(wanted)):  # a wait of the store ignores Ctrl-C
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         pulses.raise_if_gone()
@@ -179,8 +179,8 @@ def _wait_for(
             continue
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if not missing and time.monotonic() < deadline_s + _GRACE_S:
-            continue  # all have come, and rank 0 is about to say so
-        absent = missing or [0]  # which has not told
+            continue  # all have arrived, and rank 0 is about to publish the list
+        absent = missing or [0]  # which has not published it
         raise RuntimeError(
             f"smp.init: ranks {absent} of {len(keys)} did not arrive within {timeout_s:g} s; check "
             "that all processes were started and call smp.init, or raise SMP_TIMEOUT_S"

@@ -22,7 +22,7 @@ class ProcessGroups:
     """Process groups of one rank: made by `init` with the key ``ddp``, or when asked for.
 
     Args:
-        rank: whose groups these are.
+        rank: rank that the groups belong to.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -36,21 +36,21 @@ class ProcessGroups:
 
         Args:
             store: keys of this init, in a world of more than one.
-            loopback: all ranks are on one machine.
+            loopback: whether all ranks are on one machine.
         """
         self._store, self._loopback = store, loopback
         self.make_if_wanted()
 
     def make_if_wanted(self) -> None:
-        """The same after a later `init`, which may have added ``ddp``. Collective over all ranks.
+        """Makes the groups after a later `init`, which may have added ``ddp``. Collective.
 
-        A world of one makes its groups when somebody asks.
+        A world of one makes its groups on first use.
         """
         if self._rank.config.ddp and self._groups is None and self._store is not None:
             self._groups = self._make(self._store)
 
     def of(self, kind: str) -> dist.ProcessGroup:
-        """The group of a kind that this rank belongs to.
+        """Returns the group of a kind that this rank belongs to.
 
         Raises:
             RuntimeError: ``ddp`` is off.
@@ -90,7 +90,7 @@ class ProcessGroups:
 
 
 class TorchGroups:
-    """All process groups of a rank. Collective to make."""
+    """The process groups of a rank. Collective to make."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class TorchGroups:
                     world_size=grid.world_size,
                     timeout=timeout,
                 )
-                self._excepthooks.append(sys.excepthook)  # torch puts one on top
+                self._excepthooks.append(sys.excepthook)  # torch installs its own
             elif (dist.get_rank(), dist.get_world_size()) != (global_rank, grid.world_size):
                 raise RuntimeError(
                     f"torch.distributed is already initialized as rank {dist.get_rank()} of "
@@ -178,8 +178,8 @@ class TorchGroups:
 def _connect_neighbours(group: dist.ProcessGroup) -> None:
     """Connects each rank of a group to those a power of two away. Collective over the group.
 
-    Rings and trees need no others, and a rank that dies ends the operations of those that it is
-    connected to, at once.
+    Rings and trees need no others. If a rank dies, operations of the ranks connected to it end at
+    once.
     """
     backend: Any = group._get_backend(torch.device("cpu"))
     backend.barrier().wait()
@@ -187,9 +187,9 @@ def _connect_neighbours(group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def _gloo_settings(loopback: bool) -> Iterator[None]:
-    """Where torch's own Gloo groups listen, and when they connect, unless the user has chosen.
+    """Sets where torch's own Gloo groups listen and when they connect, unless the user has.
 
-    Each rank connects to each other one of a group only with the first operation that needs it.
+    With lazy initialization two ranks of a group connect in the first operation that needs it.
     """
     wanted = {"TORCH_GLOO_LAZY_INIT": "1"}
     if loopback:

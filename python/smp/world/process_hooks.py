@@ -1,4 +1,4 @@
-"""What happens when the process ends, fails or forks."""
+"""Installs hooks for the end, failure and fork of the process."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def make_log_visible(logger: logging.Logger) -> None:
 
 
 def describe_exception(error: BaseException) -> str:
-    """The last lines of the traceback, for the screens of other ranks."""
+    """Returns the last lines of the traceback, for the screens of other ranks."""
     if isinstance(error, _C.PeerFailure):
-        return str(error)  # says it all
+        return str(error)  # the text is complete
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
     return "\n".join(lines[-_MAX_TRACEBACK_LINES:])
 
@@ -48,7 +48,7 @@ def install(
     An exception that ``on_uncaught`` has shown is not printed a second time.
 
     The callbacks stay for the life of the process, because others may put hooks on top that
-    cannot be taken away again; so they should be plain functions that look up what they need.
+    cannot be removed; so they should be plain functions that look up what they need.
     """
     previous = sys.excepthook
 
@@ -65,17 +65,20 @@ def install(
     os.register_at_fork(after_in_child=after_fork)
 
 
-# Nobody else's, as far as signals without a name can be.
+# Signals without a name, which other libraries hardly use.
 _STACKS_SIGNAL, _STACK_SIGNAL = signal.SIGRTMAX - 1, signal.SIGRTMAX - 2
 _INTERRUPT_SIGNAL, _NATIVE_SIGNAL = signal.SIGRTMAX - 3, signal.SIGRTMAX - 4
 _stacks_fd = -1
 
 
 def register_stack_dump() -> tuple[tuple[int, int, int], int]:
-    """Signals on which this process writes the Python stacks of all threads, that of the one that
-    gets the signal, and its native stack (whose handler is not installed here), and the file.
+    """Registers signals that make this process write its stacks.
 
-    It does so without the interpreter's lock, hence also while a thread hangs that holds it.
+    The handlers do not need the interpreter's lock, so they work while a thread hangs with it.
+
+    Returns:
+        Signals for the Python stacks of all threads, for that of the thread that gets the signal,
+        and for its native stack (whose handler is not installed here); and the file descriptor.
     """
     global _stacks_fd
     if _stacks_fd < 0:
@@ -86,8 +89,11 @@ def register_stack_dump() -> tuple[tuple[int, int, int], int]:
 
 
 def register_interrupt(callback: Callable[[], None]) -> int:
-    """A signal on which the thread of the script calls back between two lines of Python; -1 where
-    `smp.init` runs on another thread, which Python does not allow.
+    """Registers a signal on which the script's thread calls back between two lines of Python.
+
+    Returns:
+        The signal; -1 if `smp.init` runs on another thread than the main one, where Python does
+        not allow this.
     """
     if threading.current_thread() is not threading.main_thread():
         return -1
@@ -96,9 +102,8 @@ def register_interrupt(callback: Callable[[], None]) -> int:
 
 
 def keep_forever(owner: object) -> None:
-    """Never runs the destructor of `owner` in this process.
+    """Keeps `owner` alive for ever, so that its destructor never runs in this process.
 
-    For a forked child: it has the parent's objects but not the threads that their destructors
-    would join.
+    A forked child has the parent's objects but not the threads that their destructors would join.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))

@@ -1,4 +1,4 @@
-"""What a process knows of itself and of its neighbours."""
+"""A rank: its place, settings, connections and communicators."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from smp.world.settings import Settings
 
 
 class Rank:
-    """One rank between `init` and `shutdown`. Owners take a rank as an argument.
+    """A rank between `init` and `shutdown`. Objects that need one take it as an argument.
 
-    Nothing here changes while steps run. A later `init` may add keys to `config`.
+    Its attributes do not change while steps run. A later `init` may add keys to `config`.
 
     Attributes:
         config: effective configuration; ``given`` are the keys that the user wrote.
-        launch: what started this process, its host and the hosts of all ranks.
+        launch: launcher, host of this process and hosts of all ranks.
         settings: values of the `SMP_*` variables.
-        device: where the tensors of this rank live.
-        meter: how far the device is with what was asked of it; knows nothing of the CPU.
-        global_rank, world_size, local_rank, local_size: as the names say.
+        device: device of the tensors of this rank.
+        meter: progress of the device on the work given to it; measures nothing on the CPU.
+        global_rank, world_size, local_rank, local_size: place of this process among all, and on
+            its host.
         grid: places of all ranks.
         shard_size: ranks that hold one copy of a sharded state together.
         groups: global ranks of the group of this process, ascending, by kind
             (`groups.GROUP_KINDS` and `groups.SHARD_KINDS`).
         ranks: position of this process in that group, by kind.
         sizes: size of that group, by kind.
-        pid: of the process that called `init`.
+        pid: number of the process that called `init`.
         connections: liveness, messages and objects; None in a world of one.
         comms: tensor communicators of the groups; None for a group of one.
         stops: finds the boundary between steps at which all ranks stop.
-        terms_at: makes the `Terms` that roll calls compare, from what ranks do then; None before a
-            model is wrapped.
+        terms_at: makes the `Terms` that roll calls compare, from a name of what the ranks do; None
+            before a model is wrapped.
     """
 
     def __init__(
@@ -86,13 +87,13 @@ class Rank:
 
         Args:
             store: keys of this init.
-            loopback: all ranks are on one machine; nothing listens elsewhere.
+            loopback: whether all ranks are on one machine; then nothing listens elsewhere.
             own_host: address of this machine as others see it.
             own_address: the same as a number; empty: not known.
-            secret: of this job.
-            addresses: of the machines of all ranks, as far as they are known.
-            machine: equal on ranks that may try to share memory.
-            shares_gpus: some ranks use one GPU together.
+            secret: secret of this job.
+            addresses: address of each rank's machine, if known.
+            machine: text that is equal on ranks that may share memory.
+            shares_gpus: whether some ranks use one GPU together.
         """
         connections = Connections(
             self.global_rank,
@@ -137,13 +138,13 @@ class Rank:
         )
 
     def _describe(self, rank: int) -> str:
-        """Place of a rank in the grid, and its host if there are several."""
+        """Returns the place of a rank in the grid, and its host if there are several."""
         hosts = self.launch.hosts
         host = f", host {hosts[rank]}" if len(set(hosts)) > 1 else ""
         return self.grid.describe(rank) + host
 
     def wait_for_all(self, what: str) -> None:
-        """Until all ranks have made their connections. Collective."""
+        """Waits until all ranks have made their connections. Collective."""
         if self.connections is not None:
             self.connections.wait_for_all(what)
 
@@ -171,7 +172,7 @@ class Rank:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the other ranks hear of a failure of this one."""
+        """True if the other ranks notice a failure of this one."""
         return self.connections is not None and self.connections.is_watched
 
     @property
@@ -188,14 +189,14 @@ class Rank:
 
     @property
     def is_own_process(self) -> bool:
-        """False in a forked child, which has none of the threads of this rank."""
+        """True if this is the rank's process; a forked child has none of its threads."""
         return os.getpid() == self.pid
 
     def check_process(self, what: str) -> None:
         """Refuses communication in a forked child, and when the run is over.
 
         Raises:
-            RuntimeError: names ``what`` and says what to do; also after `shutdown`.
+            RuntimeError: names ``what`` and the remedy; also after `shutdown`.
         """
         if self._has_ended:
             raise RuntimeError(
@@ -212,7 +213,7 @@ class Rank:
     def check_sums(self) -> None:
         """Refuses to go on with sums of a device that a failure has cut off.
 
-        The host has not waited for them, so nobody was told when they were asked for.
+        The host has not waited for these sums, so the failure has not been raised yet.
 
         Raises:
             PeerFailure: a rank has failed.
@@ -228,22 +229,22 @@ class Rank:
             self.stops.decide(self.stops.freeze())
 
     def report_raised(self, where: str, error: BaseException) -> None:
-        """Tells all other ranks that this one raised, unless it raised because of them."""
+        """Reports an error to all other ranks, unless they caused it."""
         connections = self.connections
         if connections is None or not self.is_own_process:
             return
         if isinstance(error, _C.PeerFailure) and connections.board.fault_text() is not None:
-            connections.has_failed = True  # the others know what this rank knows
+            connections.has_failed = True  # the others have the same report
         elif not connections.has_failed:
             connections.report_raised(where, process_hooks.describe_exception(error))
 
     def on_pipeline_rank(self, pp_rank: int) -> list[int]:
-        """Global ranks with this place in their pipelines."""
+        """Returns the global ranks with this place in their pipelines."""
         ranks = range(self.world_size)
         return [rank for rank in ranks if self.grid.coordinates(rank).pp == pp_rank]
 
     def words_of(self, global_rank: int) -> str:
-        """Number and place of a rank for people: ``"global_rank 1 (pipeline stage 1)"``."""
+        """Returns words for people: ``"global_rank 1 (pipeline stage 1)"``."""
         at = self.grid.coordinates(global_rank)
         axes = {"pp": ("pipeline stage", at.pp), "tp": ("tensor rank", at.tp)}
         axes["rdp"] = ("replica", at.rdp)
@@ -253,7 +254,7 @@ class Rank:
         return f"global_rank {global_rank} ({', '.join(places)})"
 
     def culprit(self, error: BaseException) -> Culprit:
-        """Returns to whom an uncaught exception of this rank is due."""
+        """Returns the rank that caused an uncaught exception of this rank."""
         board, connections = self.board, self.connections
         kind = None if board is None else board.fault_kind()
         if not isinstance(error, _C.PeerFailure) or board is None or kind is None:
@@ -275,7 +276,7 @@ class Rank:
 
     @contextmanager
     def reporting(self, where: str) -> Iterator[None]:
-        """An exception that leaves the block is told to all other ranks."""
+        """Reports an exception that leaves the block to all other ranks."""
         try:
             yield
         except BaseException as error:  # sys.exit and Ctrl-C, too
@@ -285,13 +286,13 @@ class Rank:
     # ---- end -------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Says goodbye to the other ranks, and waits for theirs."""
+        """Says goodbye to the other ranks, and waits for their goodbyes."""
         self._has_ended = True
         if self.connections is not None:
             self.connections.leave()
 
     def drop_communicators(self) -> None:
-        """Ends the communicators of the groups, and what is in flight if a rank has failed."""
+        """Ends the communicators of the groups, and operations in flight if a rank has failed."""
         if self.connections is not None and not self.connections.is_healthy:
             self.comms.abort()
         self.comms = Groups()

@@ -1,4 +1,4 @@
-"""The first meeting of the ranks: a key-value store, and what they tell each other through it."""
+"""The first meeting of the ranks: a key-value store, and messages through it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from smp.world.launch import Launch, Rendezvous, TorchGroup, plan_rendezvous
 from smp.world.presence import wait_for_hellos
 from smp.world.settings import Settings, check_devices, check_gpu_sharing
 
-# How long a rank that already failed waits for the others to read its error.
+# Seconds for which a rank that already failed waits for the others to read its error.
 FAREWELL_S = 10.0
-# Number of the process that is a rank, and which; processes that it starts see it.
+# Variable with the number of the process that is a rank, and the rank; child processes inherit it.
 _RANK_PROCESS = "SMP_RANK_PROCESS"
-# How long a folder may take to be seen on this host: network file systems remember its absence.
+# Seconds until a folder has to be visible here: network file systems remember its absence.
 _FOLDER_S = 10.0
-# How long a name may take to be known: clusters register hosts while these start.
+# Seconds until a name has to be known: clusters register hosts while these start.
 _NAME_S = 20.0
-# All ranks may come at once.
+# All ranks may connect at the same time.
 _BACKLOG = 1024
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What each rank tells all others before anything is set up."""
+    """The message of each rank to all others before anything is set up."""
 
     world_size: int
     host: str
@@ -53,15 +53,15 @@ class Hello:
     config: dict[str, Any] | None
     """Effective configuration; None when `error` is set."""
     error: str | None = None
-    """Why this rank cannot start."""
+    """Error that keeps this rank from starting."""
     way: dict[str, str] = field(default_factory=dict)
-    """How the other hosts reach this one: a `Way`."""
+    """Way by which the other hosts reach this one: a `Way`."""
     secret: str = ""
     """Fingerprint of the secret that the environment gives; empty: none."""
 
 
 def machine_id(hostname: str) -> str:
-    """Names the machine and network namespace that this process runs in."""
+    """Returns a name of the machine and network namespace in which this process runs."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/net')}"
@@ -73,14 +73,14 @@ class MeetingPoint:
     """The store of this launch. One object per process serves all inits.
 
     The store stays open between shutdown and the next init, because a rank that is ahead may
-    already be using it; each init has its own key prefix.
+    already be using it. Each init has its own key prefix.
     """
 
     def __init__(self) -> None:
         self.host = ""
-        """Where the ranks meet; empty: in a file."""
+        """Host at which the ranks meet; empty: they meet in a file."""
         self.identity = ""
-        """Text that all ranks of this launch, and no others, have in common."""
+        """Text that is the same on all ranks of this launch, and on no others."""
         self._identity = ""
         self._store: dist.Store | None = None
         self._num_inits: Counter[str] = Counter()
@@ -92,17 +92,17 @@ class MeetingPoint:
         timeout_s: float,
         group: TorchGroup | None = None,
     ) -> dist.Store:
-        """A store whose keys belong to this init alone.
+        """Opens a store whose keys belong to this init alone.
 
         Args:
-            launch: of this process.
+            launch: launch of this process.
             env: environment variables.
-            timeout_s: for the connection and for each wait.
-            group: of torch, whose processes have met already.
+            timeout_s: time-out of the connection and of each wait, in seconds.
+            group: default group of torch, whose processes have met already.
 
         Raises:
-            ValueError: the environment does not say where to meet.
-            RuntimeError: nobody answers there.
+            ValueError: the environment names no place to meet.
+            RuntimeError: the place does not answer.
         """
         place = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid(), group)
         self.host = place.host
@@ -120,12 +120,12 @@ class MeetingPoint:
         return dist.PrefixStore(prefix, self._store)
 
     def end(self) -> None:
-        """This process is no rank any more, so one that it starts may be."""
+        """Removes the mark of this process as a rank, so that its children may be ranks."""
         os.environ.pop(_RANK_PROCESS, None)
 
 
 def _refuse_in_worker(identity: str, rank: int, env: Mapping[str, str]) -> None:
-    """A process that a rank has started, with its environment, is not that rank a second time."""
+    """Refuses a child of a rank's process that inherited its environment and its rank."""
     pid, _, of_parent = env.get(_RANK_PROCESS, "").partition(" ")
     if not pid or int(pid) == os.getpid() or of_parent != identity:
         return
@@ -170,10 +170,11 @@ def _connect(place: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
 
 
 def _loopback_listener(place: Rendezvous) -> int | None:
-    """A socket that listens where only processes of this host get, for the store of rank 0.
+    """Opens a socket that only processes of this host can reach, for the store of rank 0.
 
-    The store would listen at all addresses of this host, and has no secret. None when ranks may
-    come from elsewhere, or the port is taken, perhaps by a store of this process: torch knows.
+    The store would listen at all addresses of this host, and has no secret. Returns None when ranks
+    may come from elsewhere, or the port is taken, perhaps by a store of this process: then torch
+    opens its own.
     """
     found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     addresses = [place[0] for *_, place in found]
@@ -191,7 +192,7 @@ def _loopback_listener(place: Rendezvous) -> int | None:
 
 
 def _await_name(host: str) -> None:
-    """The store would try until its time-out to reach a host whose address nobody knows."""
+    """Waits for a host name to be known; the store would try until its time-out."""
     deadline = time.monotonic() + _NAME_S
     while True:
         try:
@@ -208,7 +209,7 @@ def _await_name(host: str) -> None:
 
 
 def _await_folder(folder: str) -> None:
-    """The store would try until its time-out to make a file where it cannot."""
+    """Waits for a folder to exist and to be writable; the store would try until its time-out."""
     deadline = time.monotonic() + _FOLDER_S
     while not os.path.isdir(folder) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -222,11 +223,11 @@ def _await_folder(folder: str) -> None:
 
 
 def make_private(folder: str) -> None:
-    """Makes a folder that only this user may enter, and checks that it is one.
+    """Makes a folder that only this user may enter, and checks an existing one.
 
     Raises:
         OSError: it cannot be made.
-        RuntimeError: it is another user's, or others may enter.
+        RuntimeError: it belongs to another user, or others may enter.
     """
     try:
         os.mkdir(folder, mode=0o700)
@@ -241,9 +242,9 @@ def make_private(folder: str) -> None:
 
 
 def _make_unreadable(path: str) -> None:
-    """Makes the file of the store, which has the secret of the job, so that others cannot read it.
+    """Makes the file of the store, which has the secret of the job, unreadable for others.
 
-    The store itself would make it as readable as the umask lets it.
+    The store itself would create it with the permissions of the umask.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -257,11 +258,11 @@ def _make_unreadable(path: str) -> None:
 def exchange_hellos(
     store: dist.Store, launch: Launch, hello: Hello, timeout_s: float
 ) -> list[Hello]:
-    """The hello of every rank, index = global rank. Collective.
+    """Returns the hello of every rank, index = global rank. Collective.
 
     Raises:
         RuntimeError: ranks did not come in time; names them.
-        ValueError: another rank has an error, or thinks of another world size.
+        ValueError: another rank has an error, or another world size.
     """
     store.set(f"hello/{launch.global_rank}", json.dumps(asdict(hello)))
     keys = [f"hello/{rank}" for rank in range(launch.world_size)]
@@ -286,11 +287,11 @@ def exchange_hellos(
 def meet(
     store: dist.Store, launch: Launch, hello: Hello, read: ReadConfig, settings: Settings
 ) -> list[Hello]:
-    """The hello of every rank, once all agree. Collective.
+    """Returns the hello of every rank, once all agree. Collective.
 
     Raises:
         RuntimeError: ranks did not come in time.
-        ValueError: on all ranks, with the same text.
+        ValueError: the ranks disagree or one has an error; the same text on all ranks.
     """
     hellos = exchange_hellos(store, launch, hello, settings.timeout_s)
     try:
@@ -323,10 +324,10 @@ def raise_first_error(errors: Sequence[str | None]) -> None:
     """Raises the error of the lowest rank that has one, with the same text on every rank.
 
     Args:
-        errors: of each rank, index = global rank.
+        errors: error of each rank, index = global rank.
 
     Raises:
-        ValueError: text of the error; names the rank unless all ranks have the same one.
+        ValueError: the error; its text names the rank unless all ranks have the same error.
     """
     first = next((error for error in errors if error is not None), None)
     if first is None:
@@ -337,7 +338,7 @@ def raise_first_error(errors: Sequence[str | None]) -> None:
 
 
 def say_farewell(store: dist.Store, launch: Launch) -> None:
-    """Called before init fails: the process with the store waits until all have read it."""
+    """Keeps the store open before `init` fails, until all ranks have read it."""
     deadline = time.monotonic() + FAREWELL_S
     arrived = store.add("farewell", 1)
     while arrived < launch.world_size and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Ranks meet before they save, load or join their states, or hear why others did not come."""
+"""Roll calls: ranks meet before they save, load or join their states, or learn who is absent."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from smp.world import host_objects
 from smp.world.rank import Rank
 
 _MARK = "_smp_roll_call"
-#: What a call of these groups often stands in that is wrong.
+#: Conditions in scripts that often wrongly guard calls of these groups.
 _GUARDS = {
     "mp": "`if smp.rank() == 0:` or, with tensor parallelism, `if smp.dp_rank() == 0:`",
     "rdp": "`if smp.rank() == 0:` or `if smp.rdp_rank() == 0:`",
     "shard": "`if smp.rank() == 0:` or `if smp.rdp_rank() == 0:`",
     "world": "`if smp.rank() == 0:` or `if smp.dp_rank() == 0:`",
 }
-#: Errors that stay what they are on the other ranks.
+#: Classes of errors that are the same on the other ranks.
 _KINDS: dict[str, type[Exception]] = {
     "FileNotFoundError": FileNotFoundError,
     "ValueError": ValueError,
@@ -35,17 +35,16 @@ def roll_call(
 ) -> list[Any]:
     """Waits until all ranks of a group have made the same call. Collective over the group.
 
-    Ranks that compute are waited for; when every rank waits, those here for the others and those
-    elsewhere for this one, the watch for deadlocks ends all waits after a few seconds, and so does
-    a rank that ends.
+    The call waits for ranks that compute. If every rank waits, some here and some elsewhere, the
+    watch for deadlocks ends all waits after a few seconds. A rank that ends does so, too.
 
     Args:
-        rank: that calls.
+        rank: calling rank.
         what: name of the public function.
         call: arguments that have to be equal on all ranks, and ``error``: why this rank cannot, or
             None.
-        snippet: how the call stands in a script.
-        own: for the other ranks.
+        snippet: line of a script that makes the call.
+        own: object for the other ranks.
         group: kind of the caller's group.
 
     Returns:
@@ -53,7 +52,7 @@ def roll_call(
 
     Raises:
         ValueError: on all ranks, if some rank has an error, other arguments or other `Terms`.
-        PeerFailure, RuntimeError: some rank is elsewhere, or has failed.
+        PeerFailure, RuntimeError: some rank makes another call, or has failed.
     """
     rank.check_process(what)
     members = rank.groups[group]
@@ -88,9 +87,9 @@ def roll_call(
 def meet(
     rank: Rank, what: str, groups: Sequence[str], snippet: str, call: dict[str, Any] | None = None
 ) -> None:
-    """`roll_call` of groups whose ranks make one state together. Collective over each of them.
+    """Makes a `roll_call` in each group whose ranks hold one state together. Collective over them.
 
-    What stands alone in a group has nobody to wait for.
+    Groups of one rank are skipped.
     """
     for group in groups:
         if rank.sizes[group] > 1:
@@ -98,14 +97,14 @@ def meet(
 
 
 def agree(rank: Rank, what: str, error: BaseException | None, own: Any = None) -> list[Any]:
-    """Goes on if no rank has an error. Collective over all ranks.
+    """Raises on all ranks if some rank has an error. Collective over all ranks.
 
     Returns:
         ``own`` of all ranks.
 
     Raises:
-        FileNotFoundError, ValueError, RuntimeError: on all ranks, with the error of the first one
-            that has one; RuntimeError for those of other classes.
+        FileNotFoundError, ValueError, RuntimeError: on all ranks, the error of the first rank
+            that has one; RuntimeError for errors of other classes.
     """
     rank.check_process(what)
     told = [(None if error is None else _kind_and_text(error), own)]
@@ -129,7 +128,7 @@ def _kind_and_text(error: BaseException) -> tuple[str, str]:
 
 
 def _is_elsewhere(rank: Rank, error: Exception) -> bool:
-    """Did the wait end because ranks were somewhere else?"""
+    """Returns whether a wait ended because ranks were in another call."""
     text = str(error)
     fault = "" if rank.board is None else rank.board.fault_text() or ""
     return (
@@ -154,7 +153,7 @@ def _advice(rank: Rank, what: str, snippet: str, group: str, reason: str) -> str
 
 
 def _compare(what: str, calls: dict[int, dict[str, Any]]) -> None:
-    """Refuses errors and differences, by global rank."""
+    """Raises for errors and differing arguments, by global rank."""
     for rank, call in calls.items():
         if call.get("error") is not None:
             raise ValueError(f"{_C.rank_prefix()}{what}: global_rank {rank}: {call['error']}")

@@ -1,4 +1,4 @@
-"""The one process-wide object: `init` makes it, `shutdown` ends it, `current` returns it."""
+"""The process-wide runtime: `init` makes it, `shutdown` ends it, `current` returns it."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ from smp.world.wrapped import Wrapped, module_manager
 
 
 class Runtime:
-    """One initialized rank, and what runs on it. Made by `init`, ended by `shutdown`.
+    """An initialized rank, and its models, steps and tools. `init` makes it, `shutdown` ends it.
 
     Attributes:
-        rank: what this process knows of itself and of the others.
+        rank: place, settings and connections of this process.
         wrapped: models and optimizers.
-        steps: the one that runs, and those that did.
-        process_groups: of `torch.distributed`.
-        timeline: records what this rank does while somebody wants to see it.
-        pipeline: what the partitioned models of several pipeline ranks share.
-        dropout: draws masks that no layout changes, where the configuration wants them.
-        detection: of NaN and infinities, while somebody wants it.
-        verification: records what it computes, where `smp verify` has started it.
+        steps: running step and counts of earlier ones.
+        process_groups: process groups of `torch.distributed`.
+        timeline: records the work of this rank while a reader wants it.
+        pipeline: state that the partitioned models of several pipeline ranks share.
+        dropout: draws masks that do not depend on the layout, if the configuration wants them.
+        detection: finds NaN and infinities, while it is wanted.
+        verification: records results, if `smp verify` has started the job.
         observers: tools that look at models and steps.
         torch_optimizers: looks at PyTorch's own, from the first wrapped model on.
-        part_gradients: watches how the script uses gradients, where ranks have parts of a model.
+        part_gradients: watches how the script uses gradients, if ranks have parts of a model.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -102,14 +102,14 @@ class Runtime:
 
         Args:
             store: keys of this init.
-            meeting: what the ranks have told each other.
-            own_host: address of this machine as others see it, where `meeting` does not tell.
-            given: secret of this job that the environment has; None: the job draws one.
+            meeting: hello of each rank, index = global rank.
+            own_host: address of this machine as others see it, if `meeting` does not have it.
+            given: secret of this job from the environment; None: the job draws one.
         """
         own = meeting[self.rank.global_rank]
         loopback = len({other.machine for other in meeting}) == 1
         if not loopback and own.way["interface"]:
-            # Of groups of ours and of the script, which would ask the host name for an address.
+            # Groups of ours and of the script would otherwise look up an address by the host name.
             os.environ.setdefault(INTERFACE_VARIABLE, own.way["interface"])
         rank = self.rank
         if given is None and rank.global_rank:
@@ -158,7 +158,7 @@ class Runtime:
         self.process_groups.make_if_wanted()
 
     def on_shutdown(self, callback: Callable[[], None]) -> None:
-        """Calls back, last registered first, when nobody needs this rank any more."""
+        """Registers a callback for when other ranks need this one no more; the last runs first."""
         self._on_shutdown.append(callback)
 
     def close(self) -> None:
@@ -189,14 +189,14 @@ class Runtime:
 
 _current: Runtime | None = None
 _meeting_point = MeetingPoint()
-_failing: tuple[failure.FailureFile, int] | None = None  # and the rank, also after its end
+_failing: tuple[failure.FailureFile, int] | None = None  # file and rank, also after a run
 _has_hooks = False
-_has_failed = False  # by an uncaught exception
-_init_culprit: failure.Culprit | None = None  # of a failed smp.init
+_has_failed = False  # an uncaught exception has ended the script
+_init_culprit: failure.Culprit | None = None  # culprit of a failed smp.init
 
 
 def current() -> Runtime:
-    """The runtime of this process.
+    """Returns the runtime of this process.
 
     Raises:
         RuntimeError: `smp.init` has not been called.
@@ -207,17 +207,17 @@ def current() -> Runtime:
 
 
 def own_rank() -> Rank:
-    """The rank of this process."""
+    """Returns the rank of this process."""
     return current().rank
 
 
-# What they become in copies and pickles of objects that have them, such as optimizers.
+# Copies and pickles of objects that hold a rank or a runtime get those of the process.
 copyreg.pickle(Rank, lambda _: (own_rank, ()))
 copyreg.pickle(Runtime, lambda _: (current, ()))
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called in this process and `shutdown` was not."""
+    """Returns whether `init` was called in this process and `shutdown` was not."""
     return _current is not None
 
 
@@ -303,7 +303,7 @@ def _start(runtime: Runtime, notes: Sequence[str]) -> None:
 
 
 def _show_failures(global_rank: int) -> None:
-    """Keeps what fails from here on short on the terminal; stacks go to a file."""
+    """Shortens reports of later failures on the terminal; their stacks are written to a file."""
     global _failing, _has_hooks
     file = failure.FailureFile(_meeting_point.identity)
     file.open()
@@ -328,7 +328,7 @@ def _on_uncaught(error: BaseException) -> bool:
 
 
 def _at_exit() -> None:
-    """Says goodbye; the runtime of a finished script is nobody's any more."""
+    """Says goodbye at the end of a script, and ends the runtime."""
     uses_mpi = _current is not None and _current.rank.settings.transport == "mpi"
     _end()
     if _has_failed:

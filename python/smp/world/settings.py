@@ -41,18 +41,18 @@ class Settings:
     lane_slot_mb: int = DEFAULT_SLOT_MB
     """`SMP_LANE_SLOT_MB`: MiB of one slot between devices."""
     hang_s: float = DEFAULT_HANG_S
-    """`SMP_HANG_S`: ranks wait and nothing moves for so long: report it; 0: never."""
+    """`SMP_HANG_S`: seconds of waiting without progress that are reported; 0: never."""
     metrics_every: int = DEFAULT_METRICS_EVERY
-    """`SMP_METRICS_EVERY`: training steps of a line of figures in the log; 0: no lines."""
+    """`SMP_METRICS_EVERY`: training steps between lines of figures in the log; 0: no lines."""
     hang_action: str = "raise"
-    """`SMP_HANG_ACTION`: raise ends the run after twice that time, report does not."""
+    """`SMP_HANG_ACTION`: raise ends the run after twice `SMP_HANG_S`; report does not."""
     preemption_path: str | None = None
-    """`SMP_PREEMPTION_PATH`: where to save before leaving on SIGTERM."""
+    """`SMP_PREEMPTION_PATH`: path of the checkpoint that is saved on SIGTERM."""
     store_root: Path = Path("~/.cache/smp/checkpoints")
-    """`SMP_STORE_FOLDER`: where checkpoints that go to a store are complete first."""
+    """`SMP_STORE_FOLDER`: folder in which checkpoints are completed before their upload."""
     upload_wait_s: float = DEFAULT_UPLOAD_WAIT_S
-    """`SMP_UPLOAD_WAIT_S`: how long ranks that are preempted wait for their checkpoints to be in
-    the store; 0: not at all."""
+    """`SMP_UPLOAD_WAIT_S`: seconds for which preempted ranks wait for uploads of their checkpoints;
+    0: not at all."""
     fault: InjectedFault | None = None
     """`SMP_FAULT`: see `fault_injection`."""
     detect_nonfinite: str = "0"
@@ -60,16 +60,16 @@ class Settings:
     check_first_step: str = "auto"
     """`SMP_CHECK_FIRST_STEP`: auto, 1 or 0: see `first_step`."""
     verify: str | None = None
-    """`SMP_VERIFY`: file by which `smp verify` says what to record: see `observe.verification`."""
+    """`SMP_VERIFY`: file that lists what to record: see `observe.verification`."""
     host_pool: bool = True
     """`SMP_HOST_POOL`: large tensors on the CPU stay out of the heap of the C library."""
 
 
 def read_settings(env: Mapping[str, str]) -> Settings:
-    """Settings from environment variables.
+    """Reads settings from environment variables.
 
     Raises:
-        ValueError: a variable has a value that is not understood.
+        ValueError: a variable has an invalid value.
     """
     return Settings(
         timeout_s=_seconds(env, "SMP_TIMEOUT_S", DEFAULT_TIMEOUT_S),
@@ -130,10 +130,10 @@ def _choice(env: Mapping[str, str], name: str, default: str, *others: str) -> st
 
 
 def choose_device_type(settings: Settings, *, cuda_available: bool) -> str:
-    """ "cpu" or "cuda".
+    """Returns "cpu" or "cuda".
 
     Raises:
-        RuntimeError: CUDA was demanded and there is none.
+        RuntimeError: CUDA was demanded and is not available.
     """
     if settings.device == "auto":
         return "cuda" if cuda_available else "cpu"
@@ -145,7 +145,7 @@ def choose_device_type(settings: Settings, *, cuda_available: bool) -> str:
 
 
 def look_at_devices(settings: Settings) -> tuple[str, int]:
-    """ "cpu" or "cuda", and the number of visible GPUs."""
+    """Returns "cpu" or "cuda", and the number of visible GPUs."""
     wants_cuda = settings.device != "cpu"
     device_type = choose_device_type(
         settings, cuda_available=wants_cuda and torch.cuda.is_available()
@@ -154,14 +154,14 @@ def look_at_devices(settings: Settings) -> tuple[str, int]:
 
 
 def device_of(device_type: str, local_rank: int, num_devices: int) -> torch.device:
-    """The device that a process works on."""
+    """Returns the device that a process works on."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", local_rank % max(1, num_devices))
 
 
 def check_device_count(host: str, local_size: int, num_devices: int, share_gpu: bool) -> None:
-    """One GPU per process, unless `SMP_SHARE_GPU=1`.
+    """Checks that each process has its own GPU, unless `SMP_SHARE_GPU=1`.
 
     Raises:
         ValueError: names the host and both numbers.
@@ -183,7 +183,7 @@ def check_devices(
         hosts: host name of each rank.
         devices: "cpu" or "cuda" of each rank.
         nums_devices: GPUs that each rank sees.
-        share_gpu: from `SMP_SHARE_GPU`.
+        share_gpu: whether `SMP_SHARE_GPU` is set.
 
     Raises:
         ValueError: devices differ, or a host has fewer GPUs than processes.
@@ -229,7 +229,7 @@ def check_gpu_sharing(
 
 
 def shares_gpus(hosts: Sequence[str], devices: Sequence[str], nums_devices: Sequence[int]) -> bool:
-    """Do processes share a GPU somewhere? The arguments are those of `check_devices`."""
+    """Returns whether processes share a GPU on some host; see `check_devices`."""
     return any(
         device == "cuda" and hosts.count(host) > num_devices
         for host, device, num_devices in zip(hosts, devices, nums_devices, strict=True)
@@ -237,7 +237,7 @@ def shares_gpus(hosts: Sequence[str], devices: Sequence[str], nums_devices: Sequ
 
 
 def host_advice(tp_groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> list[str]:
-    """Warnings about groups that cross hosts."""
+    """Returns warnings about groups that cross hosts."""
     for group in tp_groups:
         names = sorted({hosts[rank] for rank in group})
         if len(names) > 1:

@@ -1,4 +1,4 @@
-"""The TCP connections of a process: where each rank listens, and who tells the others."""
+"""Opens the TCP connections of a process and exchanges the addresses of all ranks."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def open_sockets(
     board: _C.FaultBoard,
     timeout_s: float,
 ) -> _C.PeerSockets:
-    """Connections of this process, none of them open yet. Collective.
+    """Makes the connections of this process, which open on first use. Collective.
 
-    Rank 0 collects where all listen, so that the store is asked a few times by each rank and not
+    Rank 0 collects the addresses of all ranks, so that each rank asks the store a few times and not
     once for each pair.
 
     Args:
         store: keys of this init.
-        global_rank: of this process.
+        global_rank: global rank of this process.
         world_size: number of all ranks.
-        loopback: all ranks are on one machine; nothing listens elsewhere.
+        loopback: whether all ranks are on one machine; then nothing listens elsewhere.
         towards: a host that all ranks reach.
-        secret: of this job; both sides of a connection prove that they know it.
+        secret: secret of this job; both sides of a connection prove that they know it.
         board: ends the wait when a rank has failed.
-        timeout_s: for all ranks to come here.
+        timeout_s: time-out for all ranks to arrive, in seconds.
 
     Raises:
         PeerFailure: a rank has failed.
@@ -58,7 +58,7 @@ def open_sockets(
 
 def _wait_for(store: dist.Store, keys: list[str], board: _C.FaultBoard, deadline_s: float) -> None:
     pause_s = _SHORTEST_PAUSE_S
-    while not store.check(keys):  # a wait of the store hears of no fault
+    while not store.check(keys):  # a wait of the store notices no fault
         board.raise_if_faulted()
         if time.monotonic() > deadline_s:
             missing = [key for key in keys if not store.check([key])]

@@ -21,10 +21,10 @@ class State:
 
     @property
     def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
-        """By tp_rank: indices of the optimizer's parameters by their names in the model.
+        """Indices, for each tp_rank, of the optimizer's parameters by their names in the model.
 
         The ranks of a tensor-parallel group have the same names. Empty before an optimizer is
-        wrapped; of several the last one counts.
+        wrapped; of several optimizers the last one counts.
         """
         current = _run()
         if current is None or current.wrapped.optimizer is None:
@@ -34,7 +34,7 @@ class State:
 
     @property
     def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
-        """By tp_rank: the first name of each of the optimizer's parameters, by index."""
+        """The first name, for each tp_rank, of each of the optimizer's parameters, by index."""
         return [
             {index: name for name, index in reversed(indices.items())}
             for indices in self.param_name_to_index_tp_group

@@ -1,4 +1,4 @@
-"""The steps of a rank: which one runs, how many there were, and what they left to do."""
+"""The steps of a rank: the running one, and counts of earlier ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Steps:
         num_begun: calls that began.
         num_finished: calls that returned.
         running: name of the step function that runs now.
-        has_trained: a step computed gradients.
-        has_gradients: a step did so after the last update of an optimizer.
+        has_trained: whether a step has computed gradients.
+        has_gradients: whether a step has done so since the last update of an optimizer.
         missed_at: line of the script that has read ``.grad`` where there is none, though there are
             gradients elsewhere that no update has used yet.
-        samples: of the batch of the last step on this rank; 0: not known.
-        dropout_seed: of masks that no layout changes; None: no step has needed it.
-        num_passes: evaluations that the check of the loss ran besides.
-        num_scaled_backwards: backward passes that are under way and began at a loss with its scale.
+        samples: samples in the batch of the last step on this rank; 0: not known.
+        dropout_seed: seed of masks that do not depend on the layout; None: no step has needed it.
+        num_passes: additional evaluations by the check of the loss.
+        num_scaled_backwards: running backward passes that began at a loss with its scale.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -36,7 +36,7 @@ class Steps:
         self._on_finished: list[Callable[[float], None]] = []
 
     def inject_fault(self, step: int, microbatch: int | None = None) -> None:
-        """Misbehaves if `SMP_FAULT` says so for this place."""
+        """Misbehaves if `SMP_FAULT` names this place."""
         if self._rank.settings.fault is not None:
             self._rank.settings.fault.strike(self._rank.global_rank, step, microbatch)
 
@@ -62,8 +62,8 @@ class Steps:
         """Raises a RuntimeError while a step function runs.
 
         Args:
-            what: the call that the script makes.
-            place: where it belongs: "behind" the step function or "in front of" it.
+            what: name of the call that the script makes.
+            place: right place of the call: "behind" the step function or "in front of" it.
         """
         if self.running is not None:
             raise RuntimeError(
@@ -87,8 +87,8 @@ class Steps:
 
     @contextmanager
     def scaling_loss(self) -> Iterator[None]:
-        """The block runs a backward that began with the loss scale, where it has to."""
-        self.num_scaled_backwards += 1  # of several microbatches at once in a pipeline
+        """Marks the block as a backward that began with the loss scale."""
+        self.num_scaled_backwards += 1  # a pipeline runs several at once
         try:
             yield
         finally:
@@ -99,11 +99,11 @@ class Steps:
         self._on_finished.append(callback)
 
     def finished(self, duration_s: float) -> None:
-        """A step function returned after ``duration_s``."""
+        """Counts a step function that returned after ``duration_s``, and calls back."""
         self.num_finished += 1
         for callback in self._on_finished:
             callback(duration_s)
 
     def forget_callbacks(self) -> None:
-        """Calls nobody back from now on."""
+        """Drops all callbacks."""
         self._on_finished = []

@@ -1,8 +1,8 @@
-"""What ranks of one model have to agree on beside the batch.
+"""Values on which the ranks of one model have to agree beside the batch.
 
-Hyperparameters of optimizers, and the factor by which the script has scaled gradients, travel with
-what ranks exchange in any case: where steps begin, and in roll calls, where what an update has made
-leaves the job.
+Hyperparameters of optimizers, and the factor by which the script has scaled gradients, are sent
+with other messages: at the beginning of steps, and in roll calls, before results of an update
+leave the job.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SAME_NORM = (
 
 
 class Terms:
-    """Compares what this rank has with what other ranks have.
+    """Compares values of this rank with those of other ranks.
 
     Args:
         current: the runtime.
-        where: what ranks do when they compare, for errors.
-        scaling: how the script has scaled gradients, or None where it has not.
+        where: words for what the ranks do when they compare, for errors.
+        scaling: scaling of the gradients by the script, or None.
     """
 
     def __init__(self, current: runtime.Runtime, where: str, scaling: Scaling | None) -> None:
@@ -57,14 +57,15 @@ class Terms:
         return [digest, -digest]
 
     def compare(self, told: Mapping[int, str]) -> None:
-        """Compares ranks of one model. Ranks of a pipeline may have groups of their own parameters,
-        which cannot be compared.
+        """Compares ranks of one model.
+
+        Pipeline ranks may have parameter groups of their own, which cannot be compared.
 
         Args:
             told: words of the ranks, by global rank.
 
         Raises:
-            ValueError: they differ in something that ranks of one model have to agree on.
+            ValueError: they differ in a value on which ranks of one model have to agree.
         """
         if len(set(told.values())) < 2:
             return
@@ -92,7 +93,7 @@ class Terms:
             self._refuse(label, having)
 
     def _refuse(self, label: str, having: Mapping[int, Any]) -> None:
-        """Raises if ranks have other groups, or another number in one, in the same optimizer."""
+        """Raises if groups of one optimizer, or a number in a group, differ between ranks."""
         first_sizes, first_groups = next(iter(having.values()))
         for sizes, groups in having.values():
             if sizes != first_sizes:
@@ -129,13 +130,13 @@ class Terms:
 
 
 def terms_now(current: runtime.Runtime, where: str) -> Terms:
-    """Returns the terms between two steps; the gradients of the last one stay known."""
+    """Returns the terms between two steps; they include the scaling of the last gradients."""
     keeper = current.part_gradients
     return Terms(current, where, None if keeper is None else keeper.scaling())
 
 
 def _optimizers_of(current: runtime.Runtime) -> str:
-    """Sizes and hyperparameters of the groups of all optimizers that update something here.
+    """Returns sizes and hyperparameters of the groups of all optimizers that update something.
 
     Returns:
         JSON: by number and class of an optimizer, tensors per group and values per group.
@@ -160,7 +161,7 @@ def _optimizers_of(current: runtime.Runtime) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a number of the host that is no number of Python; None for what is not compared."""
+    """Returns a number that lies on the host as a Python number; None for what is not compared."""
     is_on_host = not isinstance(value, Tensor) or value.device.type == "cpu"
     is_one = getattr(value, "size", 0) == 1 or (isinstance(value, Tensor) and value.numel() == 1)
     return value.item() if is_one and is_on_host else None

@@ -1,6 +1,6 @@
-"""The default group of `torch.distributed`, where somebody has made it before `smp.init`.
+"""Reads the default group of `torch.distributed`, if it was made before `smp.init`.
 
-Engines such as Ray Train do, and scripts that start their processes themselves.
+Engines such as Ray Train make it, and so do scripts that start their processes themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from smp.world.launch import Launch, Rendezvous, TorchGroup, restart_count
 
 
 def read_torch_group(env: Mapping[str, str]) -> TorchGroup | None:
-    """The default group of this process; None: there is none. Not collective.
+    """Returns the default group of this process; None: there is none. Not collective.
 
     Args:
         env: environment variables, for the number of starts before this one.
@@ -27,7 +27,7 @@ def read_torch_group(env: Mapping[str, str]) -> TorchGroup | None:
 
 
 def innermost_store() -> dist.Store:
-    """The store in which processes of the default group have met, without prefixes of keys."""
+    """Returns the store in which processes of the default group have met, without prefixes."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -35,11 +35,11 @@ def innermost_store() -> dist.Store:
 
 
 def place_of(store: dist.Store, attempt: str) -> Rendezvous | None:
-    """Where other processes reach a store; None: nowhere.
+    """Returns the place where other processes reach a store; None: they cannot.
 
     Args:
-        store: without prefixes.
-        attempt: `restart_count`.
+        store: store without prefixes.
+        attempt: result of `restart_count`.
     """
     if isinstance(store, dist.TCPStore):
         return Rendezvous("tcp", host=store.host, port=store.port, has_server=True, attempt=attempt)
@@ -50,9 +50,10 @@ def place_of(store: dist.Store, attempt: str) -> Rendezvous | None:
 
 
 def refuse_lonely_worker(launch: Launch) -> None:
-    """A worker of Ray Train among others, which nothing has told of them, is no job of one process.
+    """Refuses one of several workers of Ray Train that would each train alone.
 
-    `DataParallelTrainer` sets no variables and makes no group; its workers would each train alone.
+    `DataParallelTrainer` sets no variables and makes no group, so its workers look like single
+    processes.
 
     Raises:
         ValueError: this process is such a worker.

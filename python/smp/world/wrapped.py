@@ -1,4 +1,4 @@
-"""What users have wrapped: models and optimizers, as long as they live, and their translators."""
+"""Registry of wrapped models and optimizers while they live, and their translators."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ModuleManager:
 
 
 module_manager = ModuleManager()
-"""Of this process; it is empty again after `shutdown`."""
+"""Translators of this process; empty again after `shutdown`."""
 
 
 class WrappedModel(Protocol):
-    """What is known here of a `DistributedModel`."""
+    """The part of a `DistributedModel` that this layer uses."""
 
     @property
     def _label(self) -> str: ...
@@ -47,7 +47,7 @@ class WrappedModel(Protocol):
 
 
 class WrappedOptimizer(Protocol):
-    """What is known here of a `DistributedOptimizer`."""
+    """The part of a `DistributedOptimizer` that this layer uses."""
 
     optimizer: Any
     param_groups: Any
@@ -78,12 +78,12 @@ class Numbered(Generic[_T]):
 
 
 class Wrapped:
-    """Registry of what was wrapped under one runtime.
+    """Registry of models and optimizers wrapped under one runtime.
 
     Attributes:
         partitioned: numbers of the models that are partitioned; equal on all ranks.
         passed_over: numbers of other models, by step function whose first call did not use them.
-        placed: where the modules of a model are, which outlives its wrapper.
+        placed: places of the modules of a model, which outlive its wrapper.
     """
 
     def __init__(self) -> None:
@@ -95,9 +95,9 @@ class Wrapped:
         self._waiting: list[Callable[[WrappedOptimizer], None]] = []
 
     def add_model(self, model: WrappedModel) -> int:
-        """Notes a model that was wrapped; returns its number, which is never used again.
+        """Registers a wrapped model; returns its number, which is never used again.
 
-        The model lives as long as somebody else has it.
+        The registry does not keep the model alive.
         """
         self._models.add(model)
         return self._models.num_added - 1
@@ -109,7 +109,7 @@ class Wrapped:
 
     @property
     def num_wrapped(self) -> int:
-        """How many models were wrapped, those that are gone included."""
+        """Number of models wrapped so far, including deleted ones."""
         return self._models.num_added
 
     @property
@@ -119,7 +119,7 @@ class Wrapped:
 
     @property
     def model(self) -> WrappedModel | None:
-        """The model that calls mean which name none; None before one is wrapped.
+        """The model of calls that name none; None before one is wrapped.
 
         Raises:
             RuntimeError: there are several.
@@ -133,7 +133,7 @@ class Wrapped:
         return models[0] if models else None
 
     def add_optimizer(self, optimizer: WrappedOptimizer) -> None:
-        """Notes an optimizer that was wrapped; it lives as long as somebody else has it."""
+        """Registers a wrapped optimizer, without keeping it alive."""
         self._optimizers.add(optimizer)
         waiting, self._waiting = self._waiting, []
         for callback in waiting:
@@ -149,21 +149,21 @@ class Wrapped:
         return self._optimizers.alive()
 
     def spread_written(self) -> None:
-        """Brings into models what the script has written to what optimizers update."""
+        """Copies into models what the script has written to the tensors that optimizers update."""
         for optimizer in self.optimizers:
             optimizer._spread_written()
 
     def updating(self) -> list[tuple[int, Any]]:
-        """PyTorch's optimizers in those that update something on this rank, with their numbers."""
+        """Returns PyTorch's optimizers that update something on this rank, with their numbers."""
         numbered = self._optimizers.numbered()
         return [(number, each.optimizer) for number, each in numbered if each._has_local()]
 
     @property
     def optimizer(self) -> WrappedOptimizer | None:
-        """The last of them, if any."""
+        """The last wrapped optimizer that lives, if any."""
         optimizers = self.optimizers
         return optimizers[-1] if optimizers else None
 
     def forget(self) -> None:
-        """As if nothing had been wrapped; numbers begin anew."""
+        """Forgets all models and optimizers; numbers begin at 0 again."""
         self.__init__()  # type: ignore[misc]

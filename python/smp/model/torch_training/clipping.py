@@ -1,16 +1,15 @@
 """``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` on parameters of a distributed model.
 
-What PyTorch's functions find on a rank is a part: of a pipeline its own stage, of split layers its
-slices, and of sharded state and of 16-bit parameters nothing or a copy. Each rank would clip by
-another norm, or not at all, and nobody would say so. So while models are wrapped these functions do
-what `smp.clip_grad_norm_` does where they are given parameters of such a model; other calls are
-theirs.
+PyTorch's functions find only a part of a model on a rank: of a pipeline its own stage, of split
+layers its slices, and of sharded state and of 16-bit parameters nothing or a copy. Each rank would
+clip by another norm, or not at all, without an error. So while models are wrapped these functions
+work like `smp.clip_grad_norm_` on parameters of such a model; other calls reach PyTorch's own.
 
-``get_total_norm`` and ``clip_grads_with_norm_``, its two halves, know too little to do the same:
-the first gets gradients, of which a rank may have none. They are refused there.
+``get_total_norm`` and ``clip_grads_with_norm_``, its two halves, have too little information for
+that: the first gets gradients, of which a rank may have none. They are refused on such parameters.
 
 Scripts have these functions by several names, from before the library was imported. All are
-wrappers of torch's own that call what is in their closure, so that is replaced.
+wrappers of torch that call the function in their closure, so that function is replaced.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ Parameters = Tensor | Iterable[Tensor]
 
 
 class TorchClipping:
-    """Takes the place of PyTorch's functions until the run is shut down.
+    """Replaces PyTorch's functions until the run is shut down.
 
     Inside of step functions, where gradients are not whole yet, it refuses them.
 
     Args:
         current: the runtime, whose models count.
-        has_parts: whether a rank may have parts of them only; else PyTorch's own suffice.
+        has_parts: whether a rank may have only parts of a model; else PyTorch's own suffice.
 
     Raises:
         RuntimeError: this release of torch has other functions.
@@ -122,7 +121,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _cell(name: str) -> CellType:
-    """Where one of torch's wrappers has the function that it calls."""
+    """Returns the closure cell that has the function which one of torch's wrappers calls."""
     wrapper = getattr(clip_grad, name)
     cells: tuple[CellType, ...] = wrapper.__closure__ or ()
     if len(cells) != 1 or not callable(cells[0].cell_contents):

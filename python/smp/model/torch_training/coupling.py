@@ -1,9 +1,9 @@
 """Finds optimizers that need more of a model than a rank has of it.
 
 Adam updates each element by itself, so it does not matter which rank has it. LARS and Adafactor
-need the whole parameter, and one that clips by the norm of all gradients needs all of them; on
-parts of these they would train on with other numbers. Which kind an optimizer is says a trial: it
-updates small tensors whole and cut, together and alone, and what they become is compared.
+need the whole parameter, and an optimizer that clips by the norm of all gradients needs all of
+them; on parts of these they would train on with other numbers. A trial finds the kind of an
+optimizer: it updates small tensors whole and cut, together and alone, and compares the results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.world.rank import Rank
 
-_STEPS = (3.0, 30.0, 1.0)  # sizes of gradients, one after the other
+_STEPS = (3.0, 30.0, 1.0)  # sizes of gradients in three steps
 _SHAPE = (4, 6)
 _ELEMENTWISE = {
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
@@ -32,7 +32,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Coupling(Enum):
-    """What the update of an element depends on, besides that element."""
+    """The values on which the update of an element depends, besides that element."""
 
     NONE = "nothing else"
     ELEMENTS = "other elements of its parameter"
@@ -40,9 +40,9 @@ class Coupling(Enum):
 
 
 def refuse_parts(rank: Rank, optimizer: torch.optim.Optimizer) -> None:
-    """Raises a ValueError where this rank has too little for an optimizer of the user's.
+    """Raises a ValueError if this rank has too little for an optimizer of the user's.
 
-    Those of the library ask other ranks for what they need.
+    The library's own optimizers ask other ranks for the values that they need.
     """
     option = _what_cuts(rank)
     if option is None or type(optimizer).__module__.startswith("smp."):
@@ -60,7 +60,7 @@ def refuse_parts(rank: Rank, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _what_cuts(rank: Rank) -> str | None:
-    """The option for which a rank has parts only; parameters that are cut come first."""
+    """Returns the option that leaves only parts to a rank; options that cut parameters first."""
     if rank.sizes["shard"] > 1:
         sharded = rank.config.sharded_data_parallel_degree > 1
         return "sharded_data_parallel_degree" if sharded else "shard_optimizer_state"
@@ -71,10 +71,10 @@ def _what_cuts(rank: Rank) -> str | None:
 
 
 def coupling(optimizer: torch.optim.Optimizer) -> Coupling:
-    """What an optimizer that has no state yet needs; its parameters stay as they are.
+    """Tries an optimizer without state, whose parameters stay unchanged.
 
-    One that wants a closure gets one, whose gradients depend on the elements alone. One that draws
-    random numbers, or that cannot be tried, is taken for one that needs nothing else.
+    An optimizer that needs a closure gets one, with gradients that depend on the elements alone. An
+    optimizer that draws random numbers, or cannot be tried, counts as one without coupling.
     """
     if type(optimizer) in _ELEMENTWISE:
         return Coupling.NONE
@@ -99,7 +99,7 @@ def _of_group(optimizer: torch.optim.Optimizer, idx: int) -> Coupling:
         try:
             wants_closure, alone = True, [_updated(optimizer, idx, [one], True) for one in whole]
         except Exception:
-            return Coupling.NONE  # it says itself, in its first step, what it needs
+            return Coupling.NONE  # its first step will raise an error of its own
     together = _updated(optimizer, idx, whole, wants_closure)
     if not _are_close(together, [one for [one] in alone]):
         return Coupling.PARAMETERS
@@ -123,16 +123,16 @@ def _updated(
     values: Sequence[Tensor],
     wants_closure: bool = False,
 ) -> list[Tensor]:
-    """What a copy of the optimizer makes of small tensors; gradients follow from their values.
+    """Returns small tensors updated by a copy of the optimizer; their values give the gradients.
 
-    Those of a closure follow from what the tensors have become, too.
+    Gradients of a closure depend on the updated values, too.
     """
     device = optimizer.param_groups[idx]["params"][0].device
-    if device.type == "meta":  # of a model that gets its memory later
+    if device.type == "meta":  # the model gets its memory later
         device = torch.device("cpu")
     tensors = [nn.Parameter(value.clone().to(device)) for value in values]
     copied = _copy(optimizer, idx, tensors)
-    step: Callable[..., Any] = type(optimizer).step  # not one that a scheduler has put around it
+    step: Callable[..., Any] = type(optimizer).step  # without wrappers of a scheduler
 
     def give_gradients(size: float, moves: bool) -> Tensor:
         for tensor, value in zip(tensors, values, strict=True):
@@ -152,7 +152,7 @@ def _updated(
 def _copy(
     optimizer: torch.optim.Optimizer, idx: int, tensors: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimizer with the options of a group, and nothing of what the other one has."""
+    """Returns an optimizer with the options of a group, and without the state of the other one."""
     known: dict[int, Any] = {id(optimizer.state): defaultdict(dict)}
     for group in optimizer.param_groups:
         known |= {id(parameter): tensors[0] for parameter in group["params"]}
@@ -168,6 +168,6 @@ def _copy(
     group = copied.param_groups[idx]
     copied.param_groups = [group]
     lr = group.get("lr")
-    if lr is not None:  # a warm-up may begin with 0
+    if lr is not None:  # a warm-up may begin at 0
         group["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
     return copied

@@ -1,8 +1,8 @@
 """``torch.amp.GradScaler`` where a gradient may overflow on another rank.
 
-PyTorch's scaler looks at the gradients of its own rank. One rank of a pipeline would skip an update
-that the others do, and would divide by another scale than the loss was multiplied with from then
-on. So while models of which ranks have parts are wrapped, all of these ranks find out together.
+PyTorch's scaler looks at the gradients of its own rank. Then one rank of a pipeline would skip an
+update that the others make, and would later divide by another scale than the loss was multiplied
+with. So while models of which ranks have parts are wrapped, these ranks decide together.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Found = dict[torch.device, Tensor]
 
 
 def agreed(rank: Rank, found: Found, found_inf: Tensor) -> Found:
-    """Whether gradients of some rank that skips together with this one are infinite or NaN.
+    """Returns whether some rank that skips together with this one has infinite or NaN gradients.
 
     Collective over the ranks of a replica (the MP group), and over all ranks if the optimizer state
     is sharded. The host does not wait for the device.
 
     Args:
-        rank: this one.
-        found: by device, nonzero if they are here; empty without gradients.
+        rank: rank of this process.
+        found: flag of this rank by device, nonzero for infinite or NaN; empty without gradients.
         found_inf: a number on the device of the scale.
     """
-    if not found:  # no gradient on this rank; PyTorch wants an answer all the same
+    if not found:  # no gradient on this rank; PyTorch needs an entry anyway
         found = {found_inf.device: torch.zeros_like(found_inf)}
     own = torch.stack([device_numbers.moved(v, found_inf.device) for v in found.values()])
     kinds = device_numbers.skipping_kinds(rank)
@@ -42,7 +42,7 @@ def agreed(rank: Rank, found: Found, found_inf: Tensor) -> Found:
 class TorchGradScaler:
     """Makes PyTorch's scaler agree with other ranks until the run is shut down.
 
-    A subclass with ``agrees_itself`` is left alone.
+    A subclass with ``agrees_itself`` is not changed.
 
     Args:
         current: the runtime, whose models count.

@@ -1,13 +1,13 @@
 """Optimizers of PyTorch over parameters of distributed models, and over others beside them.
 
 A script may update a pipeline with an optimizer that it has not wrapped: each rank has gradients of
-its own parameters. Where masters or pieces are updated in their place, such an optimizer would find
-no gradient and train nothing, without a word; it is refused.
+its own parameters. If masters or pieces are updated instead of them, such an optimizer would find
+no gradient and train nothing, without an error; it is refused.
 
 An optimizer may also have parameters that no distributed model has: weights of several losses, a
-criterion with centers. Their gradients would be sums over the microbatches of one rank, where those
-of a model are means over the batch of all replicas. Whether they take part in a step shows when the
-first gradient arrives.
+criterion with centers. Their gradients would be sums over the microbatches of one rank, whereas
+those of a model are means over the batch of all replicas. The first gradient that arrives shows
+whether they take part in a step.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class TorchOptimizers:
         current.on_shutdown(self._forget)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notices gradients of steps that arrive at parameters which no model has.
+        """Watches for gradients of steps that arrive at parameters which no model has.
 
         Args:
-            optimizer: PyTorch's own, with the groups that it has now.
+            optimizer: optimizer of PyTorch, with its present groups.
         """
         rank = self._rank
         if rank.world_size == 1 and rank.config.microbatches == 1:
-            return  # they are those of one process
+            return  # the gradients are those of one process
         known = known_parameters(self._wrapped)
         for number, tensor in enumerate(parameters_of(optimizer)):
             is_known = id(model_parameter_of(tensor)) in known
@@ -97,7 +97,7 @@ class TorchOptimizers:
             self.watch(optimizer)
 
     def own(self) -> list[tuple[int, torch.optim.Optimizer]]:
-        """Optimizers of models that are not wrapped and have made an update, with numbers."""
+        """Returns unwrapped optimizers of models that have made an update, with their numbers."""
         return self._own.numbered()
 
     def _check_own(self, optimizer: torch.optim.Optimizer, own: Sequence[Tensor]) -> None:
@@ -117,7 +117,7 @@ class TorchOptimizers:
 
 
 def refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
-    """Raises a ValueError for parameters of modules in whose place there are split ones."""
+    """Raises a ValueError for parameters of modules that split ones have replaced."""
     names = [name for p in parameters_of(optimizer) if (name := replaced_name(p)) is not None]
     if names:
         raise ValueError(

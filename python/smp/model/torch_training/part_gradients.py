@@ -1,10 +1,10 @@
 """Gradients that a script reads itself, on ranks that have a part of the model only.
 
-Element by element such a gradient is right. What is reduced over it, its norm for one, is that of
-the parts of this rank, and what follows from that differs over the ranks of a replica: a script
-that clips by its own loop scales each part by another factor. So the first use of such a number is
-logged for each line of the script, the factors by which gradients are scaled afterwards are
-compared over the ranks, and parameters that are changed with such gradients are refused.
+Element by element such a gradient is right. A reduction of it, such as its norm, is that of the
+parts of this rank, so results differ over the ranks of a replica: a script that clips by its own
+loop scales each part by another factor. So the first use of such a number is logged for each line
+of the script. The factors by which gradients are scaled afterwards are compared over the ranks, and
+changes of parameters with such gradients are refused.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _OURS = ("torch", "smp")
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a script has scaled the gradients of a rank.
+    """The factor by which a script has scaled the gradients of a rank.
 
     Attributes:
-        factor: of all of them.
+        factor: factor of all gradients.
         tolerance: relative difference of two factors that rounding explains.
-        place: line of the script that has computed a number from them before.
+        place: line of the script that has computed a number from gradients before.
     """
 
     factor: float
@@ -53,13 +53,13 @@ class Scaling:
 
 
 class PartGradient(Tensor):
-    """A gradient that the script has looked at, or what follows from one element by element."""
+    """A gradient that the script has read, or an elementwise result of one."""
 
     keeper: PartGradients | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the function, and notes what it makes of the gradients of this rank."""
+        """Runs the function, and notes its use of the gradients of this rank."""
         kwargs = kwargs or {}
         caller = script_frame(sys._getframe(1))
         with torch._C.DisableTorchFunctionSubclass():
@@ -74,7 +74,7 @@ class PartGradient(Tensor):
             return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain tensor is saved."""
+        """Saves a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
 
@@ -91,7 +91,7 @@ class PartGradients:
         self._is_updating = False
         self._told: set[tuple[str, int]] = set()
         self._shown: dict[int, Tensor] = {}  # gradients, by the address of their values
-        self._factors: dict[int, float] = {}  # of these
+        self._factors: dict[int, float] = {}  # factors of these gradients
         self._reduced_at: str | None = None  # line that has computed a number from them
         self._tolerance = 0.0
         self._applied: Scaling | None = None
@@ -118,7 +118,7 @@ class PartGradients:
         del nn.Parameter.grad
         HalfParameter.grad = self._half  # type: ignore[assignment, method-assign]
 
-    # ---- what the script does
+    # ---- uses by the script
 
     def _get(self, its: Any, parameter: Tensor) -> Tensor | None:
         grad: Tensor | None = its.__get__(parameter)
@@ -140,7 +140,7 @@ class PartGradients:
 
         Args:
             func, args, kwargs: the call.
-            caller: the frame of the script that makes it.
+            caller: the frame of the script that calls.
         """
         inputs = list(_tensors((args, kwargs)))
         parts = [tensor for tensor in inputs if isinstance(tensor, PartGradient)]
@@ -160,7 +160,7 @@ class PartGradients:
         return result
 
     def _look_at(self, result: Any, parts: list[PartGradient], caller: FrameType) -> None:
-        """Follows what is made of gradients element by element, and logs what is a number."""
+        """Marks elementwise results of gradients, and logs results that are numbers."""
         least = min(part.numel() for part in parts)
         memory = {part.untyped_storage().data_ptr() for part in parts}
         is_number = isinstance(result, float)
@@ -188,7 +188,7 @@ class PartGradients:
         )
 
     def _refuse_update(self, written: Tensor) -> None:
-        """Raises if a parameter was changed with gradients and a number of this rank's part."""
+        """Raises if gradients change a parameter after a number was computed from them."""
         if self._reduced_at is None or not written.numel():
             return
         if id(written) not in self._ids_and_memory()[0]:
@@ -207,7 +207,7 @@ class PartGradients:
         self._shown[grad.data_ptr()] = grad
 
     def _replace(self, address: int, before: Tensor, after: Tensor) -> None:
-        """Notes that a gradient has other values, and by which factor, if it is one."""
+        """Notes that a gradient has new values, and their common factor, if there is one."""
         grad = self._shown.get(address)
         if grad is None or after.numel() != grad.numel():
             if grad is not None:
@@ -231,15 +231,17 @@ class PartGradients:
         rest = float((new - factor * old).abs().max())
         return factor if rest <= tolerance * float(new.abs().max()) else math.nan
 
-    # ---- what others ask
+    # ---- queries by other rooms
 
     def norm_was_read(self) -> None:
-        """Notes that the script has the norm over all ranks: what follows is alike on all."""
+        """Notes that the script has read the norm over all ranks; later factors are alike."""
         self._reduced_at = None
 
     def scaling(self) -> Scaling | None:
-        """Returns the factor of all gradients of this rank that the script has looked at, after it
-        had computed a number from them; None where it has not, and where there are several."""
+        """Returns the common factor of all gradients of this rank that the script has read.
+
+        It is None if no number was computed from gradients before, or if there are several factors.
+        """
         return self._applied or self._scaling()
 
     def step_begins(self) -> None:
@@ -275,7 +277,7 @@ class PartGradients:
         return id(parameter) in self._ids_and_memory()[0]
 
     def _ids_and_memory(self) -> tuple[set[int], set[int]]:
-        """Returns ids and addresses of parameters, and of what is updated in their place."""
+        """Returns ids and addresses of parameters, and of the tensors updated instead of them."""
         if self._known is None:
             known = known_parameters(self._wrapped).values()
             both = [tensor for p in known for tensor in (p, master_of(p))]
@@ -289,7 +291,7 @@ def _is_script(frame: FrameType) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors in arguments or results, at any depth of lists and dictionaries."""
+    """Yields tensors in arguments or results, at any depth of lists and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):

@@ -1,8 +1,8 @@
 """``loss.backward()`` inside of step functions, in the place of ``model.backward(loss)``.
 
-A backward begins with the share of its microbatch in the loss of the global batch. PyTorch's own
-does so as well, if it reaches a distributed model: a small net that learns by itself inside of a
-step function has nothing to do with the batch of other ranks.
+A backward begins with the share of its microbatch in the loss of the global batch. So does
+PyTorch's own backward if it reaches a distributed model. A small net that learns by itself inside
+of a step function does not depend on the batch of other ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smp.world import runtime
 
 
 class PlainBackward:
-    """Takes the place of ``torch.autograd.backward`` until the run is shut down.
+    """Replaces ``torch.autograd.backward`` until the run is shut down.
 
     Args:
         current: the runtime, whose models count.
@@ -63,7 +63,7 @@ class PlainBackward:
             torch_backward(roots, grads, *args, **kwargs)
 
     def _reaches_model(self, share: Share, roots: Iterable[Tensor]) -> bool:
-        """Does the graph have an output of a model, or a parameter of one?"""
+        """Returns whether the graph has an output or a parameter of a model."""
         known = known_parameters(self._wrapped)
         with torch._C.DisableTorchFunctionSubclass():
             stack = [(root.grad_fn, root.output_nr) for root in map(resolve, roots)]

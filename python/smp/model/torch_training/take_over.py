@@ -1,4 +1,4 @@
-"""What stands in for PyTorch's own functions from the first wrapped model to the shutdown."""
+"""Replaces PyTorch's own functions from the first wrapped model to the shutdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smp.world.terms import terms_now
 
 
 def take_over(current: runtime.Runtime) -> None:
-    """Does what a script means that calls PyTorch's functions; once in a run.
+    """Makes PyTorch's functions work on distributed models; once in a run.
 
     Args:
         current: the runtime, whose models count.
@@ -29,7 +29,7 @@ def take_over(current: runtime.Runtime) -> None:
     current.rank.terms_at = functools.partial(terms_now, current)
     PlainBackward(current)
     sizes, config = current.rank.sizes, current.rank.config
-    # Otherwise gradients are whole on each rank, and the model's own.
+    # Otherwise each rank has whole gradients, as PyTorch's functions expect.
     has_parts = sizes["mp"] > 1 or sizes["shard"] > 1 or config.half_dtype is not None
     TorchClipping(current, has_parts)
     if has_parts:

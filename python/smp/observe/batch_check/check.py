@@ -34,7 +34,7 @@ from smp.world.observers import StepObserver
 
 _log = logging.getLogger("smp")
 
-_MOST_PIECES = 4  # of what is looked at
+_MOST_PIECES = 4  # of the part that is checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Look:
         return dataclasses.replace(self.whole, count=self.number)
 
     def sizes(self) -> list[int]:
-        """Number of samples of each piece."""
+        """Returns the number of samples of each piece."""
         return _sizes(self.num_samples, self.number)
 
 
@@ -94,7 +94,7 @@ class BatchCheckObserver(StepObserver):
         """Checks the first step only. Collective over all ranks, inside of `join` over a replica.
 
         Raises:
-            FirstStepDifference: on all of them, if `SMP_CHECK_FIRST_STEP` is 1.
+            FirstStepDifference: on all these ranks, if `SMP_CHECK_FIRST_STEP` is 1.
         """
         rank = self._current.rank
         code = getattr(step.function, "__code__", step.function)
@@ -159,7 +159,7 @@ class BatchCheck:
         if self._current.rank.global_rank == 0 or self._group is comm.MP_GROUP and self._is_driver:
             _log.log(level, "smp: %s", text)
 
-    # ---- what is looked at
+    # ---- parts
 
     def _outcome(self) -> str:
         reason = self._reason_against()
@@ -213,17 +213,17 @@ class BatchCheck:
 
     def _choice(self) -> _Choice | str | None:
         if not self._is_driver:
-            return None  # arguments may be dummies
+            return None  # the arguments may be dummies
         num_samples = self._batch.num_samples
         if num_samples < 2:
             return "cannot tell: a rank has one sample, or no argument with samples"
-        # Two microbatches, or a quarter of the batch, if those have a sample for each piece.
+        # A part is two microbatches, or a quarter of the batch, if it has a sample for each piece.
         count = min(max(self._batch.count // 2, _MOST_PIECES), num_samples // _MOST_PIECES)
         count = max(count, 1)
         return _Choice(count, self._part_of_contrast(count), _sizes(num_samples, count))
 
     def _part_of_contrast(self, count: int) -> int:
-        """The part whose pieces have the most different numbers of masked positions."""
+        """Returns the part whose pieces have the most different numbers of masked positions."""
         contrast = [0.0] * count
         for _, tensor, axis in self._batch.cutting.tensors():
             if not tensor.numel():
@@ -249,7 +249,7 @@ class BatchCheck:
     # ---- passes
 
     def _compare(self, looks: Sequence[_Look]) -> str:
-        """Compares the loss of a part of the batch with those of its pieces."""
+        """Compares the loss of a part with those of its pieces, and returns the outcome."""
         for look in looks:
             own, found = self._look(look)
             if judging.draws_differ(found):
@@ -272,7 +272,7 @@ class BatchCheck:
         return "differs: " + judging.in_words(self._name, found, worst, difference)
 
     def _look(self, look: _Look) -> tuple[Found, list[Found]]:
-        """Runs the part and its pieces; what was found here, and on each rank."""
+        """Runs the part and its pieces; returns what was found here, and on each rank."""
         whole, written = self._pass(look, [look.num_samples])
         pieces, _ = self._pass(look, look.sizes())
         own = self._found(whole, pieces, look.sizes(), written)
@@ -284,10 +284,10 @@ class BatchCheck:
     def _pass(
         self, look: _Look, sizes: Sequence[int], rounds: bool = False
     ) -> tuple[BatchPass, list[str]]:
-        """Runs the step function without gradients. Collective as an evaluation step is.
+        """Runs the step function without gradients. Collective like an evaluation step.
 
         Returns:
-            what was noted, and names of buffers that forwards wrote here.
+            the notes of the pass, and names of buffers that forwards wrote here.
         """
         current, steps = self._current, self._current.steps
         run = BatchPass(
@@ -321,7 +321,7 @@ class BatchCheck:
 
     @contextlib.contextmanager
     def _aside(self, run: BatchPass) -> Iterator[list[str]]:
-        """The block leaves models, generators and what the step function collects as they were."""
+        """Restores models, generators and the containers of the step function after the block."""
         modules, written = self._modules(), list[str]()
         collected = Containers(objects=True)
         collected.add(reachable_from_hook(self._function))
@@ -362,7 +362,7 @@ class BatchCheck:
             if name in now and not _is_same(now[name], value)
         ]
 
-    # ---- what was found
+    # ---- findings
 
     def _found(
         self, whole: BatchPass, pieces: BatchPass, sizes: Sequence[int], written: Sequence[str]
@@ -389,7 +389,7 @@ class BatchCheck:
         return own
 
     def _weigh(self, own: Found, one: Batch, several: Batch) -> None:
-        """Weighs losses as the step does."""
+        """Weighs losses like the step."""
         with torch.no_grad():
             try:
                 for batch, weights in ((one, own.whole_weights), (several, own.weights)):
