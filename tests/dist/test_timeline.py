@@ -236,7 +236,7 @@ def drop_old_events(rank: int, path: str) -> None:
 
 
 def test_dropped_events_are_told_on_the_page(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, drop_old_events, str(tmp_path / "short"), timeout=60)
+    pool.run(2, drop_old_events, str(tmp_path / "short"))
     trace = read(tmp_path / "short")
     assert any("older events were dropped" in note for note in trace["otherData"]["notes"])
     assert all(len(boxes_of(trace, rank, "executed")) <= 20 for rank in (0, 1))

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.lint.layers import REPO
 
 ALLOWED = {"torch", "transformers", "pytest", "hypothesis"}
-OWN = ("benchmarks", "tests", "smp")
+OWN = ("benchmarks", "tests", "smp", "smp_testing")
 #: What runs there: scripts and tests, with all that these import.
 ROOTS = ("benchmarks/gpu", "tests/gpu", "tests/unit/test_optim_ops.py", "tests/conftest.py")
 
