@@ -18,6 +18,7 @@ from smp.observe.timeline.events import Event, RankRecording
 from smp.observe.timeline.gather import estimate
 from smp.observe.timeline.page import to_page
 from smp.observe.timeline.plan import chain, make_plan
+from tests.patience import PATIENCE_S
 
 MS = 1_000_000
 FORWARD, BACKWARD = 0, 1
@@ -313,7 +314,7 @@ def answer_of_page(document: Document, tmp_path: Path, code: str) -> Any:
     text, program = scripts(page_of(document))
     file = tmp_path / "page.js"
     file.write_text(f"{program}\nconst trace = readTrace({text});\n{code}", encoding="utf-8")
-    done = subprocess.run([node, file], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([node, file], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
