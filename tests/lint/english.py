@@ -25,6 +25,11 @@ OPENINGS = frozenset(
 FRAGMENTS = OPENINGS - frozenset("all any both each one no some none whether".split())
 #: openings of comments
 COMMENT_OPENINGS = frozenset("of that those what whose which it they its them".split())
+#: openings of comments inside of C++ functions, where a reason may come first
+FREE_IN_CPP = frozenset(
+    "all any both each if while when without with in on at from to than then so such some no not "
+    "only also and or but there here one until because though will may can must should".split()
+)
 #: phrases that are said in another way
 PHRASES = (
     r"\banew\b",
@@ -41,6 +46,7 @@ PHRASES = (
 )
 _PHRASE = re.compile("|".join(PHRASES), re.IGNORECASE)
 _SECTION = re.compile(r"\s*(Args|Attributes|Returns|Yields|Raises):\s*$")
+_CPP_COMMENT = re.compile(r"\s*//[/!]?\s?(.*)")
 _ITEM = re.compile(r"^([\w*, .`]+?)(?: \([^)]*\))?: (.*)$")
 
 
@@ -93,10 +99,26 @@ def _first_word(text: str) -> str:
     return match[0].lower() if match else ""
 
 
+def problems_of_cpp(source: str) -> Iterator[tuple[int, str]]:
+    """Yields line numbers and problems of a C++ source, of comments on lines of their own."""
+    continues = False
+    for number, line in enumerate(source.splitlines(), start=1):
+        comment = _CPP_COMMENT.match(line)
+        text = comment[1] if comment else ""
+        opens = not continues and text[:1].isupper() and _first_word(text) in OPENINGS
+        if opens and _first_word(text) not in FREE_IN_CPP:
+            yield number, f"a comment opens with '{text.split()[0]}'"
+        if match := _PHRASE.search(text):
+            yield number, f"'{match[0]}'"
+        continues = comment is not None
+
+
 def problems_below(root: Path) -> list[str]:
-    """Returns the problems of all Python files below a folder, with their places."""
+    """Returns the problems of all Python and C++ files below a folder, with their places."""
+    finders = dict.fromkeys((".h", ".cpp", ".cu", ".cuh"), problems_of_cpp) | {".py": problems_of}
     return [
         f"{path.relative_to(root).as_posix()}:{line}: {problem}"
-        for path in sorted(root.rglob("*.py"))
-        for line, problem in sorted(problems_of(path.read_text()))
+        for path in sorted(root.rglob("*.*"))
+        if path.suffix in finders
+        for line, problem in sorted(finders[path.suffix](path.read_text()))
     ]
