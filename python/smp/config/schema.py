@@ -178,8 +178,8 @@ class Config:
     ddp: bool = _bool(False)
     """Needed for any data parallelism."""
     active_microbatches: int = _int(None, 1)
-    """Microbatches in flight. None: `pp + 2`, all for the simple schedule and for one from a
-    file, `2 * pp` with virtual stages, `pp` for zero_bubble."""
+    """Microbatches in flight. None: `pp + 2`, all for the simple schedule, `2 * pp` with virtual
+    stages, `pp` for zero_bubble."""
     deterministic_server: bool = _bool(False)
     """Data-parallel ranks serve requests in one agreed order."""
     offload_activations: bool = _bool(False)
