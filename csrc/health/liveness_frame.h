@@ -8,7 +8,7 @@
 
 namespace smp::health {
 
-/// What the hub and its clients say to each other.
+/// A message between the hub and its clients.
 struct LivenessFrame {
   enum class Type : uint8_t {
     kHello = 1,    ///< client, after the Handshake: global_rank, progress =
@@ -57,19 +57,20 @@ struct LivenessFrame {
   std::string collectives;  ///< of kStatus and kLeft: CollectiveLog::State
 };
 
-/// What the Handshake in front of the frames is for.
+/// The purpose of the Handshake before the frames.
 inline constexpr const char* kHubPurpose = "liveness";
 
 inline constexpr size_t kMaxTextBytes = 64 * 1024;
 
-/// The bytes of a frame; begins with their number.
+/// Returns the bytes of a frame; they begin with their number.
 std::string encode_frame(const LivenessFrame& frame);
 
-/// Removes the first frame from `buffer`; empty when it is not complete yet.
-/// @throws Error when the bytes make no sense
+/// Removes and returns the first frame of `buffer`; empty when it is not
+/// complete yet.
+/// @throws Error when the bytes are malformed
 std::optional<LivenessFrame> take_frame(std::string& buffer);
 
-/// A duration in reports, as in "2.5 s".
+/// Returns the words for a duration, as in "2.5 s".
 std::string seconds_text(std::chrono::duration<double> duration);
 
 }  // namespace smp::health
