@@ -142,7 +142,7 @@ bool State::has_entered(const CollectiveId& id) const {
   if (!id.goes_on_alone && (!waits_for || waits_for->group != id.group)) {
     return false;
   }
-  // The signature of this call has been overwritten by later calls.
+  // A call whose signature later calls have overwritten counts as equal.
   return group->num_entered - id.sequence >=
              static_cast<int64_t>(kNumSignatures) ||
          group->signatures[static_cast<size_t>(id.sequence) % kNumSignatures] ==

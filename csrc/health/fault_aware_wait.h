@@ -12,7 +12,7 @@
 
 namespace smp::health {
 
-/// The description of a wait for messages and for finding its ranks.
+/// A description of a wait: words for messages, and the ranks it needs.
 struct WaitSpec {
   std::string what;  ///< for instance "recv_from(1)"
   std::chrono::milliseconds timeout;
