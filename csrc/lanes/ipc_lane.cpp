@@ -57,8 +57,8 @@ IpcLane::Events IpcLane::new_events() {
   return events;
 }
 
-// Returns a packed list: the ring, then for each peer its rank and event
-// handles.
+// Returns a packed list: ring, token and events of this rank, then for each
+// peer its rank and events.
 std::string IpcLane::offer(const std::vector<int>& peers) {
   const auto handles_of = [this](const Events& events) {
     std::vector<std::string> handles;
