@@ -24,7 +24,7 @@ namespace smp::comm {
 ///
 /// @param sockets       connections of this process; kept alive
 /// @param name          name equal on all ranks and used once; also words for
-///                errors, for instance "tcp:dp"
+///                      errors, for instance "tcp:dp"
 /// @param global_ranks  ranks of the group, this process included; equal on all
 CommunicatorPtr make_socket_communicator(std::shared_ptr<PeerSockets> sockets,
                                          std::string name,

@@ -47,7 +47,7 @@ class SocketExchange final
   using TransferPtr = std::shared_ptr<Transfer>;
 
   /// @param sockets  connections that outlive all calls but those of the
-  ///                receiving thread, which must not be the last to keep them
+  ///                 receiving thread, which must not be the last to keep them
   SocketExchange(PeerSockets& sockets, const std::string& name,
                  std::vector<int> global_ranks);
 

@@ -40,7 +40,7 @@ class HubConnections {
 
   /// @param address  numeric address of this host to listen at; empty: all
   /// @param limits   limits of half-open connections beside those of the ranks,
-  ///                which may come all at once
+  ///                 which may come all at once
   HubConnections(int world_size, const std::string& address, std::string secret,
                  DoorLimits limits, Owner owner);
 

@@ -46,7 +46,7 @@ class LivenessHub {
 
   /// @param address  numeric address of this host to listen at; empty: all
   /// @param secret   secret of the job; a process that does not prove that it
-  ///                has it is refused before its frames are read (Handshake)
+  ///                 has it is refused before its frames are read (Handshake)
   LivenessHub(int world_size, const std::string& address, std::string secret,
               Options options);
   ~LivenessHub();  // calls close()

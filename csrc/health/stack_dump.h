@@ -18,7 +18,7 @@ class StackDump {
   /// @param all_signal  signal whose handler writes the stacks of all threads,
   ///                up to a number; it is run on the thread that calls `take`
   /// @param own_signal  signal whose handler writes the stack of the thread
-  ///                that runs it; it is run on the thread of the script
+  ///                    that runs it; it is run on the thread of the script
   /// @param native_signal  signal for NativeStacks; -1: none
   StackDump(int all_signal, int own_signal, int fd, int native_signal = -1);
 

@@ -93,7 +93,7 @@ class BlockedScope {
 
   /// Begins, renames or ends the wait; its time counts from its begin.
   /// @param goes_on  whether a new wait continues the last one: the work that
-  ///                this process did in between was not what it waited for
+  ///                 this process did in between was not what it waited for
   void update(bool is_blocked, const std::string& what, bool goes_on = false);
 
  private:

@@ -19,7 +19,7 @@ HostAllocator& HostAllocator::instance() {
 }
 
 HostAllocator::HostAllocator() : below_(c10::GetCPUAllocator()) {
-  // A child must not begin with a mutex that another thread has locked.
+  // A child must not start with a mutex that another thread has locked.
   ::pthread_atfork([] { instance().mutex_.lock(); },
                    [] { instance().mutex_.unlock(); },
                    [] { instance().mutex_.unlock(); });
@@ -73,7 +73,8 @@ void* HostAllocator::take(int64_t size) {
       stats_.cached_bytes -= size;
       return block;
     }
-    // As much of other sizes goes first: in all it stays what was in use.
+    // The same number of bytes of other sizes is freed first: the total stays
+    // within what was in use.
     int64_t missing = size;
     for (auto it = shelves_.rbegin(); it != shelves_.rend(); ++it) {
       while (missing > 0 && !it->second.blocks.empty()) {
