@@ -25,7 +25,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kForever = std::chrono::hours(24 * 365);
 // Time the processes of a new group wait for each other, also at the end.
 constexpr milliseconds kMeetingTimeout = std::chrono::minutes(5);
-// Time the end of MPI waits for messages that were given up.
+// Time the end of MPI waits for messages whose Work was destroyed.
 constexpr milliseconds kDrainTimeout = std::chrono::seconds(1);
 
 void check_mpi(int code, const std::string& what) {

@@ -104,7 +104,7 @@ PeerSockets::Impl::Peer& PeerSockets::Impl::peer_of(int global_rank) {
   std::unique_ptr<Peer>& peer = peers[global_rank];
   if (!peer) {
     peer = std::make_unique<Peer>();
-    if (stopping) peer->error = kClosedHere;  // nobody opens it any more
+    if (stopping) peer->error = kClosedHere;  // no thread opens it any more
   }
   return *peer;
 }

@@ -50,7 +50,7 @@ class FaultAwareWait {
              Pred pred) {
     while (!pred()) {
       check(lock);
-      if (pred()) break;  // `check` may have let go of the lock
+      if (pred()) break;  // `check` may have released the lock
       cv.wait_until(lock, next_look());
     }
     blocked_.update(false, {});

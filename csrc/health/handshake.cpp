@@ -74,7 +74,7 @@ bool Handshake::take(std::string_view in, size_t& used, std::string& out) {
   size_t size = kOpeningBytes;
   if (state_ == State::kChallenge) size = kChallengeBytes;
   if (state_ == State::kAnswer) size = kProofBytes;
-  if (state_ == State::kOpening) {  // who speaks otherwise is not waited for
+  if (state_ == State::kOpening) {  // refuses other openings early
     const size_t known = std::min(in.size(), kMagic.size());
     require(in.substr(0, known) == kMagic.substr(0, known),
             "it does not begin like a connection of this version of smp");

@@ -25,7 +25,7 @@ HubSilence::HubSilence(std::shared_ptr<FaultBoard> faults, Options options)
 void HubSilence::leave_pause_out(Clock::time_point now) {
   const Clock::duration pause = now - std::exchange(looked_at_, now);
   if (pause > std::max(kStopped, 3 * options_.status_every)) {
-    heard_at_ += pause;  // nobody could be heard meanwhile
+    heard_at_ += pause;  // no frame could be read meanwhile
   }
 }
 

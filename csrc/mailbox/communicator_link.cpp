@@ -147,7 +147,7 @@ bool CommunicatorLink::collect_from(std::unique_lock<std::mutex>& lock, int dst,
   }
   if (!is_over && owner_.faults->has_left(dst) &&
       Clock::now() - posted > kSendGrace) {
-    is_over = true;  // nobody will take it any more
+    is_over = true;  // no rank will take it any more
   }
   std::deque<Outgoing> finished;  // its tensors are freed without our lock
   lock.lock();

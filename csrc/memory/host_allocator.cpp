@@ -117,7 +117,7 @@ void HostAllocator::give(void* block) {
       size = found->second;
       sizes_.erase(found);
       stats_.live_bytes -= size;
-      is_kept = is_installed_;  // else nobody would use it again
+      is_kept = is_installed_;  // otherwise it would stay unused
       if (is_kept) {
         shelves_[size].blocks.push_back(block);
         stats_.cached_bytes += size;
@@ -125,7 +125,7 @@ void HostAllocator::give(void* block) {
     }
   }
   if (size == 0) {
-    below_->raw_deallocate(block);  // of somebody's raw_allocate
+    below_->raw_deallocate(block);  // from a caller's raw_allocate
     return;
   }
   c10::reportMemoryUsageToProfiler(block, -size, 0, 0, at::Device(at::kCPU));

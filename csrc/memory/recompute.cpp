@@ -295,7 +295,7 @@ std::vector<at::Tensor> recompute(RecomputedFunction function,
       std::move(recipe), std::make_unique<KeptInputs>(inputs, store, id),
       torch::autograd::collect_next_edges(inputs));
   for (const size_t i : outputs) {
-    results[i] = results[i].detach();  // may be a view, or somebody else's
+    results[i] = results[i].detach();  // may be a view, or another owner's
     torch::autograd::create_gradient_edge(results[i], node);
   }
   return results;
