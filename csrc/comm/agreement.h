@@ -12,8 +12,8 @@
 namespace smp::comm {
 
 /// All-reduces small integers and returns the maxima. Collective.
-/// @param group  group of hosts; with a group of devices the host would also
-///               wait for the device
+/// @param group  group for host tensors; with one for device tensors the host
+///               would also wait for the device
 std::vector<int64_t> agree_on_maxima(Communicator& group,
                                      const std::vector<int64_t>& values,
                                      const Patience& patience,
@@ -21,7 +21,7 @@ std::vector<int64_t> agree_on_maxima(Communicator& group,
 
 /// Gathers a byte string of any size from every rank, by group rank.
 /// Collective.
-/// @param group  group of hosts
+/// @param group  group for host tensors
 std::vector<std::string> gather_bytes(Communicator& group,
                                       const std::string& bytes,
                                       const Patience& patience,
@@ -34,7 +34,7 @@ at::Tensor gather_numbers(Communicator& group, const at::Tensor& numbers,
 
 /// Compares lines that must be equal on all ranks; costs two integers when they
 /// are. Collective.
-/// @param group  group of hosts
+/// @param group  group for host tensors
 /// @throws ValueError on every rank, naming the first line that differs
 void require_equal_lines(Communicator& group,
                          const std::vector<std::string>& lines,

@@ -41,8 +41,8 @@ struct LivenessFrame {
                        ///< part of a collective; collectives = State that waits
                        ///< for it
     kLeftBefore,       ///< hub: there is such a rank; progress = that rank,
-                  ///< collectives = group and number of the question. There
-                  ///< is no answer otherwise
+                       ///< collectives = group and number of the question.
+                       ///< There is no answer otherwise
     kCount,
   };
 
