@@ -33,7 +33,7 @@ std::string join(const std::vector<std::string>& lines) {
   return text;
 }
 
-// FNV-1a: the same on every machine, unlike std::hash.
+// Returns the FNV-1a hash, the same on every machine, unlike std::hash.
 int64_t hash_of(std::string_view text) {
   uint64_t hash = 0xcbf29ce484222325ULL;
   for (const char c : text) {
@@ -42,7 +42,7 @@ int64_t hash_of(std::string_view text) {
   return static_cast<int64_t>(hash);
 }
 
-// "line 4: X, but Y on group rank 2"; texts differ somewhere.
+// Returns "line 4: X, but Y on group rank 2" for texts that differ.
 std::string first_difference(const std::vector<std::string>& texts) {
   auto differs = std::find_if(texts.begin(), texts.end(),
                               [&](const auto& t) { return t != texts[0]; });

@@ -35,7 +35,7 @@ class Piece {
         part.copy_(tensor);
       });
     }
-    // As bytes: not every transport knows every dtype.
+    // Bytes are sent because some transports do not support every dtype.
     follow(*group.broadcast(flat.view(at::kByte), root), patience, group,
            detail::concat("broadcast of ", tensors_.size(), " tensors"));
     if (sends) return;

@@ -10,8 +10,9 @@
 namespace smp::comm {
 
 /// Overwrites tensors with those of group rank `root`, in flat pieces of one
-/// dtype and device and about `piece_bytes`. Any strides; no autograd. Works in
-/// order of the list, so the pieces agree when the lists do. Collective.
+/// dtype and device and of about `piece_bytes`. Takes any strides; no autograd.
+/// Works in order of the list, so the pieces agree when the lists do.
+/// Collective.
 void broadcast_coalesced(const std::vector<at::Tensor>& tensors,
                          Communicator& group, int root,
                          const Patience& patience,

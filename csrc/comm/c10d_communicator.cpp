@@ -25,7 +25,7 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
   SMP_ASSERT(false, "reduce op ", static_cast<int>(op));
 }
 
-// One-dimensional, same memory, no part of a graph.
+// Returns a one-dimensional view of the same memory, outside of any graph.
 at::Tensor flat(const at::Tensor& tensor) { return tensor.detach().view({-1}); }
 
 Counts in_bytes(Counts counts, const at::Tensor& tensor) {
@@ -138,7 +138,7 @@ class C10dCommunicator final : public Communicator {
     CallName call{info_, "all_to_all"};
     check_exchange(output, input, call);
     check_device(input, call);
-    // As bytes: no backend knows all types here.
+    // Bytes are sent because no backend supports all types here.
     at::Tensor to = flat(output).view(at::kByte);
     at::Tensor from = flat(input).view(at::kByte);
     return collective(std::move(call), [&](c10d::Backend& backend) {
@@ -171,7 +171,7 @@ class C10dCommunicator final : public Communicator {
 
   void abort() override {
     shared_->watch.abort();
-    // Operations of Gloo have ended with their waits. A kernel has not.
+    // Gloo's operations have ended with their waits; device kernels still run.
     if (!shared_->is_gloo) shared_->end_backend();
   }
 
@@ -181,7 +181,7 @@ class C10dCommunicator final : public Communicator {
     check_tensor(tensor, call);
   }
 
-  // Calls the backend; its complaints get the name of the call.
+  // Calls the backend and adds the name of the call to its errors.
   template <typename Start>
   C10dWorkPtr issue(const CallName& call, Start&& start) {
     SMP_CHECK(!shared_->watch.aborted(), call.text(), ": aborted");

@@ -23,14 +23,14 @@ namespace {
 
 using Clock = health::WaitWatch::Clock;
 
-// Stands for "no time-out" where the library would overflow with more.
+// Replaces longer time-outs, with which the library would overflow.
 constexpr std::chrono::milliseconds kLongestTimeout =
     std::chrono::hours(24 * 365);
 
-// How long a collective takes to notice that its connections are closed.
+// Time a collective may take to notice that its connections are closed.
 constexpr std::chrono::milliseconds kEndTimeout{2000};
 
-// How long the destructor of a group waits for `abort` of its backend.
+// Time the destructor of a group waits for `abort` of its backend.
 constexpr std::chrono::milliseconds kLongestEnd{30000};
 
 Clock::time_point deadline_after(std::chrono::milliseconds timeout) {
@@ -102,8 +102,8 @@ C10dShared::~C10dShared() {
       }
     }
     if (!end_collectives()) {
-      // The destructor of the backend would wait for ever. This happens after
-      // a failure only, so what is left behind ends with the process.
+      // The destructor of the backend would wait for ever. This happens after a
+      // failure only, so the works are leaked until the process ends.
       SMP_LOG(kWarning,
               "a collective that was cut off in the middle of its transfer "
               "keeps its connections until this process ends");
@@ -134,7 +134,8 @@ bool C10dShared::end_collectives() {
       backend->recv(nothing, peer, kUnusedTag)
           ->wait(std::chrono::milliseconds(1));
     } catch (const std::exception&) {
-      // Expected: timed out, or closed by the one before.
+      // Expected: the receive timed out, or an earlier one closed its
+      // connection.
     }
   }
   const Clock::time_point deadline = Clock::now() + kEndTimeout;
@@ -170,7 +171,7 @@ class C10dWork : public Work {
   const C10dWorkPtr inner_;
 };
 
-// A send or receive of Gloo. Only a blocking wait tells when it is finished;
+// A send or receive of Gloo. Only a blocking wait shows that it is finished;
 // `abort` of the inner work makes that wait return and does nothing else.
 class MessageWork final : public C10dWork {
  public:
@@ -231,7 +232,7 @@ class MessageWork final : public C10dWork {
   }
 
   // Waits until finished, aborted or `deadline`. One thread at a time waits
-  // inside Gloo, which counts completions; the others wait for that one.
+  // inside Gloo, which counts completions; the others wait for that thread.
   State run_until(Clock::time_point deadline) {
     health::WaitWatch::Scope scope(shared_->watch, deadline,
                                    [this] { wake(); });
@@ -275,7 +276,7 @@ class MessageWork final : public C10dWork {
   std::thread poller_;  // finds out for `done`; joined by the destructor
 };
 
-// A collective of Gloo; its future tells when it is finished.
+// A collective of Gloo; its future is completed when it is finished.
 class CollectiveWork final : public C10dWork {
  public:
   /// @param finish  run by the first `wait` that succeeds; may be empty
@@ -306,7 +307,7 @@ class CollectiveWork final : public C10dWork {
 
   void wait(std::chrono::milliseconds timeout) override {
     const Clock::time_point deadline = deadline_after(timeout);
-    // Only for abort: this wait keeps its deadline itself.
+    // The scope is for abort only: this wait keeps its deadline itself.
     health::WaitWatch::Scope scope(shared_->watch, Clock::time_point::max(),
                                    [this] { abort(); });
     Signal& signal = *signal_;
@@ -325,7 +326,7 @@ class CollectiveWork final : public C10dWork {
   }
 
  private:
-  // Outlives the work, because the future may be completed after it.
+  // Outlives the work, because the future may be completed later.
   struct Signal {
     std::mutex mutex;
     std::condition_variable changed;
@@ -338,7 +339,7 @@ class CollectiveWork final : public C10dWork {
   std::function<void()> finish_;
 };
 
-// Any operation of a backend whose works can be polled, such as NCCL.
+// An operation of a backend whose works can be polled, such as NCCL.
 class PolledWork final : public C10dWork {
  public:
   using C10dWork::C10dWork;

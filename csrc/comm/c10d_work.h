@@ -25,16 +25,16 @@ namespace smp::comm {
 using C10dBackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using C10dWorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-/// What a communicator over a torch.distributed backend shares with its works;
-/// lives as long as any of them.
+/// The state that a communicator over a torch.distributed backend shares with
+/// its works; lives as long as any of them.
 struct C10dShared {
   /// @param end  see `make_c10d_communicator`
   C10dShared(C10dBackendPtr backend, std::function<void()> end);
   ~C10dShared();
 
   /// Ends the connections of the backend, and its kernels with them; returns at
-  /// once. Several groups can end at one time only: what one of them frees may
-  /// wait for the kernels of the others.
+  /// once. Several groups have to end at the same time: freeing the memory of
+  /// one may wait for the kernels of the others.
   void end_backend();
 
   C10dBackendPtr backend;
@@ -42,8 +42,8 @@ struct C10dShared {
   health::WaitWatch watch;
   std::mutex issue_mutex;  ///< c10d counts operations without a lock
 
-  /// Works that were given up while in flight: the backend still uses their
-  /// tensors, and a message for a buffer that is gone would break it.
+  /// Works that were given up while in flight. The backend still uses their
+  /// tensors, and a message for a freed buffer would break it.
   std::mutex mutex;
   std::vector<C10dWorkPtr> messages;
   std::vector<C10dWorkPtr> collectives;
@@ -51,9 +51,9 @@ struct C10dShared {
  private:
   // Ends collectives that still run in Gloo's threads, because the backend's
   // destructor waits for these. A receive that times out inside Gloo closes all
-  // connections of the group, which is what we want here, and only here.
-  // @return false if one still runs: Gloo forgets to wake one whose bytes are
-  //         on their way when its connection is closed
+  // connections of the group; only here is that intended.
+  // @return false if a collective still runs: Gloo does not wake a collective
+  //         whose bytes are on their way when its connection is closed
   bool end_collectives();
   bool some_collective_runs() const;
 
@@ -64,20 +64,20 @@ struct C10dShared {
 
 using C10dSharedPtr = std::shared_ptr<C10dShared>;
 
-/// A send or receive of Gloo.
+/// Makes the work of a send or receive of Gloo.
 WorkPtr make_message_work(C10dSharedPtr shared, CallName call,
                           C10dWorkPtr inner);
 
-/// A collective of Gloo.
+/// Makes the work of a collective of Gloo.
 /// @param finish  run by the first `wait` that succeeds; may be empty
 WorkPtr make_collective_work(C10dSharedPtr shared, CallName call,
                              C10dWorkPtr inner, std::function<void()> finish);
 
-/// Any operation of a backend whose works can be polled, such as NCCL.
+/// Makes the work of a backend whose works can be polled, such as NCCL.
 WorkPtr make_polled_work(C10dSharedPtr shared, CallName call,
                          C10dWorkPtr inner);
 
-/// The text of an exception, without a stack trace.
+/// Returns the text of an exception, without a stack trace.
 std::string reason_of(const std::exception_ptr& failure);
 
 }  // namespace smp::comm

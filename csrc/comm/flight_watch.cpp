@@ -76,7 +76,8 @@ void FlightWatch::run() {
   }
 }
 
-// What is in flight ends with the groups; nobody looks at it any more.
+// Aborts the groups, which ends everything in flight; it is not watched any
+// more.
 void FlightWatch::abort_groups(std::unique_lock<std::mutex>& lock) {
   is_aborted_ = true;
   faults_->waits().set_device_waits(false);
@@ -171,7 +172,8 @@ void FlightWatch::look_at_oldest(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-// Nobody raises it here before the host comes back from the device.
+// Reports the fault. No wait raises it here before the host returns from the
+// device.
 void FlightWatch::raise_fault(const std::string& text) {
   SMP_LOG(kError, text);
   faults_->report({.kind = health::Fault::Kind::kRaised,

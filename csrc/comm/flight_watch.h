@@ -15,25 +15,25 @@
 
 namespace smp::comm {
 
-/// Watches the collectives of devices, for which nobody on the host waits: a
-/// rank that has left, a device that fails and a collective that does not end
-/// become faults of the board. With the first fault, whoever
-/// has found it, the groups are aborted, so that kernels that wait for a rank
-/// that is gone end, and with them a host that waits for the device. One
-/// thread, which begins with the first collective. Thread-safe.
+/// Watches the collectives of devices, for which the host does not wait. A rank
+/// that has left, a device that fails and a collective that does not end become
+/// faults of the board. The first fault, wherever it is found, aborts the
+/// groups. Kernels that wait for a lost rank then end, and with them a host
+/// that waits for the device. Has one thread, which starts with the first
+/// collective. Thread-safe.
 class FlightWatch {
  public:
   struct Options {
-    /// How long nothing that is watched may end while something is in flight.
-    /// A large collective has more time, as in `wait_for`.
+    /// Longest time without an end of a watched flight while some are in
+    /// flight. A large collective has more time, as in `wait_for`.
     std::chrono::milliseconds timeout = std::chrono::minutes(30);
-    /// The device counts as waiting for other ranks when nothing has ended for
-    /// so long.
+    /// Time without an end of a flight after which the device counts as waiting
+    /// for other ranks.
     std::chrono::milliseconds waits_after = std::chrono::seconds(5);
-    /// Tell people when nothing has ended for so long. 0: never.
+    /// Time without an end of a flight before a report. 0: never.
     std::chrono::milliseconds report_after{0};
     std::chrono::milliseconds look_every{100};
-    /// The news of a failure may come later than what it does to connections.
+    /// Time for news of a failure, which may arrive after connections break.
     std::chrono::milliseconds grace = std::chrono::seconds(2);
   };
 
@@ -43,12 +43,13 @@ class FlightWatch {
   FlightWatch(const FlightWatch&) = delete;
   FlightWatch& operator=(const FlightWatch&) = delete;
 
-  /// `group` is aborted with the first fault. Not kept alive.
+  /// Adds a group to abort with the first fault. Does not keep it alive.
   void add_group(const CommunicatorPtr& group);
 
-  /// What is watched until the device has got past it.
+  /// An operation that is watched until the device has passed it.
   struct Flight {
-    /// Holds no tensors; throws when the device has failed.
+    /// Returns whether it is over; throws when the device has failed. Holds no
+    /// tensors.
     std::function<bool()> is_over;
     std::string what;        ///< "all_reduce over nccl:dp (2 ranks)"
     std::vector<int> ranks;  ///< global ranks of the group
@@ -56,7 +57,7 @@ class FlightWatch {
   };
   void add(Flight flight);
 
-  /// How many are in flight, as far as the thread has looked.
+  /// Returns how many are in flight, as of the thread's last look.
   int num_in_flight() const;
 
  private:

@@ -17,7 +17,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kGroupSlice(100);
 
-// What is waited for. The text is put together only when it is read.
+// The words for a wait, put together only when they are read.
 struct Words {
   std::string_view what;
   const Communicator* group = nullptr;
@@ -32,13 +32,13 @@ struct Words {
   }
 };
 
-// One wait, and what ends it early.
+// A wait and the reasons to end it early.
 class Watch {
  public:
   Watch(const Work& work, const Patience& patience, Words words)
       : work_(work), patience_(patience), words_(words) {}
 
-  // Between two slices of the wait.
+  // Checks the board between two slices of the wait.
   void look() {
     if (!patience_.faults) return;
     health::FaultBoard& board = *patience_.faults;
@@ -50,7 +50,8 @@ class Watch {
     raise_if_left();
   }
 
-  // The operation failed: usually a rank is gone, and soon we know which.
+  // Raises the reason of a failed operation: usually a rank is lost, and the
+  // board is told soon.
   void explain_failure() {
     if (!patience_.faults) return;
     const Clock::time_point deadline = Clock::now() + patience_.grace;

@@ -12,17 +12,18 @@
 
 namespace smp::comm {
 
-/// A network that is slower counts as broken.
+/// Slowest network; a slower one counts as broken.
 inline constexpr int64_t kSlowestBytesPerSecond = 1'000'000;
 
-/// How to wait for the operations of a group.
+/// The way to wait for the operations of a group.
 struct Patience {
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   std::shared_ptr<health::FaultBoard> faults;  ///< ends waits; may be null
   std::vector<int> peers;  ///< global ranks of the group; empty: unknown
-  /// A fault or a farewell may come later than what it does to connections.
+  /// Time for news of a fault or goodbye, which may arrive after connections
+  /// break.
   std::chrono::milliseconds grace = std::chrono::seconds(2);
-  /// Ends the text of a time-out: a question that leads to the reason.
+  /// End of a time-out's text: a question that leads to the reason.
   std::string hint =
       "did every rank call the step function, and equally often?";
 };
@@ -37,24 +38,24 @@ void wait_for(Work& work, const Patience& patience, const Communicator& group,
 void wait_for(Work& work, const Patience& patience, const Communicator& group,
               const std::string& what);
 
-/// The result may be used by what comes next on the current stream of the
-/// device. The host waits only where the operation is not a device's; whether
-/// one ends that is, FlightWatch watches. May be called again.
+/// Lets later work on the current stream of the device use the result. The host
+/// waits only if the operation is not a device's. FlightWatch watches the end
+/// of device operations. May be called again.
 /// @throws PeerFailure when there is a fault; otherwise as `wait_for`
 void follow(Work& work, const Patience& patience, const Communicator& group,
             const char* what);
 void follow(Work& work, const Patience& patience, const Communicator& group,
             const std::string& what);
 
-/// Waits as code outside of the library asks for: until the operation has
-/// finished, no longer than `timeout`, whatever its size. Where somebody takes
-/// care of it (`Work::care`), a fault of any rank and a rank of a collective
-/// that has left end the wait as in `wait_for`.
-/// @throws PeerFailure; or what `Work::wait` throws
+/// Waits for code outside of the library: until the operation has finished, no
+/// longer than `timeout`, whatever its size. If the work has a board
+/// (`Work::care`), a fault of any rank and a left rank of a collective end the
+/// wait as in `wait_for`.
+/// @throws PeerFailure; or the errors of `Work::wait`
 void wait_within(Work& work, std::chrono::milliseconds timeout);
 
-/// What a collective may take beyond a time-out for its bytes, however large
-/// the group and slow the network. Without a collective nothing.
+/// Returns the time a collective may take for its bytes beyond a time-out.
+/// Holds for any group size and a slow network; 0 without a collective.
 std::chrono::milliseconds time_by_size(
     const std::optional<health::CollectiveId>& collective);
 

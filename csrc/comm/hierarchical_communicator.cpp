@@ -23,18 +23,19 @@
 namespace smp::comm {
 namespace {
 
-// Pieces that have left and not arrived; their shares have memory. Enough for
-// the network to have work while hosts sum.
+// Most pieces between the hosts, whose shares use memory. There are enough to
+// keep the network busy while hosts sum.
 constexpr int kMostCrossing = 4;
 
-// A collective is over when the last of its legs has arrived.
+// A piece's way through the hosts. A collective is over when its last leg has
+// arrived.
 struct Leg {
   std::shared_ptr<ThreadedWork> work;
   HostHopsPtr hops;
   bool is_last = true;
 };
 
-// The legs of all collectives, one after the other, in two threads.
+// Carries out the legs of all collectives, one after the other, in two threads.
 class Journey {
  public:
   explicit Journey(HostGroups groups) : groups_(std::move(groups)) {}
@@ -132,7 +133,7 @@ class Journey {
     return true;
   }
 
-  // The next leg, once it may go; false at the end.
+  // Takes the next leg, once it may go; returns false at the end.
   template <typename May>
   bool take(Leg& leg, std::deque<Leg>& legs, May&& may) {
     std::unique_lock lock(mutex_);
@@ -228,7 +229,7 @@ class HierarchicalCommunicator final : public Communicator {
     return journey_.begin(std::move(call), std::move(hops));
   }
 
-  /// Ranks of one host compare it, where their transport does.
+  /// Stores the stamp; ranks of one host compare it if their transport does.
   bool stamp_next(uint64_t stamp) override {
     stamps_.set(stamp);
     return false;
@@ -239,7 +240,7 @@ class HierarchicalCommunicator final : public Communicator {
     flat_->abort();
   }
 
-  // ---- as the flat group does it
+  // ---- calls of the flat group
 
   WorkPtr send(const at::Tensor& tensor, int dst, int tag) override {
     return flat_->send(tensor, dst, tag);

@@ -6,37 +6,36 @@
 
 namespace smp::comm {
 
-/// The groups through which a collective of several hosts goes, each with at
-/// least two ranks, of tensors of the host. Of one layout
-/// (`topology::HostLayout`); what is in a group runs in its own order.
+/// The groups through which a collective of several hosts passes. Each has at
+/// least two ranks and takes tensors of the host. All belong to one layout
+/// (`topology::HostLayout`); each group runs its collectives in its own order.
 struct HostGroups {
   CommunicatorPtr flat;     ///< all ranks
-  CommunicatorPtr scatter;  ///< the ranks of this host; nobody else uses it
-  CommunicatorPtr across;   ///< ranks with the same place; nobody else uses it
-  CommunicatorPtr gather;   ///< as `scatter`, and a group of its own
+  CommunicatorPtr scatter;  ///< the ranks of this host; for this use only
+  CommunicatorPtr across;   ///< ranks with the same place; for this use only
+  CommunicatorPtr gather;   ///< as `scatter`, but another group
   bool is_host_by_host = false;
 };
 
 /// Bytes of one rank's share of a piece of a sum. The hops of several pieces
-/// run at the same time, so a host sums one while the network carries another;
-/// what is not hidden behind the network is the first and last hop of a piece.
+/// overlap: a host sums one piece while the network carries another. Only the
+/// first and last hop of a piece are not hidden by the network.
 inline constexpr int64_t kShareBytes = int64_t{1} << 20;
 
-/// `flat`, whose sums go in three hops: each host adds up, and each of its
-/// ranks keeps a share; ranks with the same place sum their share; each host
-/// gathers. So a host sends 2 (h - 1) / h times the bytes of the tensor, on h
-/// hosts, whatever the number of its ranks, and all of its ranks send equally.
-/// Where ranks are host by host, reduce_scatter takes the first two hops, and
-/// all_gather the way back; per host (h - 1) / h times the whole tensor cross
-/// in each, whatever the backend makes of a reduce_scatter. Everything else is
-/// that of `flat`.
+/// Makes `flat` sum in three hops: each host adds up, and each of its ranks
+/// keeps a share; ranks with the same place sum their share; each host gathers.
+/// A host thus sends 2 (h - 1) / h times the bytes of the tensor, on h hosts,
+/// for any number of ranks, and its ranks send equally. If ranks are host by
+/// host, reduce_scatter takes the first two hops and all_gather the reverse. In
+/// each, (h - 1) / h times the whole tensor crosses per host, however the
+/// backend implements reduce_scatter. All other calls are those of `flat`.
 ///
 /// Every rank gets the same bits, the same in each run. Two threads of the
-/// group carry the hops out, whether or not somebody waits: one until what
-/// crosses is on its way, one from there. After an error nothing goes on.
+/// group run the hops, even without a wait: one until the transfer between
+/// hosts has begun, one from there. After an error no operation goes on.
 /// Source: balanced use of all links as Herring (SC '20) and hierarchical
 /// all-reduce of Horovod and NCCL.
-/// @throws ValueError where the groups do not make up `flat`
+/// @throws ValueError if the groups do not make up `flat`
 CommunicatorPtr make_hierarchical_communicator(HostGroups groups);
 
 }  // namespace smp::comm

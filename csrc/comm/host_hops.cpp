@@ -68,8 +68,8 @@ class SumHops final : public HostHops {
   WorkPtr crossing_;
 };
 
-// Part (host, place) of the input goes to the rank with this place on that
-// host: the own host sums for each place what goes to each host.
+// Sends part (host, place) of the input to the rank with this place on that
+// host. Before that, the own host sums the parts for each host by place.
 class ScatterHops final : public HostHops {
  public:
   ScatterHops(at::Tensor output, at::Tensor input, ReduceOp op, uint64_t stamp)
@@ -108,7 +108,8 @@ class ScatterHops final : public HostHops {
   }
 
  private:
-  // With more, a ring, which needs fewer connections.
+  // Most hosts for a direct exchange. Above it a ring is used, which needs
+  // fewer connections.
   static constexpr int64_t kMostHostsAtOnce = 16;
 
   void add_up(const at::Tensor& to, const at::Tensor& by_host) const {

@@ -35,7 +35,8 @@ int64_t IncomingPeers::num_ranks() const {
                        [](const auto& entry) { return entry.second.has_come; });
 }
 
-// Who is not let in waits in the system, and is no event.
+// Watches the listener only while there is room. Further connections wait in
+// the system and cause no events.
 void IncomingPeers::watch_door() {
   const bool watches = door_.is_open();
   if (std::exchange(is_door_watched_, watches) == watches) return;
@@ -76,7 +77,7 @@ void IncomingPeers::serve(uint64_t id) {
   watch_door();
 }
 
-// Called as the handshake goes on, and before anything behind it is read.
+// Called as the handshake advances, before any later bytes are read.
 void IncomingPeers::admit(Connection& connection) {
   if (connection.is_rank) return;
   if (connection.claimed < 0) claim(connection);
@@ -144,7 +145,8 @@ void IncomingPeers::tick() {
   watch_door();
 }
 
-// Strangers that claim to be a rank, one after the other, hide no loss.
+// Reports losses that are overdue. Processes that claim to be the rank, one
+// after the other, must not hide its loss.
 void IncomingPeers::tell_of_overdue() {
   std::map<int, std::string> overdue;
   {

@@ -15,37 +15,37 @@
 
 namespace smp::comm {
 
-/// The connections that others have opened to this process: of strangers, until
-/// they have proven that they know the secret of the job, and of ranks, at most
-/// one of each. Of one thread but for what says otherwise.
+/// The connections that others have opened to this process: half-open ones, and
+/// at most one of each rank that has proven that it has the job's secret. Used
+/// by one thread unless noted.
 class IncomingPeers {
  public:
   struct Owner {
     IncomingSocket::FindReceiver find;
-    /// Nothing more comes from this rank.
+    /// Called when nothing more comes from this rank.
     std::function<void(int global_rank, const std::string& why)> lost;
   };
 
-  /// @param address  where to listen; numeric, of this host; empty: everywhere
+  /// @param address  numeric address of this host to listen at; empty: all
   IncomingPeers(const health::SocketEvents& events, int global_rank,
                 const std::string& address, std::string secret,
                 health::DoorLimits limits, Owner owner);
 
   int port() const { return listener_.port; }
-  /// Ranks that have connected so far; any thread.
+  /// Returns how many ranks have connected so far; any thread may call it.
   int64_t num_ranks() const;
 
   void accept_all();
   void serve(uint64_t id);
-  /// How long to wait for events, in ms, before the next `tick`; -1: for ever.
+  /// Returns how long to wait for events, in ms, before `tick`; -1: for ever.
   int tick_ms() const;
   void tick();
   void close() { connections_.clear(); }
 
-  /// The connection to a rank has ended. What that rank has sent before may
-  /// still be on its way, and then its own connection says when that is over.
-  /// Any thread.
-  /// @return whether `Owner::lost` will be called for it
+  /// Notes that the connection to a rank has ended. Earlier messages of that
+  /// rank may still be on their way; its own connection then ends later. Any
+  /// thread may call it.
+  /// @return whether `Owner::lost` will be called for the rank
   bool will_tell(int global_rank, const std::string& why);
 
  private:
@@ -60,11 +60,12 @@ class IncomingPeers {
     int claimed = -1;  // the rank that it says it is
     bool is_rank = false;
   };
-  // What is known of a rank that connects, or has connected.
+  // The state of a rank that connects, or has connected.
   struct Source {
     int num_claims = 0;  // by connections that are half-open
     bool has_come = false;
-    // Told when nobody claims to be the rank any more, or at that time.
+    // Reason of the loss, reported when no connection claims to be the rank any
+    // more, or at the time below.
     std::string lost_why;
     std::chrono::steady_clock::time_point lost_at;
   };

@@ -12,7 +12,7 @@
 
 namespace smp::comm {
 
-/// A tensor as MPI sees it.
+/// A tensor in the form that MPI takes.
 struct Buffer {
   void* data;
   int count;
@@ -25,7 +25,7 @@ inline int checked_count(int64_t count, const CallName& call) {
   return static_cast<int>(count);
 }
 
-/// For moving: the bytes in units of the element size.
+/// Returns the bytes in units of the element size, for moving.
 inline Buffer buffer_to_move(const at::Tensor& tensor, const CallName& call) {
   void* data = tensor.data_ptr();
   const int64_t numel = tensor.numel();
@@ -43,7 +43,7 @@ inline Buffer buffer_to_move(const at::Tensor& tensor, const CallName& call) {
   }
 }
 
-/// For sums and comparisons.
+/// Returns the elements in their type, for sums and comparisons.
 inline Buffer buffer_to_reduce(const at::Tensor& tensor, const CallName& call) {
   auto type = [&] {
     switch (tensor.scalar_type()) {

@@ -23,9 +23,9 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kForever = std::chrono::hours(24 * 365);
-// How long the processes of a new group, or at the end, wait for each other.
+// Time the processes of a new group wait for each other, also at the end.
 constexpr milliseconds kMeetingTimeout = std::chrono::minutes(5);
-// How long the end of MPI waits for messages nobody waited for.
+// Time the end of MPI waits for messages whose Work was destroyed.
 constexpr milliseconds kDrainTimeout = std::chrono::seconds(1);
 
 void check_mpi(int code, const std::string& what) {
@@ -36,8 +36,9 @@ void check_mpi(int code, const std::string& what) {
   throw Error(rank_prefix() + what + ": " + std::string(text, length));
 }
 
-// Polls `test` until it is true or `give_up` is: at first eagerly, for short
-// messages, then with pauses, because MPI offers no wait that can be ended.
+// Polls `test` until it is true or `give_up` is, because MPI offers no wait
+// that can be ended. Polls eagerly at first, for short messages, then with
+// pauses.
 bool poll(const std::function<bool()>& test,
           const std::function<bool()>& give_up) {
   constexpr int kEagerTests = 200;
@@ -66,14 +67,14 @@ bool poll_request(MPI_Request& request, milliseconds timeout) {
       [&] { return Clock::now() >= deadline; });
 }
 
-// A request whose Work is gone, and the tensors that MPI still uses.
+// A request whose Work is destroyed, and the tensors that MPI still uses.
 struct Leftover {
   MPI_Request request;
   std::vector<at::Tensor> tensors;
 };
 
-// MPI as a whole: one per process, never destroyed, because the program may
-// end without finalising MPI.
+// The MPI of this process. It is never destroyed, because the program may end
+// without finalising MPI.
 struct Runtime {
   std::mutex mutex;
   bool started_by_us = false;
@@ -117,7 +118,7 @@ struct Runtime {
     has_leftovers = true;
   }
 
-  // Lets go of what is finished by now.
+  // Frees requests that are finished by now.
   void sweep() {
     if (!has_leftovers) return;
     std::lock_guard lock(mutex);
@@ -140,7 +141,7 @@ struct Shared {
 
 using SharedPtr = std::shared_ptr<Shared>;
 
-// What MPI does with a request that is given up.
+// The kind of a request, by which it is given up.
 enum class Kind { kReceive, kOther };
 
 class MpiWork final : public Work {
@@ -192,7 +193,7 @@ class MpiWork final : public Work {
  private:
   bool gave_up() const { return aborted_ || shared_->aborted; }
 
-  // With the lock held.
+  // Tests the request; called with the lock held.
   bool test() {
     if (is_done_) return true;
     int flag = 0;
@@ -217,7 +218,7 @@ class MpiWork final : public Work {
     int num_bytes = 0;
     MPI_Get_count(&status, MPI_UINT8_T, &num_bytes);
     const auto expected = static_cast<int64_t>(tensors_[0].nbytes());
-    // Counts above 2 GB do not fit; MPI reports longer messages by itself.
+    // Counts above 2 GB do not fit; MPI itself reports longer messages.
     if (num_bytes == MPI_UNDEFINED || num_bytes == expected) return;
     error_ = detail::concat("group rank ", source_, " sent ", num_bytes,
                             " bytes, expected ", expected, " for ",
@@ -237,8 +238,8 @@ class MpiWork final : public Work {
   int source_ = -1;
 };
 
-// [2, n]: counts and where each begins, in units of which an element has
-// `units`; their sum fits.
+// Returns [2, n]: counts, and the offset of each. Both are in units, of which
+// an element has `units`; their sum fits.
 at::Tensor counts_for_mpi(const Counts& counts, int64_t units) {
   const auto n = static_cast<int64_t>(counts.size());
   at::Tensor result = at::empty({2, n}, at::kInt);
@@ -388,7 +389,8 @@ class MpiCommunicator final : public Communicator {
     const int64_t units = input.numel() > 0    ? from.count / input.numel()
                           : output.numel() > 0 ? to.count / output.numel()
                                                : 1;
-    // MPI reads them until it is done.
+    // The counts live until the request ends, because MPI reads them until
+    // then.
     const at::Tensor send = counts_for_mpi(input_counts, units);
     const at::Tensor receive = counts_for_mpi(output_counts, units);
     const auto* sent = send.const_data_ptr<int>();
@@ -471,7 +473,7 @@ void check_group(const std::vector<int>& global_ranks) {
 }
 
 // Returns when all members are here. Creating a group blocks without an end if
-// one never comes, so they meet before.
+// a member never comes, so they meet before.
 void meet(const std::vector<int>& global_ranks, int global_rank) {
   constexpr int kTag = 32001;
   const auto exchange = [&](bool sends, int peer) {
@@ -507,7 +509,8 @@ bool mpi_available() { return true; }
 
 CommunicatorPtr make_mpi_world() {
   Runtime::get().start();
-  // Read while the duplicate is made: a member, not a local variable.
+  // MPI writes the handle while the duplicate is made, so it must not be a
+  // local.
   auto comm = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
   MPI_Request request = MPI_REQUEST_NULL;
   check_mpi(MPI_Comm_idup(MPI_COMM_WORLD, comm.get(), &request),

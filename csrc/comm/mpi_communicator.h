@@ -6,21 +6,22 @@
 
 namespace smp::comm {
 
-/// Whether this build has the MPI adapter.
+/// Returns whether this build has the MPI adapter.
 bool mpi_available();
 
-/// All processes of the MPI job, ordered by MPI rank. The first call starts MPI
-/// unless the program has done so. Each call is a communicator of its own
-/// (MPI_Comm_dup), so its messages never meet those of another.
+/// Makes a communicator of all processes of the MPI job, ordered by MPI rank.
+/// The first call starts MPI unless the program has done so. Each call makes a
+/// communicator of its own (MPI_Comm_dup), whose messages never meet others.
 ///
-/// CPU tensors. Sums of bfloat16 and float16, which MPI does not know, are
-/// made in float32 and rounded once. A receive that was given up is cancelled.
+/// CPU tensors. Sums of bfloat16 and float16, which MPI lacks, are made in
+/// float32 and rounded once. A receive that was given up is cancelled.
 /// Collective: call on every process.
-/// @throws Error when MPI is not built in, or does not let several threads call
+/// @throws Error when MPI is not built in, or lacks support for threads
 CommunicatorPtr make_mpi_world();
 
-/// Some processes of the job; group rank = position in `global_ranks`.
-/// Collective: call on each of these processes with the same list.
+/// Makes a communicator of some processes of the job; group rank = position in
+/// `global_ranks`. Collective: call on each of these processes with the same
+/// list.
 /// @throws ValueError when the list is empty, has doubles or ranks that do not
 ///         exist, or lacks the calling process
 CommunicatorPtr make_mpi_group(const std::vector<int>& global_ranks);

@@ -8,15 +8,15 @@
 #include "csrc/comm/mpi_plugin.h"
 #include "csrc/common/check.h"
 
-// The functions of mpi_communicator.h as the core sees them: they load the
-// adapter at the first call and forward. The adapter defines the same names;
-// both are hidden, so the two never meet.
+// The functions of mpi_communicator.h for the core: they load the adapter at
+// the first call and forward. The adapter defines the same names; both are
+// hidden, so the two never meet.
 namespace smp::comm {
 namespace {
 
 std::atomic<const MpiPlugin*> loaded_plugin{nullptr};
 
-// The folder of the library or program that this code is part of.
+// Returns the folder of the library or program that this code is part of.
 std::string own_folder() {
   Dl_info info;
   SMP_CHECK(::dladdr(&loaded_plugin, &info) != 0,

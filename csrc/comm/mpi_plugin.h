@@ -6,10 +6,10 @@
 
 namespace smp::comm {
 
-/// What the shared library libsmp_mpi.so offers. The adapter is a library of
-/// its own because loading libmpi is not innocent: it brings a dozen libraries,
-/// and UCX among them patches the memory functions of the process. A process
-/// that does not ask for MPI never loads it.
+/// The functions of the shared library libsmp_mpi.so. The adapter is a library
+/// of its own because libmpi has side effects: it brings a dozen libraries, and
+/// UCX among them patches the memory functions of the process. A process that
+/// does not ask for MPI never loads it.
 struct MpiPlugin {
   CommunicatorPtr (*make_world)();
   CommunicatorPtr (*make_group)(const std::vector<int>& global_ranks);

@@ -7,7 +7,7 @@
 
 namespace smp::comm {
 
-/// The stamps that threads have given to the collectives they issue next; see
+/// The stamps that threads have set for their next collectives; see
 /// `Communicator::stamp_next`. Thread-safe.
 class NextStamps {
  public:
@@ -16,7 +16,7 @@ class NextStamps {
     stamps_[std::this_thread::get_id()] = stamp;
   }
 
-  /// That of the calling thread, once; 0: it has given none.
+  /// Returns the stamp of the calling thread once; 0: none is set.
   uint64_t take() {
     const std::lock_guard lock(mutex_);
     const auto found = stamps_.find(std::this_thread::get_id());

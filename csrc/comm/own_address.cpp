@@ -31,8 +31,8 @@ bool is_loopback(const std::string& address) {
          address.starts_with("::ffff:127.");
 }
 
-// Of an interface, or of the first one that is no loopback; IPv4 first. Those
-// of a link alone are of no use to others.
+// Returns the address of an interface, or of the first without loopback; IPv4
+// first. Skips link-local addresses, which other hosts cannot use.
 std::string of_interface(const std::string& interface) {
   ifaddrs* found = nullptr;
   if (::getifaddrs(&found) != 0) return "";
@@ -56,7 +56,8 @@ std::string of_interface(const std::string& interface) {
   return "";
 }
 
-// From which the system would reach the host; nothing is sent.
+// Returns the address from which the system would reach the host; sends
+// nothing.
 std::string on_the_way_to(const std::string& host) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_DGRAM;
@@ -89,7 +90,7 @@ std::string own_address(const std::string& interface,
               "' that is up and has an address; correct GLOO_SOCKET_IFNAME");
     return address;
   }
-  // A host that is asked for the way to itself may answer with its loopback.
+  // The way from a host to itself may start at its loopback.
   const std::string address = on_the_way_to(towards);
   if (!address.empty() && !is_loopback(address)) return address;
   const std::string first = of_interface("");

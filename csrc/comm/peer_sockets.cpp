@@ -41,7 +41,7 @@ Address read_address(const std::string& text) {
 }  // namespace
 
 struct PeerSockets::Impl {
-  // To one other rank; never removed.
+  // The connection to one other rank; never removed.
   struct Peer {
     std::mutex mutex;
     OutgoingSocket socket;
@@ -104,7 +104,7 @@ PeerSockets::Impl::Peer& PeerSockets::Impl::peer_of(int global_rank) {
   std::unique_ptr<Peer>& peer = peers[global_rank];
   if (!peer) {
     peer = std::make_unique<Peer>();
-    if (stopping) peer->error = kClosedHere;  // nobody opens it any more
+    if (stopping) peer->error = kClosedHere;  // no thread opens it any more
   }
   return *peer;
 }
@@ -124,7 +124,7 @@ void PeerSockets::Impl::post(int dst, uint64_t stream,
       is_wanted = peer.socket.is_new() && !peer.socket.has_unsent();
       const bool is_first = !peer.socket.has_unsent();
       peer.socket.queue(stream, std::move(frames), std::move(sent));
-      // Behind others the thread sends it.
+      // Frames behind others are sent by the thread.
       if (peer.socket.is_open() && is_first) {
         error = peer.socket.send(done);
         if (peer.socket.has_unsent() && error.empty()) {
@@ -226,8 +226,8 @@ void PeerSockets::Impl::serve_outgoing(int peer, uint32_t what) {
   if (!error.empty()) lose_outgoing(peer, error);
 }
 
-// Connects, proves, sends, whatever is next; with the lock of the peer. Returns
-// why the connection is broken, if it is.
+// Connects, proves or sends, whatever is next; called with the lock of the
+// peer. Returns why the connection is broken; empty if it is not.
 std::string PeerSockets::Impl::go_on(int peer, Peer& to, uint32_t what,
                                      OutgoingSocket::Done& done) {
   OutgoingSocket& socket = to.socket;
@@ -266,8 +266,8 @@ void PeerSockets::Impl::fail_outgoing(int peer, const std::string& why) {
   for (auto& [call, text] : done) call(text);
 }
 
-// Nothing goes to the peer any more. What it has sent may still be on its way:
-// that is over when the connection from there ends.
+// Ends sending to the peer. Its messages may still be on their way; receiving
+// ends with the connection from there.
 void PeerSockets::Impl::lose_outgoing(int peer, const std::string& why) {
   fail_outgoing(peer, why);
   if (!incoming.will_tell(peer, why)) streams.lose(peer, why);

@@ -13,50 +13,52 @@
 
 namespace smp::comm {
 
-/// Frames of bytes from this process to other ranks and back, over TCP.
+/// Sends frames of bytes from this process to other ranks and back, over TCP.
 ///
-/// A connection is opened when the first frame goes to a rank, begins with a
-/// proof of both sides that they are of one job, and serves one direction; all
-/// streams share it. So a process has as many sockets as it has
-/// ranks that it really talks with, however many ranks and groups there are.
-/// One thread connects, receives, and finishes what `post` could not send at
-/// once. Frames of one rank to another one arrive in the order of `post`.
+/// A connection is opened for the first frame to a rank. It begins with a proof
+/// of both sides that they are of one job, serves one direction, and is shared
+/// by all streams. A process thus has as many sockets as it has partners,
+/// however many ranks and groups there are. One thread connects, receives, and
+/// finishes what `post` could not send at once. Frames of one rank to another
+/// one arrive in the order of `post`.
 ///
-/// What is received is never held back, so that no stream waits for another
-/// one; who posts much has to wait for the other side now and then.
+/// Received frames are never held back, so that no stream waits for another
+/// one. A rank that posts much has to wait for the other side now and then.
 class PeerSockets {
  public:
   struct Options {
-    /// Of this host, numeric: this process listens there, and is reached there.
+    /// Numeric address of this host at which this process listens and is
+    /// reached.
     std::string address = health::kLoopback;
-    /// Of the job. Who does not prove that he knows it sends no frame to
-    /// anybody, and gets none (health::Handshake).
+    /// Secret of the job. A process that does not prove that it has the secret
+    /// can neither send nor receive frames (health::Handshake).
     std::string secret;
-    /// Of connections that have proven nothing yet.
+    /// Limits of connections that have proven nothing yet.
     health::DoorLimits door = {};
   };
 
   struct Frame {
     int source_rank = -1;  ///< global rank
     uint64_t tag = 0;
-    uint64_t note = 0;  ///< whatever the sender wants to be compared
+    uint64_t note = 0;  ///< number for the receiver to compare
     size_t size = 0;
   };
 
-  /// Gets what comes on a stream, called by the receiving thread. Calls must be
-  /// short. An exception ends the connection of the source.
+  /// Takes the frames of a stream, called by the receiving thread. Calls must
+  /// be short. An exception ends the connection of the source.
   class Receiver {
    public:
     virtual ~Receiver() = default;
-    /// Memory for the bytes of a frame, valid until `end`. May be null if there
-    /// are none.
+    /// Returns memory for the bytes of a frame, valid until `end`. May be null
+    /// if the frame is empty.
     virtual uint8_t* begin(const Frame& frame) = 0;
     virtual void end(const Frame& frame) = 0;
-    /// Nothing more comes from this rank; any thread, and perhaps twice.
+    /// Called when nothing more comes from this rank; any thread, perhaps
+    /// twice.
     virtual void lost(int global_rank, const std::string& why) = 0;
   };
 
-  /// Bytes to send; whoever owns them keeps them until they are sent.
+  /// Bytes to send; their owner is kept until they are sent.
   struct Piece {
     std::shared_ptr<const void> owner;
     const uint8_t* data = nullptr;
@@ -67,7 +69,8 @@ class PeerSockets {
     uint64_t note = 0;
     std::vector<Piece> pieces;
   };
-  /// Empty text: all bytes are with the system. Else why they never will be.
+  /// Called with an empty text when the system has all bytes, else with the
+  /// reason why they will not be sent.
   using Sent = std::function<void(const std::string& error)>;
 
   PeerSockets(int global_rank, Options options);
@@ -77,29 +80,29 @@ class PeerSockets {
 
   int global_rank() const;
 
-  /// Where others reach this process, for their `set_addresses`.
+  /// Returns the address of this process for the `set_addresses` of others.
   std::string address() const;
 
-  /// @param addresses  of all ranks. Before, frames may come but not go.
+  /// @param addresses  addresses of all ranks; frames can be sent from then on
   void set_addresses(std::vector<std::string> addresses);
 
-  /// What has come on the stream already is delivered inside this call.
-  /// @param stream  equal on all ranks that use it; used once
+  /// Adds a receiver. Frames that have come already are delivered in this call.
+  /// @param stream  number equal on all ranks that use it; used once
   void add_receiver(uint64_t stream, std::shared_ptr<Receiver> receiver);
-  /// What comes on the stream from now on is thrown away. A call in progress
-  /// may end later.
+  /// Drops all later frames of the stream. A call in progress may end later.
   void remove_receiver(uint64_t stream);
 
   /// Sends frames in one piece. Never waits.
   /// @param sent  called once, here or by the receiving thread; may be empty.
-  ///              With an error at once when the rank is lost, or after `close`
+  ///              Gets an error at once when the rank is lost, or after `close`
   void post(int dst_global_rank, uint64_t stream, std::vector<Outgoing> frames,
             Sent sent);
 
-  /// Connections that this process has opened or accepted.
+  /// Returns the number of connections this process has opened or accepted.
   int64_t num_connections() const;
 
-  /// Ends all connections, unsent frames with an error. May be called twice.
+  /// Ends all connections, and unsent frames with an error. May be called
+  /// twice.
   void close();
 
  private:
@@ -107,12 +110,12 @@ class PeerSockets {
   std::unique_ptr<Impl> impl_;
 };
 
-/// The number of a stream from its name.
+/// Returns the number of the stream with this name.
 uint64_t stream_of(const std::string& name);
 
-/// The address by which other hosts reach this one, numeric.
-/// @param interface  its name; empty: that of the way to `towards`
-/// @param towards    a host that all ranks reach, name or number
+/// Returns the numeric address by which other hosts reach this one.
+/// @param interface  name of an interface; empty: that of the way to `towards`
+/// @param towards    host that all ranks reach, name or number
 /// @throws Error if there is none
 std::string own_address(const std::string& interface,
                         const std::string& towards);

@@ -8,12 +8,12 @@
 
 namespace smp::comm {
 
-/// Elements that are reduced at a time: below what makes torch use its threads,
-/// and in the cache.
+/// Elements that are reduced at a time: too few for torch to use its threads,
+/// and few enough for the cache.
 inline constexpr int64_t kReduceElements = 16 << 10;
 
-/// `to` becomes the sum, or the larger or smaller, of both; flat tensors of one
-/// size and dtype of the host.
+/// Sets `to` to the sum, or the larger or smaller, of both. Both are flat host
+/// tensors of one size and dtype.
 void reduce_into(const at::Tensor& to, const at::Tensor& from, ReduceOp op);
 
 }  // namespace smp::comm

@@ -15,22 +15,22 @@
 namespace smp::comm {
 namespace {
 
-// Up to so many bytes in all, each rank gets everything in log2(n) steps and
+// Most bytes in all for which each rank gets everything in log2(n) steps and
 // adds it up itself.
 constexpr int64_t kReduceByGatherBytes = 64 << 10;
 constexpr int64_t kTinyBytes = 256;
-// Up to so many bytes in all, a gather takes log2(n) steps and a copy.
+// Most bytes in all for which a gather takes log2(n) steps and a copy.
 constexpr int64_t kGatherInStepsBytes = 1 << 20;
 constexpr int64_t kShortPartBytes = 4 << 10;
-// A ring sends one piece on while the next one comes.
+// Bytes of a piece; a ring sends one piece on while the next one comes.
 constexpr int64_t kPieceBytes = 512 << 10;
-// Receives that a ring has posted ahead.
+// Number of receives that a ring has posted ahead.
 constexpr size_t kAhead = 4;
-// Longer ones are acknowledged, so that a root is no further ahead.
+// Longer ones are acknowledged, so that the root does not run ahead.
 constexpr int64_t kUnacknowledgedBytes = 256 << 10;
 constexpr auto kForever = std::chrono::hours(24 * 365);
 
-// Chunk `index` of `count`, in pieces that are sent one by one.
+// Returns chunk `index` of `count`, in pieces that are sent one by one.
 std::vector<at::Tensor> pieces_of(const at::Tensor& tensor, int index,
                                   int count) {
   const int64_t begin = tensor.numel() * index / count;
@@ -112,14 +112,14 @@ void SocketCollective::all_reduce(const at::Tensor& tensor, ReduceOp op) {
                                    tensor.options().requires_grad(false));
   gather_in_steps(all, tensor);
   const at::Tensor parts = all.view({size_, tensor.numel()});
-  // In the order of the ranks, so that all get the same.
+  // The sum is in the order of the ranks, so that all get the same bits.
   at::Tensor sum = tensor;
   sum.copy_(parts[0]);
   for (int i = 1; i < size_; ++i) reduce_into(sum, parts[i], op);
 }
 
-// Each chunk goes round once and grows, then once more to be read. A piece is
-// sent on as soon as it is there.
+// Sends each chunk round twice: once to sum it, once to share the sum. Sends a
+// piece on as soon as it is there.
 void SocketCollective::reduce_in_ring(const at::Tensor& tensor, ReduceOp op) {
   struct Coming {
     at::Tensor to;
@@ -164,7 +164,7 @@ void SocketCollective::reduce_in_ring(const at::Tensor& tensor, ReduceOp op) {
   end_sends();
 }
 
-// A tree whose edges lead to ranks a power of two further on.
+// Broadcasts in a tree whose edges lead to ranks a power of two further on.
 void SocketCollective::broadcast(const at::Tensor& tensor, int root) {
   const int place = (rank_ + size_ - root) % size_;
   const std::vector<at::Tensor> pieces = pieces_of(tensor, 0, 1);
@@ -204,11 +204,11 @@ void SocketCollective::all_gather(const at::Tensor& output,
   gather_in_ring(output, input);
 }
 
-// In each step a rank has twice as many parts: Bruck et al., 1997.
+// Gathers in steps that double the parts of a rank: Bruck et al., 1997.
 void SocketCollective::gather_in_steps(const at::Tensor& output,
                                        const at::Tensor& input) {
   const int64_t numel = input.numel();
-  // Part i is that of the rank i places back.
+  // Part i belongs to the rank i places back.
   const at::Tensor parts =
       at::empty({size_ * numel}, input.options().requires_grad(false));
   parts.narrow(0, 0, numel).copy_(input);

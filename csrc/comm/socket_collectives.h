@@ -11,13 +11,14 @@
 
 namespace smp::comm {
 
-/// The steps of one collective over an exchange, on the thread that calls.
-/// Tensors are flat and contiguous; a group has more than one rank. Each throws
-/// Error: aborted, a connection broke, or other ranks called something else.
+/// Runs the steps of a collective over an exchange, on the thread that calls.
+/// Tensors are flat and contiguous; a group has more than one rank. Each call
+/// throws Error when it is aborted, when a connection breaks, or when other
+/// ranks called something else.
 class SocketCollective {
  public:
-  /// @param tag   of this collective alone
-  /// @param note  equal on all ranks that call the same
+  /// @param tag   tag of this collective alone
+  /// @param note  number equal on all ranks that make the same call
   SocketCollective(SocketExchange& exchange, uint64_t tag, uint64_t note);
 
   void barrier();

@@ -258,8 +258,8 @@ class SocketCommunicator final : public Communicator {
         false, [output, input] { flat_of(output).copy_(flat_of(input)); });
   }
 
-  /// @param is_nothing  there is nothing to send
-  /// @param alone       what a group of one does
+  /// @param is_nothing  whether there is nothing to send
+  /// @param alone       work of a group of one
   WorkPtr collective(CallName call, uint64_t kind, uint64_t note, Steps steps,
                      bool is_nothing, const std::function<void()>& alone = {}) {
     check_not_aborted(call);
@@ -273,7 +273,7 @@ class SocketCommunicator final : public Communicator {
     std::lock_guard lock(mutex_);
     const uint64_t tag =
         kCollectiveTag | num_collectives_++ * kTagsPerCollective;
-    // A note tells calls apart, whatever their sizes.
+    // The note differs for different calls, even with equal sizes.
     jobs_.push_back({work, tag, note ^ kind << 40, std::move(steps)});
     if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
     changed_.notify_all();

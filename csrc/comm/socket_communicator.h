@@ -9,23 +9,23 @@
 
 namespace smp::comm {
 
-/// Collectives and messages of a group over the connections of this process,
-/// which all groups share. CPU tensors.
+/// Makes a communicator over the connections of this process, which all groups
+/// share. It serves collectives and messages of CPU tensors.
 ///
 /// Every collective but `all_to_all` sends to group ranks that lie a power of
-/// two further on, so that a rank of n has about log2(n) connections to others
-/// and as many from others. Short tensors take log2(n) steps, long ones go
-/// round a ring in pieces, or down a tree. Every rank gets the same bits.
+/// two further on. A rank of n thus has about log2(n) connections to others and
+/// as many from others. Short tensors take log2(n) steps. Long ones pass round
+/// a ring in pieces, or down a tree. Every rank gets the same bits.
 ///
 /// Collectives run one after the other in a thread of the group, which begins
 /// with the first one. A wait that times out or is aborted leaves the operation
 /// alone; a receive that is aborted takes no message any more. Both sides
-/// compare sizes, types and what was called, and say what they found.
+/// compare sizes, types and calls, and report differences.
 ///
-/// @param sockets       outlives nothing: it is kept
-/// @param name          equal on all ranks and used once; also words for
+/// @param sockets       connections of this process; kept alive
+/// @param name          name equal on all ranks and used once; also words for
 ///                      errors, for instance "tcp:dp"
-/// @param global_ranks  of the group, equal on all its ranks; with this process
+/// @param global_ranks  ranks of the group, this process included; equal on all
 CommunicatorPtr make_socket_communicator(std::shared_ptr<PeerSockets> sockets,
                                          std::string name,
                                          std::vector<int> global_ranks);

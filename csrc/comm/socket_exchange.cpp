@@ -41,7 +41,7 @@ void SocketExchange::abort() {
   {
     std::lock_guard lock(mutex_);
     aborted_ = true;
-    // Kept by whoever uses their memory.
+    // Finished receives are kept by their callers, who use the memory.
     for (const TransferPtr& receive : receives_) finish(*receive, "aborted");
     for (auto& [source, open] : open_) {
       if (open.receive) finish(*open.receive, "aborted");
@@ -128,8 +128,8 @@ SocketExchange::TransferPtr SocketExchange::receive(int src, uint64_t tag,
   return transfer;
 }
 
-// The oldest message that fits, if it is all there. One that is still coming in
-// is taken when it ends.
+// Takes the oldest message that fits, if all of it is there. A message that is
+// still coming in is taken when it ends.
 bool SocketExchange::take_arrival(Transfer& receive) {
   for (auto one = arrivals_.begin(); one != arrivals_.end(); ++one) {
     if (one->tag != receive.tag ||
@@ -152,7 +152,7 @@ bool SocketExchange::take_arrival(Transfer& receive) {
   return false;
 }
 
-// The first receive that was posted for such a message.
+// Returns the first receive that was posted for such a message.
 SocketExchange::TransferPtr SocketExchange::match(int source, uint64_t tag) {
   for (auto one = receives_.begin(); one != receives_.end(); ++one) {
     const TransferPtr receive = *one;
@@ -183,7 +183,7 @@ uint8_t* SocketExchange::begin(const PeerSockets::Frame& frame) {
   std::lock_guard lock(mutex_);
   Open& open = open_[source];
   open = {};
-  // A receive from anybody that waits is for the first message that begins.
+  // A receive from any rank takes the first message that begins.
   open.receive = aborted_ ? nullptr : match(source, frame.tag);
   if (open.receive) {
     if (fits(*open.receive, source, frame.note, frame.size)) {
@@ -211,7 +211,7 @@ void SocketExchange::end(const PeerSockets::Frame& frame) {
   if (open.receive) return finish(*open.receive);
   if (open.arrival == nullptr) return;
   open.arrival->is_complete = true;
-  // Somebody may have asked for it meanwhile.
+  // A receive may have been posted meanwhile.
   if (const TransferPtr receive = match(source, frame.tag)) {
     take_arrival(*receive);
     changed_.notify_all();

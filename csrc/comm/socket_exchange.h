@@ -15,8 +15,8 @@
 
 namespace smp::comm {
 
-/// Messages of bytes between the ranks of one group; ranks are group ranks.
-/// What arrives finds the receive that was posted for its source and tag, or
+/// Messages of bytes between the ranks of one group; ranks are group ranks. A
+/// message that arrives finds the receive posted for its source and tag, or
 /// waits for one. Thread-safe.
 class SocketExchange final
     : public PeerSockets::Receiver,
@@ -24,11 +24,11 @@ class SocketExchange final
  public:
   using Owner = std::shared_ptr<const void>;
 
-  /// A send or a receive; all but the constants is guarded by the exchange.
+  /// A send or receive; the exchange guards all members but the constants.
   struct Transfer {
     enum class State { kRunning, kSucceeded, kFailed };
 
-    int peer = -1;  ///< of a receive: -1 for anybody
+    int peer = -1;  ///< group rank; -1: receive from any rank
     uint64_t tag = 0;
     uint64_t note = 0;
     uint8_t* to = nullptr;  ///< receives only
@@ -46,14 +46,14 @@ class SocketExchange final
   };
   using TransferPtr = std::shared_ptr<Transfer>;
 
-  /// @param sockets  outlive all calls but those of the receiving thread, which
-  ///                 must not be the last to keep them
+  /// @param sockets  connections that outlive all calls but those of the
+  ///                 receiving thread, which must not be the last to keep them
   SocketExchange(PeerSockets& sockets, const std::string& name,
                  std::vector<int> global_ranks);
 
-  /// Receives from now on; once.
+  /// Starts to receive; call it once.
   void start();
-  /// Fails what is in flight and all that follows; may be called twice.
+  /// Fails all transfers in flight and all later ones; may be called twice.
   void abort();
   bool is_aborted() const;
 
@@ -62,7 +62,7 @@ class SocketExchange final
 
   TransferPtr send(int dst, uint64_t tag, uint64_t note, const void* data,
                    size_t size, Owner owner);
-  /// @param src  -1: from anybody
+  /// @param src  sending group rank; -1: any rank
   TransferPtr receive(int src, uint64_t tag, uint64_t note, void* to,
                       size_t size, Owner owner);
 
@@ -70,7 +70,7 @@ class SocketExchange final
   bool wait_until(Transfer& transfer,
                   std::chrono::steady_clock::time_point deadline);
   bool is_over(const Transfer& transfer) const;
-  /// Takes no message from now on; one that is coming in still comes.
+  /// Stops a receive from taking messages; a message coming in still comes.
   void abort(const TransferPtr& transfer);
 
   // PeerSockets::Receiver
@@ -114,7 +114,7 @@ class SocketExchange final
   std::map<const Transfer*, TransferPtr> sends_;  // not yet sent
 };
 
-/// Words for an error of a group's exchange.
+/// Returns words for an error of a group's exchange.
 std::string text_of_lost(int group_rank, int global_rank,
                          const std::string& why);
 

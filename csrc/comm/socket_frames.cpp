@@ -15,11 +15,11 @@ namespace smp::comm {
 namespace {
 
 constexpr uint32_t kFrameMagic = 0x46504d53;  // "SMPF"
-// More than any message of a handshake.
+// Limit of unproven bytes, above any message of a handshake.
 constexpr size_t kMaxHandshakeBytes = 4096;
 constexpr size_t kMaxVectors = 64;
 constexpr size_t kStageBytes = 32 << 10;
-// Afterwards it is the turn of another connection.
+// Bytes after which another connection has its turn.
 constexpr size_t kTurnBytes = 4 << 20;
 
 template <typename Plain>
@@ -153,7 +153,7 @@ bool IncomingSocket::read(std::string& why,
   return true;
 }
 
-// Long frames go where they will stay, what is short through the stage.
+// Reads long frames directly to their memory and short ones to the stage.
 bool IncomingSocket::read_some(std::string& why, bool& is_empty) {
   const bool straight = in_frame_ && staged_begin_ == staged_end_ &&
                         frame_.size - filled_ >= kStageBytes;
@@ -202,7 +202,7 @@ void IncomingSocket::consume(const std::function<void()>& admit) {
   }
 }
 
-// Whether the other side has proven itself.
+// Returns whether the other side has proven its identity.
 bool IncomingSocket::shake_hands(const std::function<void()>& admit) {
   const std::string_view in(
       reinterpret_cast<const char*>(staged_.data()) + staged_begin_,
@@ -211,7 +211,7 @@ bool IncomingSocket::shake_hands(const std::function<void()>& admit) {
   const size_t used = handshake_.advance(in, out);
   staged_begin_ += used;
   if (used > 0) admit();
-  // These are the first bytes that go there, and fit.
+  // The answer fits, because these are the first bytes sent there.
   SMP_CHECK(
       health::write_available(fd_, out) == health::IoResult::kOk && out.empty(),
       "its handshake cannot be answered: ", std::strerror(errno));

@@ -16,13 +16,13 @@
 namespace smp::comm {
 
 // The two ends of a connection of PeerSockets. First comes a handshake, then
-// one frame after the other: a head and its bytes. Ranks of a run have one byte
-// order.
+// one frame after the other: a head and its bytes. All ranks of a run have the
+// same byte order.
 
-/// What the handshake with a rank that listens is for.
+/// Returns the purpose of the handshake with a rank that listens.
 std::string peer_purpose(int global_rank);
 
-/// No tensor is larger; a head that says more is broken.
+/// Largest frame; a larger size means a corrupt head.
 inline constexpr uint64_t kMaxFrameBytes = uint64_t{1} << 40;
 
 struct FrameHead {
@@ -34,37 +34,38 @@ struct FrameHead {
   uint64_t size;
 };
 
-/// Sends; not thread-safe.
+/// Sends frames; not thread-safe.
 class OutgoingSocket {
  public:
   using Done = std::vector<std::pair<PeerSockets::Sent, std::string>>;
 
   bool is_new() const { return !fd_; }
-  /// Frames may go: both sides have proven that they know the secret.
+  /// Returns whether frames may be sent: both sides have proven that they have
+  /// the secret.
   bool is_open() const { return is_open_; }
   bool has_unsent() const { return !queue_.empty(); }
-  /// Whether to go on when the system takes bytes.
+  /// Returns whether to go on when the system takes bytes.
   bool wants_to_write() const {
     return is_open_ ? has_unsent() : !handshake_out_.empty();
   }
   const health::OwnedFd& fd() const { return fd_; }
 
-  /// @param fd  a connection that is being made
+  /// @param fd  connection that is being made
   void begin(health::OwnedFd fd, health::Handshake handshake);
-  /// Goes on with the handshake, once the connection is there.
+  /// Continues the handshake, once the connection is there.
   /// @return why the connection is broken; empty if it is not
   std::string prove();
 
   void queue(uint64_t stream, std::vector<PeerSockets::Outgoing> frames,
              PeerSockets::Sent sent);
   /// Sends what the system takes.
-  /// @param done  gets what is to be called, without any lock
+  /// @param done  receives the callbacks to call, without any lock
   /// @return why the connection is broken; empty if it is not
   std::string send(Done& done);
-  /// The other side never sends, so what can be read is the end.
+  /// Checks for the end: the other side never sends, so readable means ended.
   /// @return why the connection is broken; empty if it is not
   std::string look_for_end() const;
-  /// Gives up what is unsent.
+  /// Gives up the unsent frames.
   void fail(const std::string& why, Done& done);
 
  private:
@@ -81,13 +82,13 @@ class OutgoingSocket {
   std::deque<Batch> queue_;
 };
 
-/// Receives; of one thread.
+/// Receives frames; used by one thread.
 class IncomingSocket {
  public:
   using FindReceiver =
       std::function<std::shared_ptr<PeerSockets::Receiver>(uint64_t stream)>;
 
-  /// @param handshake  of a listener
+  /// @param handshake  handshake of a listener
   IncomingSocket(health::OwnedFd fd, health::Handshake handshake,
                  FindReceiver find);
 
@@ -96,9 +97,9 @@ class IncomingSocket {
   const health::OwnedFd& fd() const { return fd_; }
 
   /// Reads for a while, and returns whether the connection goes on.
-  /// @param why    gets the reason if it does not
-  /// @param admit  called when the handshake has gone on, before it is answered
-  ///               and before anything behind it is read; may throw
+  /// @param why    receives the reason if it does not
+  /// @param admit  called when the handshake has advanced, before it is
+  ///               answered and before any later bytes are read; may throw
   bool read(std::string& why, const std::function<void()>& admit);
 
  private:

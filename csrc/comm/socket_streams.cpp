@@ -10,7 +10,7 @@
 namespace smp::comm {
 namespace {
 
-// Keeps what comes for a stream that has no receiver yet, then hands it on.
+// Keeps frames of a stream that has no receiver yet, then delivers them.
 class EarlyFrames final : public PeerSockets::Receiver {
  public:
   uint8_t* begin(const PeerSockets::Frame& frame) override {
@@ -66,7 +66,7 @@ class EarlyFrames final : public PeerSockets::Receiver {
   std::shared_ptr<PeerSockets::Receiver> target_;
 };
 
-// For a stream that is over.
+// Drops the frames of a stream that is over.
 class Nobody final : public PeerSockets::Receiver {
  public:
   uint8_t* begin(const PeerSockets::Frame& frame) override {

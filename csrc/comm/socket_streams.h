@@ -10,23 +10,23 @@
 
 namespace smp::comm {
 
-/// Who gets what comes on which stream of PeerSockets. What comes before
-/// somebody asks for it is kept. Thread-safe.
+/// The receivers of the streams of PeerSockets. Frames that come before their
+/// receiver are kept. Thread-safe.
 class SocketStreams {
  public:
   using Receiver = PeerSockets::Receiver;
 
   std::shared_ptr<Receiver> receiver_of(uint64_t stream);
 
-  /// What has come already is delivered inside this call.
+  /// Adds a receiver. Frames that have come already are delivered in this call.
   void add(uint64_t stream, std::shared_ptr<Receiver> receiver);
-  /// What comes from now on is thrown away.
+  /// Drops all later frames of the stream.
   void remove(uint64_t stream);
-  /// Nobody gets anything any more.
+  /// Removes all receivers.
   void clear();
 
-  /// Tells all receivers, and those that come later, that nothing more comes
-  /// from a rank; once for each rank.
+  /// Calls all receivers, and later ones, because nothing more comes from a
+  /// rank; once for each rank.
   void lose(int global_rank, const std::string& why);
 
  private:

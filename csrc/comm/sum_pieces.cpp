@@ -7,8 +7,8 @@
 namespace smp::comm {
 namespace {
 
-// Of a shorter tensor pieces would be so many that what each costs outweighs
-// what short ones hide.
+// Least length, in long pieces, of a tensor that gets short pieces. In a
+// shorter tensor the cost of more pieces outweighs the time they hide.
 constexpr int64_t kFewestLongPieces = 4;
 
 }  // namespace

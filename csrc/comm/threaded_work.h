@@ -12,25 +12,25 @@
 
 namespace smp::comm {
 
-/// Stands for "no time-out" where a clock would overflow with more.
+/// Replaces longer time-outs, with which a clock would overflow.
 inline constexpr std::chrono::milliseconds kLongestWait =
     std::chrono::hours(24 * 365);
 
-/// Throws Error: the call, and why it failed.
+/// Throws an Error with the call and the reason of its failure.
 [[noreturn]] void fail_call(const CallName& call, const std::string& why);
 
-/// The text of an error without the prefix of this rank, to be told by another
-/// one.
+/// Returns the text of an error without the prefix of this rank, for another
+/// rank to report.
 std::string plain_text(const std::exception& error);
 
-/// A collective that threads of its group carry out. One that is aborted is
-/// over for those who wait, and goes on in the group.
+/// A collective run by threads of its group. Abort ends it for waits only; the
+/// group goes on with it.
 class ThreadedWork final : public Work {
  public:
   explicit ThreadedWork(CallName call) : call_(std::move(call)) {}
 
-  /// It is over; only the first call counts. Any thread.
-  /// @param error  empty: it has succeeded
+  /// Ends the work; only the first call counts. Any thread may call it.
+  /// @param error  reason of the failure; empty: success
   void finish(std::string error);
 
   bool done() override;

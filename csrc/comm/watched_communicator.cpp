@@ -17,7 +17,7 @@
 namespace smp::comm {
 namespace {
 
-// FNV-1a: equal on all hosts and in all builds, unlike std::hash.
+// An FNV-1a hash, equal on all hosts and in all builds, unlike std::hash.
 class Hash {
  public:
   Hash& add(std::string_view text) {
@@ -39,8 +39,8 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325;
 };
 
-// Tells whether the device has got past what was asked of its current stream.
-// Where the device is the host, only the operation itself can tell.
+// Returns a test for whether the device has passed the work that its current
+// stream has now. If the device is the host, tests the operation itself.
 std::function<bool()> probe_of(const c10::Device& device, const WorkPtr& work) {
   if (device.is_cpu()) return [work] { return work->done(); };
   const c10::impl::VirtualGuardImpl impl(device.type());
@@ -49,8 +49,8 @@ std::function<bool()> probe_of(const c10::Device& device, const WorkPtr& work) {
   return [mark] { return mark->query(); };
 }
 
-// A collective of a device. From the time when the host goes on without it,
-// somebody watches it.
+// A collective of a device, watched from the time when the host goes on without
+// it.
 class WatchedWork final : public Work {
  public:
   WatchedWork(WorkPtr inner, FlightWatchPtr flights, c10::Device device,
@@ -142,7 +142,7 @@ class WatchedCommunicator final : public Communicator {
   WorkPtr all_to_all_v(at::Tensor output, const at::Tensor& input,
                        const Counts& output_counts,
                        const Counts& input_counts) override {
-    // Each rank has other sizes.
+    // The sizes differ from rank to rank.
     return issue(
         "all_to_all_v", output, 0,
         [&] {
@@ -168,8 +168,8 @@ class WatchedCommunicator final : public Communicator {
     return work;
   }
 
-  // The number is given under the lock under which the call is made, so that
-  // both have one order on every rank.
+  // Numbers the call under the same lock as the call itself, so that both have
+  // one order on every rank.
   template <typename Start>
   WorkPtr issue(std::string_view operation, const at::Tensor& tensor,
                 int64_t detail, Start&& start) {
@@ -190,7 +190,7 @@ class WatchedCommunicator final : public Communicator {
     const int64_t common_bytes = sizes_are_equal ? id.num_bytes : -1;
     id.signature = Hash().add(operation).add(detail).add(common_bytes).value();
     if (flights_) faults_->raise_if_faulted();
-    // Before the start, which may move the tensor away.
+    // Read before the start, which may move the tensor away.
     std::optional<c10::Device> device;
     if (flights_ && tensor.defined()) device = tensor.device();
     std::lock_guard lock(mutex_);

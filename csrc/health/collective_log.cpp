@@ -12,7 +12,8 @@ namespace {
 
 using State = CollectiveLog::State;
 
-// In front of the ranks and the groups. The hosts of a run have one byte order.
+// The part of a State's bytes before the ranks and groups. All hosts of a run
+// have the same byte order.
 struct Header {
   uint64_t group;
   int64_t sequence;
@@ -33,7 +34,9 @@ std::string list_of(const std::vector<int>& ranks) {
           ranks.size() * sizeof(int)};
 }
 
-// Thousands of ranks wait for each other at times, and each says for whom.
+// Returns whether a bit set takes fewer bytes than a list of the ranks.
+// Thousands of ranks may wait for each other, and each lists the ranks it waits
+// for.
 bool is_shorter_as_set(const std::vector<int>& ranks) {
   if (ranks.empty()) return false;
   const auto [lowest, highest] =
@@ -50,7 +53,7 @@ RankSet set_of(const std::vector<int>& ranks) {
 
 std::vector<int> read_list(std::string_view bytes) {
   std::vector<int> ranks(bytes.size() / sizeof(int));
-  // memcpy takes no null pointer, of an empty vector
+  // memcpy must not get the null pointer of an empty vector
   if (!ranks.empty()) std::memcpy(ranks.data(), bytes.data(), bytes.size());
   return ranks;
 }
@@ -123,7 +126,7 @@ State State::decode(const std::string& bytes) {
   if (groups_bytes > 0) {  // memcpy takes no null pointer, of an empty vector
     std::memcpy(result.groups.data(), ranks.data() + ranks_bytes, groups_bytes);
   }
-  // Counts from 0 on, whose differences fit.
+  // Counts are never negative, so their differences do not overflow.
   const bool is_right =
       header.sequence >= 0 &&
       std::none_of(result.groups.begin(), result.groups.end(),
@@ -139,7 +142,7 @@ bool State::has_entered(const CollectiveId& id) const {
   if (!id.goes_on_alone && (!waits_for || waits_for->group != id.group)) {
     return false;
   }
-  // A rank that is far ahead cannot be compared any more.
+  // A call whose signature later calls have overwritten counts as equal.
   return group->num_entered - id.sequence >=
              static_cast<int64_t>(kNumSignatures) ||
          group->signatures[static_cast<size_t>(id.sequence) % kNumSignatures] ==

@@ -11,45 +11,46 @@
 
 namespace smp::health {
 
-/// One collective, as all ranks of its group number it.
+/// A collective, numbered in the same way by all ranks of its group.
 struct CollectiveId {
-  uint64_t group = 0;           ///< equal on the ranks of the group only
-  int64_t sequence = 0;         ///< among the collectives of the group, from 1
-  uint64_t signature = 0;       ///< of what is called, and with how many bytes
-  int64_t num_bytes = 0;        ///< that this rank puts in or gets, the larger
+  uint64_t group = 0;      ///< equal on the ranks of the group only
+  int64_t sequence = 0;    ///< among the collectives of the group, from 1
+  uint64_t signature = 0;  ///< hash of the call and its number of bytes
+  int64_t num_bytes = 0;   ///< bytes this rank sends or receives, the larger
   std::vector<int> ranks = {};  ///< global ranks of the group
-  bool goes_on_alone = true;    ///< also while none of its ranks waits for it
+  bool goes_on_alone = true;    ///< goes on while none of its ranks waits
 };
 
-/// Which collectives this process has entered, that is issued, by group. With
-/// the logs of all ranks one can tell whether a collective that somebody waits
-/// for has been entered by all of its ranks, and as the same call. Thread-safe.
+/// The collectives that this process has entered (issued), by group. The logs
+/// of all ranks together show whether every rank of a collective has entered
+/// it, with the same call. Thread-safe.
 class CollectiveLog {
  public:
-  /// Calls of a group that can still be compared with those of other ranks.
+  /// Number of latest calls of a group that can be compared with other ranks.
   static constexpr size_t kNumSignatures = 8;
 
-  /// Numbers the next collective of `id.group`.
+  /// Sets the sequence number of `id`, the next collective of `id.group`.
   void enter(CollectiveId& id);
 
-  /// What one rank says of itself, as others read it.
+  /// The log of one rank, in the form sent to other ranks.
   struct State {
     struct Group {
       uint64_t group = 0;
       int64_t num_entered = 0;
-      /// Call number n is at n % kNumSignatures.
+      /// Signature of call n is at n % kNumSignatures.
       std::array<uint64_t, kNumSignatures> signatures = {};
     };
 
     std::optional<CollectiveId> waits_for;
     std::vector<Group> groups;
 
-    /// The ranks of `waits_for` come back in another order.
+    /// Encodes the state. The ranks of `waits_for` are sorted by this.
     std::string encode() const;
-    /// Of bytes that make no sense: nothing.
+    /// Decodes a state. Returns an empty state if the bytes are malformed.
     static State decode(const std::string& bytes);
 
-    /// Whether this rank has entered `id`, as the same call as far as known.
+    /// Returns whether this rank has entered `id` with the same signature, as
+    /// far as the signature is still stored.
     bool has_entered(const CollectiveId& id) const;
   };
 

@@ -63,8 +63,8 @@ std::optional<std::string> DeadlockSearch::find(Clock::time_point now) const {
   return table(stuck, now);
 }
 
-// Whether somebody waits for a collective that all of its ranks have entered.
-// Each collective is looked at once, not once for each rank that waits for it.
+// Returns whether all ranks of a collective that is waited for have entered it.
+// Looks at each collective once, not once for each rank that waits for it.
 bool DeadlockSearch::some_collective_goes_on(
     const std::vector<int>& stuck) const {
   using State = CollectiveLog::State;
@@ -107,7 +107,7 @@ std::string DeadlockSearch::table(const std::vector<int>& stuck,
   return text;
 }
 
-// Ranks that have left come first: nobody else can be the reason.
+// Names the ranks that have left first: they are the reason if there are any.
 std::string DeadlockSearch::headline() const {
   const std::string after = seconds_text(after_);
   const auto& left = members_.left();

@@ -10,31 +10,33 @@
 
 namespace smp::health {
 
-/// Part of the hub: finds that every rank that is there waits, has no message
-/// under way, and has not moved for a time, and that none waits for a
-/// collective that all of its ranks have entered. One thread.
+/// Part of the hub: finds deadlocks. In a deadlock every remaining rank waits,
+/// has no message under way, and has not moved for a time, and no rank waits
+/// for a collective that all of its ranks have entered. Used by one thread.
 class DeadlockSearch {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// @param after  so long nothing has moved
-  /// @param valid  what a rank has said before counts for nothing
+  /// @param after  how long nothing has moved in a deadlock
+  /// @param valid  age beyond which a status is ignored
   DeadlockSearch(const Membership& members, std::chrono::milliseconds after,
                  std::chrono::milliseconds valid);
 
   void on_come(int global_rank, Clock::time_point now);
   void on_status(int global_rank, LivenessFrame status, Clock::time_point now);
-  /// The last thing a rank did may free others, whose reports are older.
+  /// Restarts the search: the last act of a rank may have freed others, whose
+  /// reports are older.
   void on_left(Clock::time_point now) { freed_at_ = now; }
 
-  /// The newest status of a rank, with empty texts while there is none.
+  /// Returns the newest status of a rank; its texts are empty before the first.
   const LivenessFrame& status(int global_rank) const;
 
-  /// @return a table of all ranks and what they wait for; nothing: no deadlock
+  /// @return a table of all ranks and their waits, or nothing without a
+  ///         deadlock
   std::optional<std::string> find(Clock::time_point now) const;
 
  private:
-  // The newest status of a rank, and since when it waits in the same place.
+  // The newest status of a rank, and the time since when it waits there.
   struct Rank {
     LivenessFrame status;
     std::optional<Clock::time_point> status_at;

@@ -14,7 +14,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::seconds kTellEvery{10};
 
-// The connection stays where it is, and would be tried again at once.
+// Returns whether the system lacks resources. The connection then stays in the
+// queue, and a new attempt would fail at once.
 bool is_lack(int error) {
   return error == EMFILE || error == ENFILE || error == ENOBUFS ||
          error == ENOMEM;

@@ -9,41 +9,43 @@
 
 namespace smp::health {
 
-/// What strangers may cost.
+/// Limits on connections of unknown processes.
 struct DoorLimits {
-  /// So many connections may be half-open, that is have proven nothing yet;
-  /// others wait in the system.
+  /// Most half-open connections, that is, connections that have proven nothing
+  /// yet. Further connections wait in the system.
   size_t max_half_open = 64;
-  /// So long each of them may stay.
+  /// Longest time a connection may stay half-open.
   std::chrono::milliseconds patience{10000};
-  /// And so long when others have to wait.
+  /// Longest time while other connections have to wait.
   std::chrono::milliseconds patience_when_full{1000};
 };
 
-/// Accepts connections for somebody who listens, counts those that have proven
-/// nothing yet, and tells the log of those that are sent away, a line at most
-/// in ten seconds. Of one thread.
+/// Accepts connections for a listener and counts the half-open ones. Logs the
+/// connections that are refused, at most one line in ten seconds. Used by one
+/// thread.
 class Doorkeeper {
  public:
-  /// @param place  what is listened for, in words: "the liveness hub"
+  /// @param place  name of the listener for messages: "the liveness hub"
   Doorkeeper(std::string place, DoorLimits limits);
 
-  /// Whether to look for connections at all: there is room, and the system has
-  /// descriptors.
+  /// Returns whether connections are accepted now: there is room, and the
+  /// system has descriptors.
   bool is_open() const;
-  /// What the system did not give may be there now; a few times per second.
+  /// Tries again to get descriptors from the system; called a few times per
+  /// second.
   void look_again() { is_paused_ = false; }
 
-  /// The next connection that waits, which is half-open from now on; empty when
-  /// there is none, or no room.
+  /// Returns the next waiting connection, which is half-open from now on.
+  /// Returns an empty descriptor when none waits or there is no room.
   OwnedFd accept(const OwnedFd& listener);
-  /// It has proven who it is, or has ended.
+  /// Notes that a half-open connection has proven its identity or has ended.
   void on_no_longer_half_open() { --num_half_open_; }
   size_t num_half_open() const { return num_half_open_; }
-  /// Whether it has been half-open for too long.
+  /// Returns whether a connection accepted then has been half-open for too
+  /// long.
   bool is_late(std::chrono::steady_clock::time_point accepted) const;
 
-  /// Says why a connection is being closed.
+  /// Logs why a connection is being closed.
   void tell_of(const OwnedFd& stranger, const std::string& why);
 
  private:
@@ -57,7 +59,7 @@ class Doorkeeper {
   int64_t num_untold_ = 0;
 };
 
-/// Why a connection that stays half-open is closed.
+/// The reason for closing a connection that stays half-open.
 inline constexpr const char* kTooLate =
     "it has not proven in time that it knows the secret of this job";
 

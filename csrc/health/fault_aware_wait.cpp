@@ -8,7 +8,7 @@
 namespace smp::health {
 namespace {
 
-// Stands for "for ever" where the sum with now() would overflow.
+// Replaces longer time-outs, whose sum with now() would overflow.
 constexpr std::chrono::hours kLongest{24 * 365};
 
 }  // namespace
@@ -87,7 +87,8 @@ void fail_because_left(FaultBoard& board, int global_rank,
                     .coordinates = board.coordinates(global_rank),
                     .is_found_here = true};
   const std::string text = fault.describe();
-  // Told to all, or the others would take our end for the beginning.
+  // Told to all ranks: otherwise they would take the end of this rank for the
+  // first failure.
   board.report(fault);
   throw PeerFailure(rank_prefix() + text);
 }

@@ -12,31 +12,32 @@
 
 namespace smp::health {
 
-/// What a wait waits for, in words and in ranks.
+/// A description of a wait: words for messages, and the ranks it needs.
 struct WaitSpec {
   std::string what;  ///< for instance "recv_from(1)"
   std::chrono::milliseconds timeout;
-  /// Global ranks that have to act before the wait can end; called with the
-  /// lock of the wait held. Empty: unknown.
+  /// Returns the global ranks that have to act before the wait can end; empty:
+  /// unknown. Called with the lock of the wait held.
   std::function<std::vector<int>()> missing = {};
   std::string hint = {};  ///< what to do after a time-out
 };
 
-/// One wait on a condition variable that also ends, by an exception, when a
-/// fault comes, when a rank it needs has left, at its time-out, and on Ctrl-C.
-/// The owner of the condition variable subscribes a wake to the board, so that
-/// faults are seen at once; without it they are seen within `kSlice`.
+/// A wait on a condition variable that also ends, by an exception, on a fault,
+/// when a rank it needs has left, at its time-out, and on Ctrl-C. The owner of
+/// the condition variable subscribes a wake to the board, so that the wait sees
+/// faults at once; otherwise it sees them within `kSlice`.
 ///
-/// Make the object before the lock is taken.
+/// Make the object before taking the lock.
 class FaultAwareWait {
  public:
-  /// A rank that leaves may be faster on the liveness channel than its last
-  /// messages on theirs, so its absence counts only after this while.
+  /// Time after which the absence of a rank counts. News of its goodbye may
+  /// arrive on the liveness channel before its last messages arrive on theirs.
   static constexpr std::chrono::milliseconds kLeftGrace{2000};
-  /// So may be the news of a failure. What the rank had sent before, such as
-  /// the reason why all are to raise, comes within this while.
+  /// Time after which a fault counts. News of a failure may also be faster than
+  /// messages the rank sent before, such as the reason why all ranks are to
+  /// raise.
   static constexpr std::chrono::milliseconds kFaultGrace{100};
-  /// Longest time between two looks at signals, faults and the clock.
+  /// Longest time between two checks of signals, faults and the clock.
   static constexpr std::chrono::milliseconds kSlice{200};
 
   FaultAwareWait(FaultBoard& board, WaitSpec spec);
@@ -49,7 +50,7 @@ class FaultAwareWait {
              Pred pred) {
     while (!pred()) {
       check(lock);
-      if (pred()) break;  // `check` may have let go of the lock
+      if (pred()) break;  // `check` may have released the lock
       cv.wait_until(lock, next_look());
     }
     blocked_.update(false, {});
@@ -73,13 +74,13 @@ class FaultAwareWait {
   BlockedScope blocked_;
 };
 
-/// Tells all ranks that `global_rank`, which has left, is needed here, and
-/// raises. Without locks that subscribers of the board need.
+/// Reports that `global_rank`, which has left, is needed here, and raises. Call
+/// it without locks that subscribers of the board need.
 /// @throws PeerFailure
 [[noreturn]] void fail_because_left(FaultBoard& board, int global_rank,
                                     const std::string& what);
 
-/// " 0 2 5" of {0, 2, 5}.
+/// Returns " 0 2 5" for {0, 2, 5}.
 std::string list_ranks(const std::vector<int>& ranks);
 
 }  // namespace smp::health

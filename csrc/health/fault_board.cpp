@@ -77,8 +77,9 @@ bool FaultBoard::report(Fault fault) {
     if (fault.coordinates.empty()) {
       fault.coordinates = coordinates_locked(fault.global_rank);
     }
-    // A rank that raised prints that itself; no launcher sees deadlocks and
-    // stuck ranks; left ranks that are missed here are raised by the wait.
+    // A rank that raised prints its error itself. Launchers see neither
+    // deadlocks nor stuck ranks. A wait raises the fault of a left rank it
+    // needs.
     const bool is_silent = fault.kind == Fault::Kind::kDied ||
                            fault.kind == Fault::Kind::kUnreachable ||
                            fault.kind == Fault::Kind::kLeft;

@@ -12,13 +12,13 @@
 
 namespace smp::health {
 
-/// Why a run cannot go on.
+/// A reason why a run cannot go on.
 struct Fault {
   enum class Kind {
     kRaised,       ///< an exception in a rank; `text` holds it
     kDied,         ///< connection lost without a word: killed, crashed
     kUnreachable,  ///< its host does not answer; `text` says how it was seen
-    kLeft,         ///< exited normally although somebody still waits for it
+    kLeft,         ///< exited normally although another rank needs it
     kDeadlock,     ///< every rank waits; `text` holds the table
     kStuck,        ///< neither waits nor moves while others wait for it
   };
@@ -30,70 +30,72 @@ struct Fault {
   bool is_found_here = false;    ///< the wait that finds it raises it
   std::vector<int> stuck = {};   ///< of kStuck, from the hub: all of them
 
-  /// The rank has, or soon has, an exception of its own.
+  /// Returns whether the rank has, or soon has, an exception of its own.
   bool is_raised_by(int rank) const {
     return rank == global_rank && kind != Kind::kStuck;
   }
 
-  /// One or more lines for people, naming rank, place and reason.
+  /// Returns one or more lines for people, naming rank, place and reason.
   std::string describe() const;
-  /// The first of these lines.
+  /// Returns the first of these lines.
   std::string headline() const;
 };
 
-/// What a process knows about the health of the others. The first fault wins
-/// and stays until the object dies. Every blocking wait of the library
-/// subscribes, so that it ends when a fault comes. Thread-safe.
+/// The health of the other ranks, as far as this process has been told. The
+/// first fault wins and stays until the object dies. Every blocking wait of the
+/// library subscribes, so that it ends when a fault comes. Thread-safe.
 class FaultBoard {
  public:
   explicit FaultBoard(int global_rank);
 
   int global_rank() const { return global_rank_; }
 
-  /// Words for each global rank, for instance "pp 1 tp 0 rdp 1"; later faults
-  /// name those of the culprit.
+  /// Sets words for each global rank, for instance "pp 1 tp 0 rdp 1". Later
+  /// faults include those of the culprit.
   void set_coordinates(std::vector<std::string> per_global_rank);
   std::string coordinates(int global_rank) const;
 
-  /// Addresses at which the hosts of all global ranks are reached by others;
-  /// empty ones are not known.
+  /// Sets the addresses at which other hosts reach the hosts of all global
+  /// ranks; empty: unknown.
   void set_addresses(std::vector<std::string> per_global_rank);
-  /// The first rank at an address; -1 when none is.
+  /// Returns the first rank at an address, or -1.
   int rank_at(const std::string& address) const;
 
-  /// Records a fault (first one wins) and wakes all subscribers. Of a rank that
-  /// cannot say so itself the first other rank prints a line at once, so that
-  /// the culprit is on the screen even when a launcher ends this process next.
-  /// @return true when this one is the first.
+  /// Records a fault (the first one wins) and wakes all subscribers. If the
+  /// culprit cannot print an error itself, the first other rank prints a line
+  /// at once. The culprit is then on the screen even if a launcher ends this
+  /// process next.
+  /// @return true when this fault is the first.
   bool report(Fault fault);
 
-  /// A rank said goodbye. No fault by itself; a wait that needs it fails.
-  /// @param entered  the collectives that it has done its part of
+  /// Records that a rank said goodbye. No fault by itself; a wait that needs
+  /// the rank fails.
+  /// @param entered  collectives that the rank has done its part of
   void mark_left(int global_rank, CollectiveLog::State entered = {});
-  /// So did several, of which the hub knows what they have done their part of.
+  /// Records that several ranks said goodbye; only the hub has their logs.
   void mark_left(const RankSet& ranks);
 
   std::optional<Fault> fault() const;
   bool has_left(int global_rank) const { return goodbyes_.has(global_rank); }
-  /// Who has left, and what they will not do their part of.
+  /// Returns the ranks that have left, and the collectives they will not join.
   Goodbyes& goodbyes() { return goodbyes_; }
 
   /// @throws PeerFailure with `describe()` when there is a fault.
   void raise_if_faulted() const;
 
-  /// Calls `wake` (from any thread, without locks of ours held that the other
-  /// methods need) at each change. `wake` may not subscribe or unsubscribe.
-  /// @return token for `unsubscribe`, which returns only when no call to
-  ///         `wake` is running.
+  /// Calls `wake` at each change, from any thread, without holding locks that
+  /// the other methods need. `wake` may not subscribe or unsubscribe.
+  /// @return token for `unsubscribe`, which returns only when no call to `wake`
+  ///         is running.
   int subscribe(std::function<void()> wake);
   void unsubscribe(int token);
 
-  /// `check` is called a few times per second by waits of the library, without
-  /// their locks, and may throw: for Ctrl-C. Set it before the first wait.
+  /// Sets a check that may throw, for Ctrl-C. Waits of the library call it a
+  /// few times per second without their locks. Set it before the first wait.
   void set_interrupt_check(std::function<void()> check);
   void check_interrupt() const;
 
-  /// What this process waits for at the moment.
+  /// Returns the waits that this process is in at the moment.
   WaitRegistry& waits() { return waits_; }
 
  private:

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kTransferBytes = 64 << 10;
 
-// Bytes that this process has read and written.
+// Returns the number of bytes that this process has read and written.
 int64_t transferred_bytes() {
   std::ifstream file("/proc/self/io");
   std::string name;

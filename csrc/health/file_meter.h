@@ -5,15 +5,15 @@
 
 namespace smp::health {
 
-/// How many bytes this process, and children that it has waited for, have read
-/// from files and written to them, pipes included. A rank that prepares data
-/// while others wait moves, though it says nothing to anybody.
+/// Counts bytes that this process, and children it has waited for, have read
+/// from and written to files, pipes included. A rank that prepares data while
+/// others wait makes progress, though it sends no messages.
 class FileMeter {
  public:
-  /// Looks, and returns what was counted so far. What is less than a transfer
-  /// between two looks is talk, such as the lines of a log. One thread.
+  /// Reads the counters and returns the bytes counted so far. Ignores a small
+  /// change between two calls, such as lines of a log. Used by one thread.
   int64_t look();
-  /// What this process reads and writes during `work` does not count.
+  /// Runs `work` without counting the bytes it reads and writes.
   void leave_out(const std::function<void()>& work);
 
  private:

@@ -75,8 +75,8 @@ OwnedFd& OwnedFd::operator=(OwnedFd&& other) noexcept {
 void OwnedFd::reset() {
   if (fd_ < 0) return;
   std::lock_guard lock(open_fds().mutex);
-  // Not in the set: a forked child closed it already, and the number may
-  // belong to another file now.
+  // A descriptor missing from the set was closed by a forked child, and its
+  // number may belong to another file now.
   if (open_fds().fds.erase(fd_) > 0) ::close(fd_);
   fd_ = -1;
 }

@@ -4,8 +4,9 @@
 
 namespace smp::health {
 
-/// Threads do not survive a fork (data loader workers, for instance), so that
-/// objects with threads must not be used, nor joined, in the child.
+/// Detects forked children. Threads do not survive a fork (into data loader
+/// workers, for instance), so the child must neither use nor join objects with
+/// threads.
 class ForkGuard {
  public:
   ForkGuard();
@@ -19,8 +20,8 @@ class ForkGuard {
 };
 
 /// A file descriptor that is closed with the object, by exec, and in forked
-/// children. The latter because a connection that a child still holds would
-/// hide the death of its parent.
+/// children. A connection that a child still held open would hide the death of
+/// its parent.
 class OwnedFd {
  public:
   OwnedFd() = default;

@@ -7,25 +7,26 @@
 
 namespace smp::health {
 
-/// Part of the hub: when the ranks that are still there hear who has left. The
-/// first goodbye is told at once, those that follow it together, so that a job
-/// that ends takes a few messages for each rank and not one for each pair. Who
-/// has left needs to hear of nobody before all have. One thread.
+/// Part of the hub: decides when the remaining ranks are told who has left. The
+/// first goodbye is told at once and later ones together. A job that ends thus
+/// takes a few messages per rank, not one per pair of ranks. A rank that has
+/// left is told only once all have left. Used by one thread.
 class GoodbyeNews {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// So long goodbyes may wait for others. Far below
-  /// FaultAwareWait::kLeftGrace, within which nobody misses one.
+  /// Longest time goodbyes wait for others. It is far below
+  /// FaultAwareWait::kLeftGrace, before which no wait misses a goodbye.
   static constexpr std::chrono::milliseconds kEvery{250};
 
   void on_left(int global_rank) { untold_.add(global_rank); }
 
-  /// @param is_end  there is no later
-  /// @return who is to be told of now; counts as told
+  /// @param is_end  whether this is the last call
+  /// @return ranks whose goodbyes are to be told now; they count as told
   std::optional<RankSet> due(Clock::time_point now, bool is_end);
 
-  /// How long until something may be due; nothing: until somebody leaves.
+  /// Returns the time until goodbyes may be due, or nothing until a rank
+  /// leaves.
   std::optional<Clock::duration> due_in(Clock::time_point now) const;
 
  private:

@@ -36,7 +36,7 @@ std::optional<int> Goodbyes::who_left_before(const CollectiveId& collective) {
   return std::nullopt;
 }
 
-// Whether the hub is to be asked, once after each news.
+// Returns whether the hub has to be asked, once after each news.
 bool Goodbyes::must_ask(const CollectiveId& collective,
                         std::optional<int>& found) {
   std::lock_guard lock(mutex_);

@@ -12,36 +12,38 @@
 
 namespace smp::health {
 
-/// Which ranks have said goodbye, as far as this process has been told. What a
-/// rank had entered before it left is known to the hub, and is asked for when
-/// somebody waits for a collective of that rank: few ranks ever need it, and
-/// told to all it would grow with the square of their number. Thread-safe.
+/// The ranks that have said goodbye, as far as this process has been told. The
+/// hub stores what a rank had entered before it left. A process asks for that
+/// when it waits for a collective of the rank. Few processes ever need it, and
+/// sending it to all would grow with the square of the number of ranks.
+/// Thread-safe.
 class Goodbyes {
  public:
-  /// @param entered  the collectives that the rank has done its part of
+  /// @param entered  collectives that the rank has done its part of
   /// @return whether that is news
   bool add(int global_rank, CollectiveLog::State entered);
-  /// Ranks of which only the hub knows what they had entered.
+  /// Adds ranks whose entered collectives are stored by the hub only.
   bool add(const RankSet& ranks);
 
   bool has(int global_rank) const;
 
-  /// A rank of the collective that has left, and will not do its part. Asks for
-  /// what is not known, so that the answer may come with a later call. Without
-  /// locks that `ask` needs.
+  /// Returns a rank of the collective that has left and will not do its part.
+  /// Asks the hub if that is unknown, so that the answer may come with a later
+  /// call. Call it without locks that `ask` needs.
   std::optional<int> who_left_before(const CollectiveId& collective);
 
-  /// The answer: `global_rank` will not do its part of that collective.
+  /// Records the hub's answer: `global_rank` will not do its part of that
+  /// collective.
   void on_answer(const CollectiveId& collective, int global_rank);
 
-  /// @param ask  gets the question to the hub, from any thread; nothing: nobody
-  ///             does. Returns when no call to the one before is running.
+  /// Returns when no call to the previous `ask` is running.
+  /// @param ask  sends the question to the hub, from any thread; or nothing
   void set_ask(std::function<void(const CollectiveId&)> ask);
 
  private:
-  // What is known of a collective that somebody has waited for.
+  // The hub's answer about a collective that this process has waited for.
   struct Question {
-    int64_t asked_at = -1;  // the number of news, when it was asked
+    int64_t asked_at = -1;  // number of news when it was asked
     std::optional<int> answer;
   };
   using Key = std::pair<uint64_t, int64_t>;  // group, sequence

@@ -31,7 +31,7 @@ int32_t number_of(std::string_view bytes) {
   return static_cast<int32_t>(number);
 }
 
-// Without the prefix of the rank: who catches it says where it was.
+// Throws without the prefix of the rank, which the catcher adds with the place.
 void require(bool condition, const std::string& why) {
   if (!condition) throw Error(why);
 }
@@ -69,12 +69,12 @@ size_t Handshake::advance(std::string_view in, std::string& out) {
   return used;
 }
 
-// Whether the bytes were enough for another message.
+// Returns whether the bytes were enough for another message.
 bool Handshake::take(std::string_view in, size_t& used, std::string& out) {
   size_t size = kOpeningBytes;
   if (state_ == State::kChallenge) size = kChallengeBytes;
   if (state_ == State::kAnswer) size = kProofBytes;
-  if (state_ == State::kOpening) {  // who speaks otherwise is not waited for
+  if (state_ == State::kOpening) {  // refuses other openings early
     const size_t known = std::min(in.size(), kMagic.size());
     require(in.substr(0, known) == kMagic.substr(0, known),
             "it does not begin like a connection of this version of smp");
@@ -117,7 +117,8 @@ void Handshake::take_answer(std::string_view answer) {
   state_ = State::kProven;
 }
 
-// All but the purpose has a fixed length, and that comes last.
+// Returns the proof. Each part but the purpose has a fixed length, and the
+// purpose comes last.
 std::string Handshake::proof_of(std::string_view side) const {
   std::string text = "smp ";
   text += side;

@@ -7,40 +7,42 @@
 
 namespace smp::health {
 
-/// Shorter secrets could be guessed by who has heard a proof.
+/// Least length of a secret; a shorter one could be guessed from a proof.
 inline constexpr size_t kMinSecretBytes = 32;
 
-/// One side of what every connection of a job begins with: both ends prove that
-/// they know its secret, by HMAC-SHA-256 of numbers that both draw anew, before
-/// anything else is looked at. Bytes in, bytes out; the sockets are others'.
+/// One side of the handshake at the start of every connection of a job. Both
+/// ends prove that they have the secret before anything else is read. A proof
+/// is the HMAC-SHA-256 of numbers that both ends draw for this connection. The
+/// class only takes and makes bytes; callers own the sockets.
 ///
 ///   caller:    "SMPAUTH1", its number (4 bytes), its nonce (32)
 ///   listener:  its nonce (32), HMAC(secret, "listener" and all above) (32)
-///   caller:    HMAC(secret, "caller" and all above) (32), then what it wants
+/// caller:    HMAC(secret, "caller" and all above) (32), then its frames
 ///
-/// A proof is of one connection, one side, one purpose: heard, it opens
-/// nothing. What follows is neither encrypted nor signed.
+/// A proof is valid for one connection, one side and one purpose, so that a
+/// recorded proof is useless. Later bytes are neither encrypted nor signed.
 class Handshake {
  public:
-  /// @param secret   of the job, at least kMinSecretBytes
-  /// @param purpose  what the listener is for; equal on both sides
+  /// @param secret   secret of the job, at least kMinSecretBytes long
+  /// @param purpose  name of the listener's service; equal on both sides
   static Handshake listener(std::string secret, std::string purpose);
-  /// @param caller  a number >= 0 by which the listener is to know this side
+  /// @param caller  number >= 0 that identifies this side to the listener
   static Handshake caller(std::string secret, std::string purpose,
                           int32_t caller);
 
-  /// Goes on as far as the bytes lead.
-  /// @param in   received and not yet used
-  /// @param out  gets, at its end, what is to be sent
+  /// Advances as far as the bytes allow.
+  /// @param in   bytes received and not yet used
+  /// @param out  string to which the bytes to send are appended
   /// @return how many of the bytes belong to the handshake; once `is_proven`,
-  ///         those behind them are what the connection is for
+  ///         the rest belongs to the connection's own protocol
   /// @throws Error when the other side is not of this job
   size_t advance(std::string_view in, std::string& out);
 
-  /// The other side knows the secret, and may be listened to.
+  /// Returns whether the other side has the secret, so that its frames count.
   bool is_proven() const { return state_ == State::kProven; }
 
-  /// Who calls: known to be true when `is_proven`; -1 while nobody has said.
+  /// Returns the caller's number, or -1 before the opening; true only once
+  /// `is_proven`.
   int32_t caller_number() const { return caller_; }
 
  private:

@@ -12,17 +12,18 @@ namespace {
 using std::chrono::duration_cast;
 using std::chrono::milliseconds;
 
-// A rank that has said nothing for so long is stopped or cut off.
+// Silence after which a rank counts as stopped or cut off.
 constexpr milliseconds kSilent{5000};
 constexpr milliseconds kStacksTimeout{3000};
-// Of a stack in an error; the whole stacks are in the report before it.
+// Limits of the stacks in an error; the report before it has the whole stacks.
 constexpr int kErrorFrames = 6;
 constexpr int kErrorLines = 48;
-// Looks at the stack of a script, in the time after which there is a report.
+// Number of checks of the script's stack in the time before a report.
 constexpr int kLooks = 30;
 
-// The frames of the script, empty if they are not known. A loop without calls
-// goes from line to line of the innermost one for ever.
+// Returns the frames of the script, empty if they are unknown. The line number
+// of the innermost frame is left out, because a loop without calls changes it
+// for ever.
 std::string script_of(const std::string& stacks) {
   if (!stacks.starts_with("Thread of the script")) return {};
   std::string script = stacks.substr(0, stacks.find("\n\n"));
@@ -48,7 +49,7 @@ void HangWatch::on_status(int global_rank, const LivenessFrame& status,
     rank.script.clear();
     rank.script_moved_at.reset();
   }
-  // It may have done meanwhile what was not what it waits for.
+  // The rank may have done work meanwhile that was not what it waits for.
   if (turns) rank.waits_since = now - milliseconds(status.blocked_ms);
   rank.status = status;
   rank.status_at = now;
@@ -63,7 +64,7 @@ void HangWatch::on_stacks(int global_rank, const std::string& stacks,
   rank.is_asked = false;
   const std::string script = script_of(stacks);
   if (script.empty()) return;
-  // On a busy machine a stack may be cut off.
+  // The stack may be cut off on a busy machine.
   const bool is_same =
       script.starts_with(rank.script) || rank.script.starts_with(script);
   if (!is_same) rank.script_moved_at = now;
@@ -91,7 +92,7 @@ std::optional<Standstill> HangWatch::standstill(Clock::time_point now) const {
   std::vector<RankState> states;
   for (const auto& [number, rank] : ranks_) {
     const bool is_silent = now - rank.status_at > kSilent;
-    // A rank that waited until it was stopped may have waited for long.
+    // A silent rank may have waited for long before it was stopped.
     const Clock::time_point moved_at =
         is_silent && waits(rank.status) ? rank.status_at : rank.changed_at;
     states.push_back(
@@ -151,7 +152,7 @@ std::vector<int> HangWatch::due_looks(Clock::time_point now) {
   looked_at_ = now;
   std::vector<int> asked;
   for (const int number : found->stuck) {
-    // One that does not answer is not asked again and again.
+    // A rank that has not answered yet is not asked a second time.
     if (std::exchange(ranks_.at(number).is_asked, true)) continue;
     asked.push_back(number);
   }

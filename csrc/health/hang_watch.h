@@ -12,52 +12,53 @@
 namespace smp::health {
 
 /// Part of the hub: notices that some ranks have waited for long while nothing
-/// moves anywhere, and collects words and stacks of all ranks. That is a
-/// report, because a slow rank looks the same. When it goes on for twice the
-/// time, the ranks that neither wait nor move are a fault, if that is wanted,
-/// unless the Python stack of one of them changes: that one is busy in code of
-/// the script. One thread.
+/// moves anywhere, and collects words and stacks of all ranks. It writes a
+/// report, because a slow rank looks the same. After twice the time the ranks
+/// that neither wait nor move become a fault, if the user wants that. There is
+/// no fault while the Python stack of one of them changes: that rank is busy in
+/// code of the script. Used by one thread.
 class HangWatch {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// The ranks that are stuck, for all ranks.
+  /// The ranks that are stuck, as sent to all ranks.
   struct Stuck {
     std::vector<int> global_ranks;  ///< ascending, at least one
     std::string text;               ///< with their stacks
   };
 
   /// @param after   how long nothing moves before a report; 0: never
-  /// @param raises  a rank that is stuck for twice as long is a fault
+  /// @param raises  whether a rank that is stuck for twice as long is a fault
   HangWatch(int world_size, std::chrono::milliseconds after,
             bool raises = false)
       : world_size_(world_size), after_(after), raises_(raises) {}
 
-  /// A rank is a process of this machine.
+  /// Notes that a rank is a process of this machine.
   void on_process(int global_rank, int pid) { pids_[global_rank] = pid; }
-  /// A status of a rank has come.
+  /// Takes a status of a rank.
   void on_status(int global_rank, const LivenessFrame& status,
                  Clock::time_point now);
   void on_stacks(int global_rank, const std::string& stacks,
                  Clock::time_point now);
   void on_gone(int global_rank);
-  /// The thread was not run for so long, which says nothing of other ranks.
+  /// Leaves out time in which the hub's thread did not run: it shows nothing
+  /// about other ranks.
   void on_pause(Clock::duration pause);
 
-  /// @return a report when it is time for one; all ranks are to be asked for
-  ///         their stacks then
+  /// @return a report when one is due; all ranks are to be asked for their
+  ///         stacks then
   std::optional<std::string> due_report(Clock::time_point now);
 
-  /// @return the ranks to be asked for their stacks without a report, to see
+  /// @return ranks to be asked for their stacks without a report, to see
   ///         whether these change
   std::vector<int> due_looks(Clock::time_point now);
 
-  /// @return the stacks, once those of all ranks are there or have had time
+  /// @return the stacks, once all ranks have sent them or have had time to
   std::optional<std::string> due_stacks(Clock::time_point now);
 
-  /// @return the ranks that are stuck, when it is time to end the run: twice
-  ///         the time is over, their stacks have been shown, and none of their
-  ///         scripts has moved for the time
+  /// @return the stuck ranks when the run has to end: twice the time is over,
+  ///         their stacks have been shown, and none of their scripts has moved
+  ///         for the time
   std::optional<Stuck> due_fault(Clock::time_point now) const;
 
  private:
@@ -89,7 +90,8 @@ class HangWatch {
   std::map<int, std::string> stacks_;
 };
 
-/// The innermost lines of each thread in the stacks of a rank, for an error.
+/// Returns the innermost lines of each thread in the stacks of a rank, for an
+/// error.
 std::string innermost_lines(const std::string& stacks);
 
 }  // namespace smp::health

@@ -40,9 +40,10 @@ void HubConnections::serve(milliseconds timeout) {
   const auto serve_one = [this](Kind kind, uint64_t id, uint32_t what) {
     serve(kind, id, what);
   };
-  // All that has come, before the end of anybody counts: who failed first may
-  // have said so, and who ended because of that is no reason. Each connection
-  // once, so that who talks without end keeps nobody from an answer.
+  // Takes all frames that have come before any end of a connection counts. The
+  // rank that failed first may have sent its reason, and ranks that ended
+  // because of it are no reason. Serves each connection once, so that a busy
+  // rank does not keep others from an answer.
   bool has_more = events_.wait(static_cast<int>(timeout.count()), serve_one);
   for (size_t i = 0; has_more && i < connections_.size(); i += kServedAtOnce) {
     has_more = events_.wait(0, serve_one);
@@ -70,7 +71,8 @@ void HubConnections::serve(Kind kind, uint64_t id, uint32_t what) {
   if ((what & ~uint32_t{EPOLLOUT}) != 0) receive(id, connection);
 }
 
-// Who is not let in waits in the system, and is no event.
+// Watches the listener only while there is room. Further connections wait in
+// the system and cause no events.
 void HubConnections::watch_door() {
   const bool watches = door_.is_open();
   if (std::exchange(is_door_watched_, watches) == watches) return;
@@ -216,7 +218,7 @@ void HubConnections::note_closed(uint64_t id, Connection& connection) {
   closed_.push_back(id);
 }
 
-// Of strangers; the oldest comes first.
+// Closes connections that have been half-open for too long, oldest first.
 void HubConnections::close_late() {
   for (const uint64_t id : half_open_) {
     Connection& connection = *connections_.at(id);

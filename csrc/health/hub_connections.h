@@ -17,28 +17,30 @@
 
 namespace smp::health {
 
-/// Part of the hub: the connections of all ranks, and those of strangers until
-/// they have proven who they are. What comes over one connection takes the same
-/// time however many others there are. Of one thread but for `wake` and `port`.
+/// Part of the hub: the connections of all ranks, and of processes that have
+/// not proven their identity yet. Taking a frame costs the same however many
+/// connections there are. Used by one thread except for `wake` and `port`.
 class HubConnections {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// What the connections are for. A call that throws Error ends the connection
-  /// whose frame it was given.
+  /// Callbacks of the hub. A call that throws Error ends the connection whose
+  /// frame it was given.
   struct Owner {
-    /// Why a process that has proven to be this rank may not be it; empty: it
-    /// is welcome, and is this rank from now on.
+    /// Returns why a process that has proven to be this rank is refused. Empty:
+    /// it is welcome, and is this rank from now on.
     std::function<std::string(int global_rank)> refusal;
-    /// It has been welcomed, and may be told more.
+    /// Called when the rank has been welcomed; frames may be sent to it.
     std::function<void(int global_rank, const LivenessFrame& hello)> come;
     std::function<void(int global_rank, LivenessFrame frame)> take;
-    /// Its connection has ended; after all that had come has been taken.
+    /// Called when the connection of a rank has ended and all its frames have
+    /// been taken.
     std::function<void(int global_rank, bool is_unreachable)> lost;
   };
 
-  /// @param address  where to listen: numeric, of this host; empty: everywhere
-  /// @param limits   of strangers, beside the ranks, which may come all at once
+  /// @param address  numeric address of this host to listen at; empty: all
+  /// @param limits   limits of half-open connections beside those of the ranks,
+  ///                 which may come all at once
   HubConnections(int world_size, const std::string& address, std::string secret,
                  DoorLimits limits, Owner owner);
 
@@ -46,19 +48,20 @@ class HubConnections {
   /// Ends `serve` in another thread.
   void wake() const { wake_.wake(); }
 
-  /// Waits until something has come, no longer than a time, and takes all that
-  /// has; sends nothing.
+  /// Waits up to a time until something has come, and takes all that has. Sends
+  /// nothing.
   void serve(std::chrono::milliseconds timeout);
-  /// A few times per second: sends strangers away who are late.
+  /// Closes half-open connections that are late; called a few times per second.
   void tick();
 
-  /// Queues bytes of frames for a rank; nothing if it is not connected.
+  /// Queues bytes of frames for a rank; does nothing if it is not connected.
   void send(int global_rank, const std::string& bytes);
-  /// For all ranks but one.
+  /// Queues bytes of frames for all ranks but one.
   void send_to_all(const std::string& bytes, int except = -1);
-  /// For all that are not quiet (kQuietAfter): few bytes of no importance.
+  /// Queues a few unimportant bytes for all ranks that are not quiet
+  /// (kQuietAfter).
   void send_to_listening(const std::string& bytes);
-  /// Sends what the system takes of it; the rest goes in later calls.
+  /// Sends as many queued bytes as the system takes; later calls send the rest.
   void flush();
   bool has_unsent() const { return !queued_.empty() || num_waiting_ > 0; }
 

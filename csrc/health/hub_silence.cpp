@@ -11,9 +11,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// So many ranks watch the hub; two, because one may be stopped with rank 0.
+// Number of ranks that watch the hub. There are two because one may be stopped
+// together with rank 0.
 constexpr int kNumWatchers = 2;
-// Between two looks: this process was stopped.
+// Longest time between two looks; beyond it, this process was stopped.
 constexpr milliseconds kStopped{3000};
 
 }  // namespace
@@ -24,7 +25,7 @@ HubSilence::HubSilence(std::shared_ptr<FaultBoard> faults, Options options)
 void HubSilence::leave_pause_out(Clock::time_point now) {
   const Clock::duration pause = now - std::exchange(looked_at_, now);
   if (pause > std::max(kStopped, 3 * options_.status_every)) {
-    heard_at_ += pause;  // nobody could be heard meanwhile
+    heard_at_ += pause;  // no frame could be read meanwhile
   }
 }
 
@@ -58,7 +59,8 @@ void HubSilence::report(Clock::duration silence, const std::string& what) {
   }
 }
 
-// Each rank finds that by itself, when it waits: nobody can tell the others.
+// Records the fault on this rank only: without the hub there is no way to tell
+// other ranks, so each finds it by itself while it waits.
 void HubSilence::fail(Clock::duration silence, const std::string& what) {
   faults_->report({.kind = Fault::Kind::kStuck,
                    .global_rank = kHubRank,

@@ -11,18 +11,19 @@
 
 namespace smp::health {
 
-/// The hub is a thread of this rank.
+/// The rank that runs the hub in a thread.
 inline constexpr int kHubRank = 0;
 
-/// Part of a client: whether the hub has fallen silent. It looks after all
-/// ranks, and cannot tell that its own is stopped. One thread.
+/// Part of a client: notices that the hub has fallen silent. The hub watches
+/// all ranks, but cannot notice that its own process is stopped. Used by one
+/// thread.
 class HubSilence {
  public:
   using Clock = std::chrono::steady_clock;
 
   struct Options {
     std::chrono::milliseconds status_every;  ///< how often `look` is called
-    /// A report when this rank waits and the hub is silent for so long. 0:
+    /// Silence of the hub after which this rank reports it, if it waits. 0:
     /// never.
     std::chrono::milliseconds hang_after;
     bool hang_raises = false;  ///< twice the time is a fault
@@ -34,7 +35,7 @@ class HubSilence {
   void on_heard() { heard_at_ = Clock::now(); }
   Clock::time_point heard_at() const { return heard_at_; }
 
-  /// @param snapshot  what this rank waits for now
+  /// @param snapshot  the current waits of this rank
   void look(const WaitRegistry::Snapshot& snapshot);
 
  private:

@@ -28,7 +28,8 @@ std::string hello_of(int global_rank) {
   return encode_frame(hello);
 }
 
-// Says hello once the hub has proven itself.
+// Returns the welcome, if it has come. Sends hello once the hub has proven its
+// identity.
 std::optional<LivenessFrame> read_welcome(Handshake& handshake, std::string& in,
                                           std::string& out, int global_rank) {
   if (handshake.is_proven()) return take_frame(in);

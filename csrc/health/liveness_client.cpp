@@ -49,7 +49,7 @@ struct LivenessClient::Impl {
   void leave();
   void close();
 
-  // Queues a frame; with the lock held.
+  // Queues a frame; called with the lock held.
   void queue(const LivenessFrame& frame) {
     out += encode_frame(frame);
     wake.wake();
@@ -60,7 +60,7 @@ struct LivenessClient::Impl {
   const Options options;
   const ForkGuard fork_guard;
   const WakeFd wake;
-  // Of the thread only.
+  // The members below are used by the thread only.
   std::string in;
   OwnedFd fd;
   OwnStatus own_status;
@@ -126,7 +126,7 @@ void LivenessClient::Impl::run() {
   }
   changed.notify_all();
   if (!is_expected) outlive_hub();
-  // The hub ends with rank 0; rank 0 itself just closed it.
+  // The hub ends with rank 0, and on rank 0 this process has just closed it.
   if (is_expected || global_rank == kHubRank || faults->has_left(kHubRank)) {
     return;
   }
@@ -139,7 +139,7 @@ void LivenessClient::Impl::run() {
       {.kind = Fault::Kind::kDied, .global_rank = kHubRank, .text = error});
 }
 
-// Returns when the connection ends or on close().
+// Returns when the connection ends or when close() is called.
 void LivenessClient::Impl::serve() {
   Clock::time_point next_status = Clock::now();
   bool wants_to_write = false;
@@ -161,7 +161,7 @@ void LivenessClient::Impl::serve() {
   } while (take_received());
 }
 
-// Whether the connection goes on.
+// Returns whether the connection goes on.
 bool LivenessClient::Impl::send_queued(bool& wants_to_write) {
   std::lock_guard lock(mutex);
   const IoResult result = write_available(fd, out);
@@ -172,7 +172,7 @@ bool LivenessClient::Impl::send_queued(bool& wants_to_write) {
   return !stopping;
 }
 
-// Whether the connection goes on.
+// Returns whether the connection goes on.
 bool LivenessClient::Impl::take_received() {
   const IoResult result = read_available(fd, in);
   while (auto frame = take_frame(in)) {
@@ -199,7 +199,8 @@ void LivenessClient::Impl::send_status() {
   if (!leaving) queue(status);
 }
 
-// The other ranks, rank 0 among them, end before a rank that is stuck.
+// Ends this rank if it is stuck: the other ranks, rank 0 included, end before
+// it.
 void LivenessClient::Impl::outlive_hub() {
   while (stuck_exit.is_stuck()) {
     {

@@ -9,7 +9,8 @@
 namespace smp::health {
 namespace {
 
-// In front of the three strings. The hosts of a run have one byte order.
+// The part before the three strings. All hosts of a run have the same byte
+// order.
 struct Prefix {
   uint32_t frame_bytes;  // of all that follows this number
   uint32_t where_bytes;

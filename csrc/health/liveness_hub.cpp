@@ -26,13 +26,13 @@ using Clock = std::chrono::steady_clock;
 using Type = LivenessFrame::Type;
 using std::chrono::milliseconds;
 
-// Between two looks at all ranks.
+// Time between two looks at all ranks.
 constexpr milliseconds kTick{250};
-// Between two turns of the thread: the process was stopped.
+// Time between two turns of the thread after which the process was stopped.
 constexpr milliseconds kPause{3000};
 constexpr milliseconds kAliveEvery{1000};
 constexpr milliseconds kTellTimeout{2000};
-// What a RankSet in a frame has room for.
+// Number of ranks for which a RankSet in a frame has room.
 constexpr size_t kMostRanks = 8 * kMaxTextBytes;
 
 int checked_size(int world_size) {
@@ -51,8 +51,8 @@ std::string bytes_of(Type type, std::string text = {}) {
 
 }  // namespace
 
-// Puts together who knows something of the ranks: each gets what comes, and
-// says what is to be told.
+// Connects the parts of the hub: gives each part the frames that come, and
+// sends what the parts have to tell the ranks.
 struct LivenessHub::Impl {
   Impl(int world_size, const std::string& address, std::string secret,
        Options options);
@@ -77,7 +77,7 @@ struct LivenessHub::Impl {
   const ForkGuard fork_guard;
   const std::string space = process_space();
 
-  // Of the thread only.
+  // The members below are used by the thread only.
   Membership members;
   HubConnections connections;
   DeadlockSearch deadlocks;
@@ -124,7 +124,7 @@ void LivenessHub::Impl::run() {
   try {
     while (!should_end()) take_turn();
   } catch (const std::exception& error) {
-    // The clients see their connections end, and take rank 0 for dead.
+    // The clients see the end of their connections, and take rank 0 for dead.
     log_line(LogLevel::kError,
              std::string("the liveness hub failed: ") + error.what());
   }
@@ -134,8 +134,8 @@ void LivenessHub::Impl::run() {
 bool LivenessHub::Impl::should_end() {
   std::lock_guard lock(mutex);
   if (!stopping) return false;
-  // What was sent before `close` is in our sockets by now: read it, since it
-  // may be the goodbye that keeps the end of the hub from being a death.
+  // Frames sent before `close` are in our sockets by now. Reads them, since a
+  // goodbye among them keeps the end of the hub from being a death.
   if (!std::exchange(has_looked_again, true)) {
     begins_end = true;
     return false;
@@ -154,7 +154,7 @@ void LivenessHub::Impl::take_turn() {
   if (now - looked_at >= kTick) look_at_all(now);
   settle_stop();
   tell_goodbyes(now, is_end);
-  // At once, so that a fault is out before anything can happen to us.
+  // Flushed at once, so that a fault is sent before this process can end.
   connections.flush();
 }
 
@@ -165,7 +165,7 @@ milliseconds LivenessHub::Impl::until_next(Clock::time_point now) const {
   return std::chrono::ceil<milliseconds>(next);
 }
 
-// What takes a time for each rank, which is not spent on each event.
+// Runs the work that takes time for each rank and is not done on each event.
 void LivenessHub::Impl::look_at_all(Clock::time_point now) {
   looked_at = now;
   connections.tick();
@@ -260,8 +260,9 @@ void LivenessHub::Impl::answer_left_before(int rank,
   connections.send(rank, encode_frame(answer));
 }
 
-// When all have left, who left first has waited for that; and when the hub
-// ends, all have to know whether its rank has said goodbye.
+// Sends goodbyes that are due. When all have left, the ranks that left first
+// wait for this news. When the hub ends, all ranks have to learn whether rank 0
+// has said goodbye.
 void LivenessHub::Impl::tell_goodbyes(Clock::time_point now, bool is_end) {
   const bool all_have_left = members.all_have_left();
   const auto news = goodbyes.due(now, is_end || all_have_left);
@@ -275,7 +276,7 @@ void LivenessHub::Impl::tell_goodbyes(Clock::time_point now, bool is_end) {
 void LivenessHub::Impl::report_hang(Clock::time_point now) {
   if (!a_fault) {
     if (const auto report = hangs.due_report(now)) {
-      // The terminal has had one.
+      // The terminal has shown one report already.
       const bool is_repeated = std::exchange(has_reported_hang, true);
       (is_repeated ? log_details : log_line)(LogLevel::kWarning, *report);
       connections.send_to_all(bytes_of(Type::kStacksAsked));
@@ -310,8 +311,8 @@ void LivenessHub::Impl::tell_those_there(const std::string& bytes) {
   }
 }
 
-// Only the first one: it stays on the board of each rank, so that the ends of
-// the others, which follow from it, need not be told each to each.
+// Sends only the first fault. It stays on the board of each rank, and the ends
+// of other ranks, which follow from it, need no news.
 void LivenessHub::Impl::tell_fault(int global_rank, LivenessFrame fault) {
   if (a_fault) return;
   fault.global_rank = global_rank;  // not what the sender says of itself

@@ -69,7 +69,7 @@ std::vector<ThreadState> all_threads() {
 }  // namespace
 
 NativeStacks::NativeStacks(int signal, int fd) : signal_(signal), fd_(fd) {
-  // The first call loads a library, which a handler must not.
+  // The first call loads a library, which is forbidden in a handler.
   std::array<void*, 1> frame;
   ::backtrace(frame.data(), 1);
   stacks_fd = fd;

@@ -13,8 +13,9 @@ namespace {
 
 using Type = LivenessFrame::Type;
 
-// Who does not reach this rank is as far away from here; a fault of this rank
-// would be one that it raises itself.
+// Returns the fault of an unreachable host. If the frame names this rank, the
+// sender is the culprit seen from here: a fault of this rank would be an
+// exception that it raises itself.
 Fault unreachable(const FaultBoard& board, LivenessFrame& frame) {
   const int named = static_cast<int>(frame.progress);
   const bool is_this = named == board.global_rank();

@@ -5,9 +5,9 @@
 
 namespace smp::health {
 
-/// Puts what the hub says of other ranks on the board.
-/// @return whether that is what the frame is about
-/// @throws Error for a frame without what it is about
+/// Puts the hub's news of other ranks on the board.
+/// @return whether the frame is such news
+/// @throws Error for a frame without the values its type needs
 bool put_on_board(FaultBoard& board, LivenessFrame& frame);
 
 }  // namespace smp::health

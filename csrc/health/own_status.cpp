@@ -21,7 +21,7 @@ LivenessFrame OwnStatus::make(const WaitRegistry::Snapshot& snapshot) {
   status.num_unsent = snapshot.num_unsent;
   if (snapshot.is_blocked) {
     status.progress += meter_.look();
-    // What the network has lost comes again; until then nobody is stuck.
+    // The network sends lost bytes again; until then no rank is stuck.
     status.num_unsent += meter_.num_lost();
     status.collectives =
         faults_->waits().collectives().state(snapshot.collective).encode();

@@ -12,20 +12,21 @@
 
 namespace smp::health {
 
-/// Part of a client: what this rank says of itself, and what it sees of the
-/// hosts of others. One thread.
+/// Part of a client: collects this rank's status, and watches the hosts of
+/// other ranks. Used by one thread.
 class OwnStatus {
  public:
   explicit OwnStatus(std::shared_ptr<FaultBoard> faults);
 
-  /// @param snapshot  of the waits of this rank, now
+  /// @param snapshot  the current waits of this rank
   LivenessFrame make(const WaitRegistry::Snapshot& snapshot);
 
-  /// The stacks of this process. To show them is no progress.
+  /// Returns the stacks of this process. Taking them is not counted as
+  /// progress.
   std::string stacks(const StackDump& dump);
 
-  /// A host that does not answer is a fault, if this rank waits: the hub may
-  /// reach the host of a rank that this one does not reach.
+  /// Reports a host that does not answer as a fault, if this rank waits. The
+  /// hub may reach the host of a rank that this rank does not reach.
   void watch_peers(const LivenessFrame& status);
 
  private:

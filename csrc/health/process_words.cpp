@@ -40,7 +40,8 @@ std::string process_words(int pid) {
   const std::string number = std::to_string(pid);
   std::ifstream file("/proc/" + number + "/stat");
   std::string line;
-  // "71 (name) T ...", where the name may have parentheses and spaces.
+  // The line reads "71 (name) T ...", where the name may have parentheses and
+  // spaces.
   if (!std::getline(file, line)) return {};
   const size_t end_of_name = line.rfind(')');
   if (end_of_name == std::string::npos || end_of_name + 2 >= line.size()) {

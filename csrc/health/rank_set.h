@@ -6,20 +6,20 @@
 
 namespace smp::health {
 
-/// Ranks of a job in few bytes, as frames carry them: a bit for each rank up to
+/// A set of ranks in few bytes, as frames carry it: a bit for each rank up to
 /// the highest one in the set.
 class RankSet {
  public:
   RankSet() = default;
 
-  /// @param global_rank  at least 0
+  /// @param global_rank  rank, at least 0
   void add(int global_rank);
   bool is_empty() const { return bits_.empty(); }
-  /// Ascending.
+  /// Returns the ranks, ascending.
   std::vector<int> ranks() const;
 
   const std::string& encode() const { return bits_; }
-  /// @param bytes  any, of a frame: each is a right set
+  /// @param bytes  bytes of a frame; any bytes are a valid set
   static RankSet decode(std::string_view bytes);
 
  private:

@@ -32,13 +32,14 @@ constexpr std::chrono::milliseconds kIdleEvery{200};
 std::string last_error() { return std::strerror(errno); }
 
 void set_option(int fd, int level, int name, int value) {
-  // Missing options cost speed or delay, never correctness.
+  // A missing option costs speed or delay, never correctness.
   (void)::setsockopt(fd, level, name, &value, sizeof(value));
 }
 
-// A host that vanishes without closing is noticed after `kUnreachableAfter`:
-// by what it does not acknowledge, or by the probes of an idle connection.
-// Without the first the system sends again for a quarter of an hour.
+// Sets the options of a connection. A host that vanishes without closing is
+// noticed after `kUnreachableAfter`: by unacknowledged bytes, or by the probes
+// of an idle connection. Without the first option the system would send again
+// for a quarter of an hour.
 void tune(int fd) {
   constexpr int kSeconds = static_cast<int>(kUnreachableAfter.count());
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
@@ -62,7 +63,7 @@ bool says_unreachable(int error) {
   }
 }
 
-// What `errno` says of a connection that has failed.
+// Returns the result for a connection that has failed with `errno`.
 IoResult failure() {
   return says_unreachable(errno) ? IoResult::kUnreachable : IoResult::kClosed;
 }
@@ -72,7 +73,8 @@ OwnedFd new_socket(int family) {
       ::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
 }
 
-// Listens there, on a free port, which is returned; -1 leaves errno.
+// Listens on a free port of the address. Returns the port, or -1 and leaves
+// errno.
 int listen_at(const OwnedFd& fd, const sockaddr* address, socklen_t length) {
   sockaddr_storage bound{};
   socklen_t bound_length = sizeof(bound);
@@ -113,7 +115,7 @@ bool poll_one(int fd, short events, std::chrono::milliseconds timeout) {
   return ::poll(&entry, 1, static_cast<int>(timeout.count())) > 0;
 }
 
-// An empty result leaves the reason in `error`.
+// Connects to one address. An empty result leaves the reason in `error`.
 OwnedFd connect_address(const addrinfo& address, Clock::time_point deadline,
                         const std::function<void()>& idle, std::string& error) {
   OwnedFd fd = new_socket(address.ai_family);

@@ -10,30 +10,30 @@
 
 namespace smp::health {
 
-/// Descriptors that one thread waits for; others may add and change some.
+/// The descriptors that one thread waits for; others may add and change some.
 class SocketEvents {
  public:
-  /// What a descriptor is; with a number of its own it says which.
+  /// The kind of a descriptor; together with a number it identifies one.
   enum class Kind : uint64_t { kWake, kListener, kIncoming, kOutgoing };
   using Serve =
       std::function<void(Kind kind, uint64_t number, uint32_t events)>;
 
-  /// So many events at most come in one `wait`.
+  /// Most events that one `wait` returns.
   static constexpr int kMaxEvents = 64;
 
   SocketEvents();
 
-  /// @param events  of epoll; 0: none, but the descriptor stays
-  /// @throws Error when the system cannot
+  /// @param events  epoll events; 0: none, but the descriptor stays
+  /// @throws Error when the system call fails
   void add(int fd, uint32_t events, Kind kind, uint64_t number) const;
   void change(int fd, uint32_t events, Kind kind, uint64_t number) const;
 
-  /// Before the descriptor is closed: a copy of it in a child that has just
-  /// been forked would keep it here.
+  /// Removes a descriptor before it is closed: otherwise a copy in a child that
+  /// has just been forked would keep it registered.
   void remove(int fd) const;
 
   /// @param timeout_ms  -1: until something happens
-  /// @return whether there may be more to serve at once
+  /// @return whether more events may be waiting
   bool wait(int timeout_ms, const Serve& serve) const;
 
  private:

@@ -38,8 +38,8 @@ StackDump::StackDump(int all_signal, int own_signal, int fd, int native_signal)
 }
 
 std::string StackDump::take() const {
-  // Of the script first, by itself: the other dump ends after a number of
-  // threads, newest first, and idle threads of a pipeline are many.
+  // The script's stack is taken first, alone. The other dump ends after a
+  // number of threads, newest first, and a pipeline has many idle threads.
   std::string script;
   if (::ftruncate(fd_, 0) == 0 && ::lseek(fd_, 0, SEEK_SET) >= 0 &&
       ::syscall(SYS_tgkill, ::getpid(), script_thread_, own_signal_) == 0) {
@@ -87,8 +87,8 @@ std::string join_stacks(const std::string& script, const std::string& all) {
     const std::string_view block = rest.substr(0, end);
     rest.remove_prefix(std::min(end + 2, rest.size()));
     const std::string_view body = body_of(block);
-    // Frames of the script may have moved on between the two dumps; a stack
-    // that is there twice does no harm.
+    // The script may have moved on between the two dumps; a stack that appears
+    // twice does no harm.
     const bool is_script = !own.empty() && own.substr(0, body.size()) == body;
     if (body.empty() || is_script ||
         block.find(kNoFrame) != std::string_view::npos) {

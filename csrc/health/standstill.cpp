@@ -24,7 +24,8 @@ std::optional<Standstill> find_standstill(const std::vector<RankState>& ranks) {
   }
   if (waits_for < milliseconds(0)) return std::nullopt;
   // Ranks that wait may still find things to do, for instance tasks that a
-  // schedule has held back: what counts are ranks that do not wait, if any.
+  // schedule has held back. Only ranks that do not wait count, if there are
+  // any.
   const milliseconds unmoved =
       found.stuck.empty() ? waiters_unmoved : workers_unmoved;
   found.lasts = std::min(waits_for, unmoved);

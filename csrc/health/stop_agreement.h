@@ -11,14 +11,14 @@
 
 namespace smp::health {
 
-/// One rank's part in finding a boundary at which all ranks can stop, after any
-/// of them was asked to. Ranks pass boundaries (calls of `arrive`) in one order
-/// but at different times, so the rank that asks may be behind the others.
+/// Finds a boundary at which all ranks can stop after any rank was asked to;
+/// this is one rank's part. Ranks pass boundaries (calls of `arrive`) in one
+/// order but at different times, so the rank that asks may be behind the
+/// others.
 ///
-/// The hub freezes all ranks: each tells which boundary it has not passed yet,
-/// and waits there. The highest one is where they stop, and those that are not
-/// there yet go on to it. Until somebody asks, a boundary costs one lock.
-/// Thread-safe.
+/// The hub freezes all ranks: each sends the first boundary it has not passed
+/// yet, and waits there. They stop at the highest of these, and ranks before it
+/// go on to it. Until a rank asks, a boundary costs one lock. Thread-safe.
 class StopAgreement {
  public:
   explicit StopAgreement(std::shared_ptr<FaultBoard> faults);
@@ -26,19 +26,19 @@ class StopAgreement {
   StopAgreement(const StopAgreement&) = delete;
   StopAgreement& operator=(const StopAgreement&) = delete;
 
-  /// From now on `arrive` waits for `decide`.
+  /// Makes `arrive` wait for `decide` from now on.
   /// @return number of the next boundary, counted from 1
   int64_t freeze();
 
-  /// All ranks stop at this boundary. The first decision counts.
+  /// Sets the boundary at which all ranks stop. The first decision counts.
   void decide(int64_t boundary);
 
   /// Passes a boundary.
-  /// @return true when this is the agreed one, or lies behind it
+  /// @return true when this is the agreed boundary or a later one
   /// @throws PeerFailure on a fault; Error at the time-out
   bool arrive(std::chrono::milliseconds timeout);
 
-  /// Somebody asked, as far as this rank knows.
+  /// Returns whether a rank has asked to stop, as far as this rank was told.
   bool is_asked() const;
 
  private:

@@ -9,20 +9,21 @@
 
 namespace smp::health {
 
-/// Part of the hub: freezes all ranks that are there, asks where they are, and
-/// tells them the highest answer (see StopAgreement). One thread.
+/// Part of the hub: freezes all ranks that are there, asks for their
+/// boundaries, and sends them the highest answer (see StopAgreement). Used by
+/// one thread.
 class StopRound {
  public:
   explicit StopRound(const Membership& members) : members_(members) {}
 
-  /// Some rank wants to stop.
+  /// Notes that some rank wants to stop.
   void on_asked() { is_asked_ = true; }
-  /// A rank waits at this boundary.
+  /// Notes that a rank waits at this boundary.
   void on_frozen(int global_rank, int64_t boundary);
-  /// It has left, and waits nowhere.
+  /// Notes that a rank has left, and waits nowhere.
   void on_left(int global_rank) { frozen_.erase(global_rank); }
 
-  /// @return what all ranks that are there are to be told now; counts as told
+  /// @return the frame to send to all ranks that are there; counts as sent
   std::optional<LivenessFrame> due();
 
  private:

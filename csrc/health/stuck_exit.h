@@ -10,26 +10,28 @@
 
 namespace smp::health {
 
-/// Part of a client: the end of a rank that is stuck. It does not look at the
-/// fault, and would stay behind when the others have ended. One thread.
+/// Part of a client: ends a rank that is stuck. Such a rank does not look at
+/// the fault, and would stay behind when the others have ended. Used by one
+/// thread.
 class StuckExit {
  public:
   struct Options {
-    /// Makes the script raise, when the fault alone has changed nothing for a
-    /// second.
+    /// Makes the script raise. Called when the fault alone has changed nothing
+    /// for a second.
     std::function<void()> interrupt_script;
-    /// Called when that has changed nothing for so long either.
+    /// Time after the interrupt before `exit_process` is called, if nothing has
+    /// changed.
     std::chrono::milliseconds exit_after;
     std::function<void()> exit_process;
   };
 
   StuckExit(std::shared_ptr<FaultBoard> faults, Options options);
 
-  /// The fault is that this rank is stuck.
+  /// Returns whether the fault is that this rank is stuck.
   bool is_stuck() const;
-  /// Interrupts or ends the process when it is time. What a stuck rank does in
-  /// the end is progress, too.
-  /// @param status  of now
+  /// Interrupts or ends the process when it is time. Progress restarts the
+  /// time, as does a wait that begins or ends.
+  /// @param status  current status
   void look(const LivenessFrame& status);
 
  private:

@@ -19,8 +19,9 @@
 namespace smp::health {
 namespace {
 
-// Less between two looks is talk, such as that of the liveness channel, which
-// may be in step with the looks.
+// Fewest bytes between two looks that count as a transfer. Fewer are regular
+// messages, such as those of the liveness channel, which may be in step with
+// the looks.
 constexpr uint64_t kTransferBytes = 16 << 10;
 
 bool is_tcp(int fd) {
@@ -33,7 +34,7 @@ bool is_tcp(int fd) {
          (domain == AF_INET || domain == AF_INET6);
 }
 
-// The address of the other end; IPv4 in its own form, also inside of IPv6.
+// Returns the address of the other end, in IPv4 form also inside of IPv6.
 std::string peer_of(int fd) {
   sockaddr_in6 v6{};
   socklen_t size = sizeof(v6);
@@ -52,7 +53,7 @@ std::string peer_of(int fd) {
   return text;
 }
 
-// What a connection has sent; nothing where the system does not tell.
+// Returns the counts of a connection, or nothing where the system has none.
 std::optional<Sent> sent_by(int fd) {
   tcp_info info{};
   socklen_t size = sizeof(info);
@@ -64,7 +65,8 @@ std::optional<Sent> sent_by(int fd) {
   }
   Sent sent{info.tcpi_bytes_acked,
             info.tcpi_unacked > 0 || info.tcpi_notsent_bytes > 0};
-  // Repeated by the clock: losses that other packets report are routine.
+  // Counts only repeats by the clock: losses that other packets report are
+  // routine.
   sent.is_lost = info.tcpi_unacked > 0 && info.tcpi_retransmits > 0;
   if (sent.is_lost) {
     sent.peer = peer_of(fd);
@@ -73,9 +75,9 @@ std::optional<Sent> sent_by(int fd) {
   return sent;
 }
 
-// The inode of the socket that a link below /proc/self/fd shows; nothing for
-// other files. The descriptor itself is not asked: it may belong to a thread
-// that is closing it.
+// Returns the inode of the socket that a link below /proc/self/fd shows, or
+// nothing for other files. Does not use the descriptor itself, because a thread
+// may be closing it.
 std::optional<uint64_t> socket_inode(const std::filesystem::path& link) {
   constexpr std::string_view kPrefix = "socket:[";
   std::error_code error;

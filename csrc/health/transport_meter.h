@@ -8,32 +8,33 @@
 
 namespace smp::health {
 
-/// What a TCP connection has sent: bytes that the other end has acknowledged,
-/// and whether others wait.
+/// Counts of a TCP connection: bytes that the other end has acknowledged, and
+/// whether more wait.
 struct Sent {
   uint64_t acknowledged = 0;
   bool has_queue = false;
-  /// The system sends some of it again, since no acknowledgement has come.
+  /// The system sends some bytes again, since no acknowledgement has come.
   bool is_lost = false;
-  std::string peer = {};  ///< address, without port; of one that has lost some
+  std::string peer = {};  ///< address without port, if something was lost
   std::chrono::steady_clock::time_point lost_since = {};
 };
 
-/// How many bytes the TCP connections of this process have got through to
-/// their other ends, as the system counts them: Gloo, MPI and NCCL have sockets
-/// of their own, and none of them tells how far it is. A connection counts
-/// if bytes wait in it at two looks in a row, as they do on a slow link, and
-/// some packets got through in between: the odd message of somebody's logging
-/// is no transfer, nor is what ranks say regularly.
+/// Counts the bytes that TCP connections of this process have delivered to
+/// their other ends, as the system counts them. Gloo, MPI and NCCL have sockets
+/// of their own, and none of them reports its progress. A connection counts if
+/// bytes wait in it at two looks in a row, as on a slow link, and some packets
+/// got through in between. A message of some logger is thus no transfer, nor
+/// are the regular messages of ranks.
 class TransportMeter {
  public:
-  /// Looks, and returns what was counted so far. One thread.
+  /// Reads the counters and returns the bytes counted so far. Used by one
+  /// thread.
   int64_t look();
 
-  /// Connections that have lost something at the last look.
+  /// Returns the number of connections with losses at the last look.
   int64_t num_lost() const { return num_lost_; }
 
-  /// The address of a host that has acknowledged nothing for
+  /// Returns the address of a host that has acknowledged nothing for
   /// `kUnreachableAfter` although the system keeps sending.
   const std::optional<std::string>& unreachable() const { return unreachable_; }
 

@@ -14,9 +14,9 @@
 
 namespace smp::health {
 
-/// Whether the main activity of a process is stuck in a wait, in which one,
-/// and whether anything has moved. From this rank 0 tells a deadlock (all ranks
-/// wait and nothing moves) from a slow rank. Thread-safe.
+/// Records the waits of a process's main activity and its progress. From this
+/// rank 0 tells a deadlock (all ranks wait and nothing moves) from a slow rank.
+/// Thread-safe.
 class WaitRegistry {
  public:
   struct Snapshot {
@@ -32,23 +32,24 @@ class WaitRegistry {
 
   Snapshot snapshot() const;
 
-  /// What this process has entered; groups are numbered by the code that
-  /// counts.
+  /// Returns the collectives that this process has entered; the code that
+  /// enters them numbers the groups.
   CollectiveLog& collectives() { return collectives_; }
 
-  /// Something else that moves while this process waits, for instance what a
-  /// device has finished of its backlog: `count` returns a number that grows,
+  /// Adds a count of something else that moves while this process waits, for
+  /// instance finished work of a device. `count` returns a number that grows,
   /// and is called about once per second, on any thread, while this process
-  /// waits. Never a number that grows while nothing gets done, or deadlocks are
-  /// not found.
+  /// waits. The number must not grow while nothing gets done: deadlocks would
+  /// not be found.
   void add_source(std::function<int64_t()> count);
 
-  /// What the process works on, in words, for reports; empty: nothing of ours.
-  /// Other words than before are progress, unless the process waits.
+  /// Sets the words for the current work of the process, for reports; empty:
+  /// none of the library. A change of words is progress, unless the process
+  /// waits.
   void set_activity(std::string text);
 
-  /// The device has waited for other ranks for seconds, or does so no more.
-  /// The host may then hang in a wait for the device, which is none of ours.
+  /// Sets whether the device has waited for other ranks for seconds. The host
+  /// may then hang in a wait for the device, which this registry does not see.
   void set_device_waits(bool waits) { device_waits_ = waits; }
 
   void add_progress() { progress_.fetch_add(1, std::memory_order_relaxed); }
@@ -74,24 +75,25 @@ class WaitRegistry {
   CollectiveLog collectives_;
 };
 
-/// Registers one wait. Only for waits that stop the main activity of the
+/// Registers one wait. Use it only for waits that stop the main activity of the
 /// process: a helper thread that sleeps while others compute is not blocked.
 /// One thread at a time may use an object.
 class BlockedScope {
  public:
-  /// Not blocked until `update`.
+  /// Makes a scope that is not blocked until `update`.
   explicit BlockedScope(WaitRegistry& registry) : registry_(registry) {}
-  /// @param what  for instance "barrier over WORLD, waiting for ranks 1 2"
-  /// @param collective  that is waited for, if it is one
+  /// @param what  words for the wait: "barrier over WORLD, waiting for ranks 1
+  ///              2"
+  /// @param collective  collective that is waited for, if there is one
   BlockedScope(WaitRegistry& registry, const std::string& what,
                std::optional<CollectiveId> collective = std::nullopt);
   ~BlockedScope();
   BlockedScope(const BlockedScope&) = delete;
   BlockedScope& operator=(const BlockedScope&) = delete;
 
-  /// Begins, renames or ends the wait; the time counts from its begin.
-  /// @param goes_on  a wait that begins is the last one: what this process has
-  ///     done meanwhile was not what it waited for
+  /// Begins, renames or ends the wait; its time counts from its begin.
+  /// @param goes_on  whether a new wait continues the last one: the work that
+  ///                 this process did in between was not what it waited for
   void update(bool is_blocked, const std::string& what, bool goes_on = false);
 
  private:

@@ -17,7 +17,7 @@ WaitWatch::Scope::Scope(WaitWatch& watch, Clock::time_point deadline,
                         std::function<void()> wake)
     : watch_(watch), wake_(std::move(wake)) {
   std::lock_guard lock(watch_.mutex_);
-  // A deadline that the thread has passed already would never be seen by it.
+  // The thread would never see a deadline that it has already passed.
   const bool is_over = deadline <= watch_.served_until_;
   entry_ = watch_.scopes_.emplace(deadline, this);
   if (watch_.aborted_ || is_over) {
@@ -53,7 +53,8 @@ void WaitWatch::run() {
       entry->second->wake_();
     }
     served_until_ = now;
-    // An hour at most: waits until time_point::max() overflow in the library.
+    // Waits an hour at most: waits until time_point::max() overflow in the
+    // library.
     const Clock::time_point latest = now + std::chrono::hours(1);
     next_look_ =
         entry == scopes_.end() || entry->first > latest ? latest : entry->first;

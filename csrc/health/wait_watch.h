@@ -11,8 +11,8 @@
 namespace smp::health {
 
 /// Ends blocking waits from outside: at their deadline, or all of them on
-/// abort. For libraries whose own time-out does more than we want; Gloo's
-/// closes every connection of the group. Thread-safe.
+/// abort. Useful for libraries whose own time-out does too much; Gloo's closes
+/// every connection of the group. Thread-safe.
 class WaitWatch {
  public:
   using Clock = std::chrono::steady_clock;
@@ -22,9 +22,9 @@ class WaitWatch {
   WaitWatch(const WaitWatch&) = delete;
   WaitWatch& operator=(const WaitWatch&) = delete;
 
-  /// Calls `wake` once when `deadline` passes and once on abort, at once when
-  /// that has happened already, and never after the object is gone. `wake`
-  /// runs on any thread and must make the wait return soon, also when the wait
+  /// Calls `wake` once when `deadline` passes and once on abort, or at once
+  /// when that has happened already, but never after the object is gone. `wake`
+  /// runs on any thread and must make the wait return soon, even if the wait
   /// has not begun yet.
   class Scope {
    public:
@@ -44,7 +44,8 @@ class WaitWatch {
   };
 
   void abort();
-  /// Takes no lock, so that `wake` and those it wakes may ask.
+  /// Returns whether abort was called. Takes no lock, so that `wake` and the
+  /// threads it wakes may call it.
   bool aborted() const { return aborted_; }
 
  private:
@@ -54,8 +55,7 @@ class WaitWatch {
   std::condition_variable changed_;
   std::atomic<bool> aborted_ = false;
   bool stopping_ = false;
-  // Waits in progress. A deadline in the past has been dealt with when it lies
-  // before `served_until_`.
+  // Waits in progress. Deadlines before `served_until_` have been dealt with.
   std::multimap<Clock::time_point, Scope*> scopes_;
   Clock::time_point served_until_ = Clock::time_point::min();
   Clock::time_point next_look_ = Clock::time_point::max();

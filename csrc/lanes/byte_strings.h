@@ -9,7 +9,7 @@
 
 namespace smp::lanes {
 
-/// Several byte strings as one, for exchanges between ranks.
+/// Packs several byte strings into one, for exchanges between ranks.
 inline std::string pack(const std::vector<std::string>& strings) {
   std::string result;
   for (const std::string& one : strings) {
@@ -20,7 +20,7 @@ inline std::string pack(const std::vector<std::string>& strings) {
   return result;
 }
 
-/// The inverse of `pack`. @throws Error for bytes that it has not made
+/// Unpacks what `pack` has made. @throws Error for other bytes
 inline std::vector<std::string> unpack(const std::string& bytes) {
   std::vector<std::string> strings;
   size_t at = 0;

@@ -10,7 +10,7 @@
 namespace smp::lanes {
 namespace {
 
-// Copies of hosts take at most one second.
+// Longest wait for a copy. Copies of hosts take at most one second.
 constexpr int64_t kLongestWaitNs = 2'000'000'000;
 
 }  // namespace
@@ -25,9 +25,9 @@ void CopyLog::start(size_t capacity,
   on_.store(true, std::memory_order_relaxed);
 }
 
-// The end of a copy is an event of its lane, which need not know its time
-// (those between processes do not). So a stream that does nothing else waits
-// for the event, and the clock looks at that stream.
+// Adds a copy. Its end is an event of the lane, which may have no time (events
+// between processes have none). An otherwise idle stream therefore waits for
+// the event, and the clock marks a point on that stream.
 void CopyLog::add(bool is_sent, int peer, const Descriptor& what,
                   int64_t asked_ns, const memory::Mark& end) {
   Entry entry;

@@ -20,21 +20,21 @@
 
 namespace smp::lanes {
 
-/// One end of a tensor's way over a lane.
+/// The copy of a tensor over a lane, at one of its two ends.
 struct LaneCopy {
   bool is_sent = false;
   int peer = -1;  ///< global rank at the other end
   LaneKind lane = LaneKind::kHost;
   int64_t num_bytes = 0;
-  /// When the lane got the tensor or its descriptor, and when this rank's part
-  /// of the copy was over; of `monotonic_ns`.
+  /// Times by `monotonic_ns`: when the lane got the tensor or its descriptor,
+  /// and when this rank's part of the copy was over.
   int64_t begin_ns = 0;
   int64_t end_ns = 0;
   int64_t uncertainty_ns = 0;  ///< of `end_ns`
 };
 
-/// Records what the lanes of a rank carry. Off by default: then a call costs
-/// one relaxed load. Keeps the youngest copies. Any thread.
+/// Records the copies that the lanes of a rank make. Off by default: a call
+/// then costs one relaxed load. Keeps the youngest copies. Any thread may call.
 class CopyLog {
  public:
   struct Recording {
@@ -44,18 +44,18 @@ class CopyLog {
 
   explicit CopyLog(c10::Device device) : device_(device) {}
 
-  /// @param clock  tells the ends of copies of a device; not needed on the CPU
+  /// @param clock  measures the ends of copies of a device; unused on the CPU
   void start(size_t capacity, std::shared_ptr<memory::DeviceClock> clock);
   void stop() { on_.store(false, std::memory_order_relaxed); }
-  /// Hands over what was recorded; waits for copies that are not over. One of a
-  /// lane that has failed, which never ends, is left out after two seconds.
+  /// Returns the records after waiting for copies that are not over. The copy
+  /// of a failed lane, which never ends, is left out after two seconds.
   Recording take();
-  /// Forgets what was recorded, and waits for nothing.
+  /// Drops all records without waiting.
   void discard();
 
-  /// What `add` wants to know; 0 while nothing is recorded.
+  /// Returns the time that `add_sent` and `add_received` need; 0 while off.
   int64_t now_if_on() const { return is_on() ? monotonic_ns() : 0; }
-  /// @param end  of the copy; an empty one is over
+  /// @param end  end of the copy; an empty mark is over
   void add_sent(int dst, const Descriptor& what, int64_t asked_ns,
                 const memory::Mark& end) {
     if (is_on() && asked_ns > 0) add(true, dst, what, asked_ns, end);
@@ -84,7 +84,7 @@ class CopyLog {
   std::shared_ptr<memory::DeviceClock> clock_;
   std::deque<Entry> entries_;
   int64_t num_dropped_ = 0;
-  // One for the copies of a lane to or from a rank, which end in their order.
+  // A stream for each lane and peer, whose copies end in their order.
   std::map<std::tuple<bool, int, LaneKind>, c10::Stream> streams_;
 };
 

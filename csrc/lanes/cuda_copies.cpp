@@ -1,4 +1,4 @@
-// Never ran on a device; compiled where the CUDA toolkit is.
+// Compiled with the CUDA toolkit only; has never run on a device.
 
 #include <ATen/ops/empty.h>
 #include <c10/core/StreamGuard.h>
@@ -20,7 +20,7 @@
 namespace smp::lanes {
 namespace {
 
-// An error that is answered must not be found by who asks next.
+// Throws on an error, and clears it so that a later call does not find it.
 void check_cuda(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   (void)cudaGetLastError();
@@ -68,9 +68,9 @@ cudaEvent_t native(const SharedEvent& event) {
   return static_cast<const CudaEvent&>(event).get();
 }
 
-// Memory that other processes may map lives as long as the process: to free it
-// before all of them have unmapped it is undefined. The next lane of the same
-// size gets it.
+// Memory that other processes may map. It lives as long as the process: freeing
+// it before all of them have unmapped it is undefined. The next lane of the
+// same size reuses it.
 class ExportedMemory {
  public:
   static uint8_t* take(int device, int64_t num_bytes) {
@@ -217,11 +217,11 @@ class CudaCopies final : public DeviceCopies {
     check_cuda(
         cudaMemcpy(to, bytes.data(), bytes.size(), cudaMemcpyHostToDevice),
         "cudaMemcpy");
-    // A copy of pageable memory may come back before the device has it.
+    // A copy of pageable memory may return before the device has it.
     check_cuda(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   }
-  // Copied to this device first: what can be read by the host need not be
-  // readable from here.
+  // Copies to this device first, because memory that the host can read may be
+  // unreadable from here.
   std::string get(const uint8_t* from, int64_t num_bytes) override {
     const c10::DeviceGuard guard(device_);
     const at::Tensor here =

@@ -7,21 +7,21 @@
 
 namespace smp::lanes {
 
-/// How the data of a tensor get from one device to another one.
+/// The way in which a tensor's data get from one device to another.
 enum class LaneKind : uint8_t {
   kHost = 1,  ///< through memory of both hosts
-  kFake = 2,  ///< of tests: data that come late, on the CPU
+  kFake = 2,  ///< for tests: data that come late, on the CPU
   kIpc = 3,   ///< device memory that two processes of one host map
   kNccl = 4,  ///< between devices whose memory the other rank cannot map
 };
 inline constexpr int kMaxLaneKind = 4;
 
-/// Whether messages carry the data of its tensors.
+/// Returns whether messages carry the data of the lane's tensors.
 inline bool is_in_messages(LaneKind kind) {
   return kind == LaneKind::kHost || kind == LaneKind::kFake;
 }
 
-/// What people read.
+/// Returns the words for people.
 inline const char* to_string(LaneKind kind) {
   switch (kind) {
     case LaneKind::kHost:
@@ -36,32 +36,33 @@ inline const char* to_string(LaneKind kind) {
   return "unknown lane";
 }
 
-/// What a message says in place of a tensor that travels over a lane.
+/// The part of a message that replaces a tensor that travels over a lane.
 struct Descriptor {
   LaneKind lane = LaneKind::kHost;
-  /// Of the sender's ring, or which way of its pair; -1: the lane has none.
+  /// Slot of the sender's ring, or index of the pair's way; -1: the lane has
+  /// none.
   int32_t slot = -1;
-  int64_t sequence = 0;  ///< of the lane, among tensors of one pair of ranks
+  int64_t sequence = 0;  ///< number in the lane, for one pair of ranks
   int64_t num_bytes = 0;
   at::ScalarType dtype = at::ScalarType::Float;
   std::vector<int64_t> sizes = {};
 };
 
-/// The receiver needs a slot no longer.
+/// A message of the receiver that a slot is free.
 struct Receipt {
   LaneKind lane = LaneKind::kHost;
   int32_t slot = -1;
   int64_t sequence = 0;
 };
 
-/// What went over the lanes of a rank so far.
+/// Counts of tensors that the lanes of a rank have carried so far.
 struct LaneCounters {
   int64_t tensors_sent = 0;
   int64_t bytes_sent = 0;
   int64_t tensors_received = 0;
-  /// Of those sent: found no free slot or way, so that the host lane took them.
+  /// Sent tensors that found no free slot or way, and took the host lane.
   int64_t times_full = 0;
-  /// Likewise: larger than a slot.
+  /// Sent tensors that were larger than a slot, and took the host lane.
   int64_t times_too_large = 0;
 };
 

@@ -19,46 +19,46 @@ class SharedEvent {
 };
 using SharedEventPtr = std::shared_ptr<SharedEvent>;
 
-/// Memory of a device. What another process has made is unmapped with the last
-/// copy of the pointer.
+/// Memory of a device. Memory of another process is unmapped with the last copy
+/// of the pointer.
 using DeviceMemory = std::shared_ptr<uint8_t>;
 
-/// A stream of this rank that copies. Calls ask for work and return. One thread
-/// at a time.
+/// A stream of this rank that copies. Calls enqueue work and return. One thread
+/// at a time may call.
 class CopyQueue {
  public:
   virtual ~CopyQueue() = default;
 
-  /// What follows begins after all that was asked of the current stream of the
-  /// calling thread.
+  /// Makes later work begin after all work that the calling thread's current
+  /// stream has now.
   virtual void follow_caller() = 0;
-  /// What follows begins after the last `record` of the event that any process
-  /// has asked for so far; at once if there is none.
+  /// Makes later work begin after the last `record` of the event that any
+  /// process has enqueued so far; at once if there is none.
   virtual void wait(const SharedEvent& event) = 0;
   virtual void copy(uint8_t* to, const uint8_t* from, int64_t num_bytes) = 0;
   virtual void record(SharedEvent& event) = 0;
 
-  /// A tensor on this rank's device for what the queue writes next.
+  /// Returns a tensor on this rank's device for the queue's next writes.
   virtual at::Tensor new_tensor(at::IntArrayRef sizes,
                                 at::ScalarType dtype) = 0;
-  /// Its memory goes to nobody else before the work so far is over.
+  /// Keeps the tensor's memory from reuse until the work so far is over.
   virtual void keep(const at::Tensor& tensor) = 0;
-  /// The end of the work so far.
+  /// Returns the end of the work so far.
   virtual memory::Mark end() = 0;
 };
 
-/// What a lane asks of a device to share memory with other processes of the
-/// host: all calls of IpcLane into the CUDA runtime, or what stands for them in
-/// tests. Handles are byte strings that another process opens; a rank does not
-/// open its own.
-/// All methods throw Error when the device refuses.
+/// The device calls with which a lane shares memory with other processes of the
+/// host: all calls of IpcLane into the CUDA runtime, or a substitute in tests.
+/// Handles are byte strings that another process opens; a rank does not open
+/// its own. All methods throw Error when the device refuses.
 class DeviceCopies {
  public:
   virtual ~DeviceCopies() = default;
 
-  /// Names the device, equal in all processes of the host.
+  /// Returns the name of the device, equal in all processes of the host.
   virtual std::string device_name() const = 0;
-  /// Names of devices whose memory this rank's device can read, its own too.
+  /// Returns the names of devices whose memory this rank's device can read, its
+  /// own included.
   virtual std::vector<std::string> reachable() const = 0;
 
   virtual DeviceMemory allocate(int64_t num_bytes) = 0;
@@ -68,18 +68,18 @@ class DeviceCopies {
   virtual std::string handle_of(const SharedEvent& event) = 0;
   virtual SharedEventPtr open_event(const std::string& handle) = 0;
 
-  /// Bytes to and from a device while the host waits: for tries.
+  /// Copies bytes to a device while the host waits; for tests of the mapping.
   virtual void put(uint8_t* to, const std::string& bytes) = 0;
   virtual std::string get(const uint8_t* from, int64_t num_bytes) = 0;
 
   virtual CopyQueue& outgoing() = 0;
   virtual CopyQueue& incoming() = 0;
-  /// Nothing is asked any more; what is in flight need not end.
+  /// Stops new work; work in flight need not end.
   virtual void stop() = 0;
 };
 
-/// Those of a CUDA device. Never ran on one.
-/// @return null where this build cannot, with the reason in `why_not`
+/// Makes the copies of a CUDA device. Has never run on a device.
+/// @return null if this build has no CUDA, with the reason in `why_not`
 std::unique_ptr<DeviceCopies> make_cuda_copies(c10::Device device,
                                                std::string& why_not);
 

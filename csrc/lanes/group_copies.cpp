@@ -20,24 +20,24 @@ namespace {
 using memory::Mark;
 using memory::MarkedTensor;
 
-// The other end of a way, in its group.
+// Group ranks of the two ends of a way.
 constexpr int kSource = 0;
 constexpr int kDestination = 1;
 constexpr int kTag = 0;
 
-// The end of an operation of a group.
+// The end of an operation of a group, as an event.
 class WorkEnd final : public Mark::Event {
  public:
-  /// @param tensor  that the operation reads or writes
+  /// @param tensor  tensor that the operation reads or writes
   WorkEnd(comm::WorkPtr work, at::Tensor tensor,
           std::shared_ptr<health::FaultBoard> faults)
       : work_(std::move(work)),
         faults_(std::move(faults)),
         tensor_(std::move(tensor)) {}
 
-  // Also when the operation is over: one that has failed throws here. Without
-  // the lock: a backend may hold the host here until the watch, which asks
-  // whether it is over, aborts its group.
+  // Called even if the operation is over: a failed operation throws here. Does
+  // not hold the lock: a backend may hold the host here until the watch, which
+  // calls `is_over`, aborts its group.
   void block(const c10::Stream& stream) const override {
     const memory::DeviceScope scope(
         stream.device().is_cpu() ? std::nullopt : std::optional(stream));
@@ -63,7 +63,7 @@ class WorkEnd final : public Mark::Event {
   mutable at::Tensor tensor_;
 };
 
-// As bytes: no backend knows all types.
+// Returns the bytes of a tensor, because no backend supports all types.
 at::Tensor as_bytes(const at::Tensor& tensor) {
   return tensor.detach().view({-1}).view(at::kByte);
 }
@@ -76,14 +76,15 @@ class GroupCopies final : public MeetingCopies {
         global_rank_(global_rank),
         options_(std::move(options)),
         faults_(std::move(faults)) {
-    // Nothing is ever asked of it, so that no receive waits for anything.
+    // The receiving stream gets no other work, so that no receive waits for
+    // any.
     if (!device.is_cpu()) {
       receiving_ = c10::impl::VirtualGuardImpl(device.type())
                        .getStreamFromGlobalPool(device);
     }
   }
 
-  // Groups find each other by the store of the run.
+  // Returns nothing: groups find each other by the store of the run.
   std::string offer(const std::vector<Way>& /*ways*/) override { return {}; }
 
   void connect(const Way& way, const std::string& /*offer_of_peer*/) override {
@@ -148,7 +149,7 @@ class GroupCopies final : public MeetingCopies {
     }
   }
 
-  // Without the lock, since the call may be blocked until `stop`.
+  // Enqueues a copy without the lock, since the call may block until `stop`.
   template <typename Call>
   Mark ask(const Way& way, const char* what, const at::Tensor& tensor,
            const Call& call) {

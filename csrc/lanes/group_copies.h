@@ -12,20 +12,20 @@
 
 namespace smp::lanes {
 
-/// What copies between devices of different hosts are made of.
+/// The parts from which copies between devices of different hosts are made.
 struct GroupOptions {
-  /// A communicator of the two ranks of a way, its source first, that is
-  /// ordered by streams and shares no stream of a device with another one.
-  /// Both call it; any thread. Empty: there are none.
+  /// Makes a communicator of the two ranks of a way, its source first. It is
+  /// ordered by streams and shares no stream of a device with another one. Both
+  /// ranks call it, from any thread. Empty: there are no such communicators.
   std::function<comm::CommunicatorPtr(const Way& way)> make = {};
-  /// Watches what no host waits for; of the board of this rank.
+  /// Watch for operations without a waiting host; of this rank's board.
   comm::FlightWatchPtr flights = {};
 };
 
-/// Each way is a group of two ranks, of NCCL on GPUs. A send comes after what
-/// was asked of the caller's stream, a receive after nothing. Tensors are kept
-/// until their copies are over, since groups use streams that nobody knows.
-/// Never ran on a device.
+/// Makes copies in which each way is a group of two ranks, of NCCL on GPUs. A
+/// send comes after the earlier work of the caller's stream, a receive after
+/// nothing. Tensors are kept until their copies are over, since groups use
+/// streams of their own. Has never run on a device.
 std::unique_ptr<MeetingCopies> make_group_copies(
     c10::Device device, int global_rank, GroupOptions options,
     std::shared_ptr<health::FaultBoard> faults);

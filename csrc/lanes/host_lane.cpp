@@ -55,7 +55,7 @@ MarkedTensor HostLane::take(int /*src*/, const Descriptor& descriptor,
   const at::AutoGradMode no_grad(false);
   if (device_.is_cpu()) return {std::move(payload)};
   MarkedTensor result;
-  // Made and filled on one stream; who uses it tells the allocator.
+  // Made and filled on one stream; users report their streams to the allocator.
   result.mark = to_device_.run_alone([&] {
     result.data = at::empty(
         descriptor.sizes, at::TensorOptions(descriptor.dtype).device(device_));

@@ -7,10 +7,10 @@
 
 namespace smp::lanes {
 
-/// Through memory of both hosts: a copy beside the compute into page-locked
-/// memory, which the message carries, and another one up on the other side. It
-/// has no slots, so it is there when another lane has none left. CPU tensors
-/// are their own payload.
+/// Moves tensors through memory of both hosts: a copy to page-locked memory,
+/// beside the compute, which the message carries, and a copy to the device on
+/// the other side. Has no slots, so it takes tensors when another lane has no
+/// free slot. CPU tensors are their own payload.
 class HostLane final : public DeviceLane {
  public:
   explicit HostLane(c10::Device device);

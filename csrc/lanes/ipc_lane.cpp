@@ -22,7 +22,7 @@ using memory::MarkedTensor;
 using RingClock = std::chrono::steady_clock;
 
 constexpr int64_t kTokenBytes = 64;
-// For copies in flight when a run ends without a fault.
+// Time for copies in flight when a run ends without a fault.
 constexpr std::chrono::seconds kLastCopies{2};
 
 std::string new_token() {
@@ -57,7 +57,8 @@ IpcLane::Events IpcLane::new_events() {
   return events;
 }
 
-// Its parts: rank of a peer, handles of events. First the ring.
+// Returns a packed list: ring, token and events of this rank, then for each
+// peer its rank and events.
 std::string IpcLane::offer(const std::vector<int>& peers) {
   const auto handles_of = [this](const Events& events) {
     std::vector<std::string> handles;
@@ -94,7 +95,7 @@ void IpcLane::open(int global_rank, const std::string& offer) {
   SMP_CHECK(parts.size() >= 3, "global_rank ", global_rank,
             " offers no ring of slots");
   peer.ring = copies_->open_memory(parts[0]);
-  // Where devices only seem to reach each other numbers would be wrong.
+  // Devices may seem to reach each other and yet read wrong numbers.
   SMP_CHECK(copies_->get(peer.ring.get(), kTokenBytes) == parts[1],
             "memory of global_rank ", global_rank,
             "'s device has other bytes when global_rank ", global_rank_,
@@ -228,8 +229,7 @@ void IpcLane::stop() {
   if (!can_free) let_go();
 }
 
-// What a device may still write to or read is not freed before the process
-// ends.
+// Keeps memory that a device may still access until the process ends.
 void IpcLane::let_go() {
   struct Kept {
     DeviceMemory ring;

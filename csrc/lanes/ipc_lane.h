@@ -19,15 +19,15 @@ struct RingOptions {
   int64_t slot_bytes = 128 << 20;
 };
 
-/// Between processes of one host, through a ring of slots in memory of the
-/// sender's device, which the receivers have mapped.
+/// Moves tensors between processes of one host, through a ring of slots in
+/// memory of the sender's device, which the receivers have mapped.
 ///
 /// The sender copies into a free slot on its copy stream and records an event
-/// of the slot; the receiver's copy stream waits for the event, copies into a
+/// of the slot. The receiver's copy stream waits for the event, copies into a
 /// tensor of its own, and records an event of the receiver. The receipt is sent
-/// when that was asked for. The next copy into the slot waits, on the device,
-/// for the receiver's event. Both events are recorded before the message that
-/// tells of them leaves, so each wait finds the record that it is for.
+/// once this work is enqueued. The next copy into the slot waits, on the
+/// device, for the receiver's event. Each event is recorded before the message
+/// about it leaves, so each wait finds its record.
 class IpcLane final : public DeviceLane {
  public:
   IpcLane(std::unique_ptr<DeviceCopies> copies, RingOptions options,
@@ -35,15 +35,16 @@ class IpcLane final : public DeviceLane {
           SendReceipt receipts);
   ~IpcLane() override;
 
-  /// Makes the ring and all events of this rank. Before the first message.
-  /// @param peers  ranks that may send to this one and get from it
-  /// @return what they need, a byte string without secrets
+  /// Makes the ring and all events of this rank. Call it before the first
+  /// message.
+  /// @param peers  ranks that may send to this one and receive from it
+  /// @return handles for the peers, a byte string without secrets
   /// @throws Error when the device has no room
   std::string offer(const std::vector<int>& peers);
-  /// Opens what a peer has offered, and tries whether it can be read.
-  /// @throws Error when it cannot
+  /// Opens a peer's offer, and tests whether it can be read.
+  /// @throws Error when it cannot be read
   void open(int peer, const std::string& offer);
-  /// Ranks that have opened each other use the lane; others get nothing.
+  /// Restricts the lane to peers that have opened each other.
   void use_only(const std::vector<int>& peers);
 
   DeviceCopies& copies() { return *copies_; }
@@ -61,7 +62,7 @@ class IpcLane final : public DeviceLane {
   void stop() override;
 
  private:
-  // Indices are those of slots.
+  // Indices are slots.
   using Events = std::vector<SharedEventPtr>;
   struct Peer {
     DeviceMemory ring;    // of the peer

@@ -12,7 +12,7 @@
 namespace smp::lanes {
 namespace {
 
-// Before an offer and before the reason why there is none.
+// First character of an offer, and of a reason why there is none.
 constexpr char kOffers = '+';
 constexpr char kRefuses = '-';
 
@@ -49,7 +49,7 @@ std::vector<int> peers_of(int rank, LaneKind kind, const LaneChoices& choices) {
   return peers;
 }
 
-// Of any rank.
+// Returns the most peers of any rank.
 int most_peers(LaneKind kind, const LaneChoices& choices) {
   size_t most = 0;
   for (size_t rank = 0; rank < choices.size(); ++rank) {
@@ -59,7 +59,8 @@ int most_peers(LaneKind kind, const LaneChoices& choices) {
   return static_cast<int>(most);
 }
 
-// A rank can have only so many ways.
+// Moves ranks with too many peers to the next lane, because a rank has a
+// limited number of ways.
 void leave_out_crowds(const std::vector<LaneFacts>& facts,
                       LaneChoices& choices) {
   const int size = static_cast<int>(choices.size());
@@ -92,8 +93,8 @@ std::string offer_of(Lane* lane, const std::vector<int>& peers) {
   }
 }
 
-// Opens what a peer offers, if this rank has offered it something as well: the
-// peer does not come otherwise. @return empty, or why this rank cannot
+// Opens a peer's offer, if this rank has also made one: otherwise the peer does
+// not open its own. @return empty, or why this rank cannot
 template <typename Open>
 std::string verdict_on(const std::string& offer, const std::string& own,
                        const Open& open) {
@@ -109,7 +110,7 @@ std::string verdict_on(const std::string& offer, const std::string& own,
   }
 }
 
-// For each rank: empty, or why this one cannot open what it offers.
+// Returns for each rank why this rank cannot open its offer; empty: it can.
 std::string open_ipc(IpcLane* lane, int global_rank,
                      const std::vector<int>& peers,
                      const std::vector<std::string>& offers) {
@@ -122,8 +123,8 @@ std::string open_ipc(IpcLane* lane, int global_rank,
   return pack(verdicts);
 }
 
-// The same. Each direction of a pair is opened by both ranks together, and all
-// ranks come to theirs in one order, so that none waits in a circle.
+// Returns the same for NCCL. Both ranks of a pair open each direction together,
+// and all ranks keep one order, so that none waits in a circle.
 std::string open_nccl(NcclLane* lane, int global_rank,
                       const std::vector<int>& peers,
                       const std::vector<std::string>& offers) {
@@ -146,7 +147,7 @@ std::string open_nccl(NcclLane* lane, int global_rank,
   return pack(verdicts);
 }
 
-// Pairs of which one rank cannot have `kind` get what comes next, on all ranks.
+// Moves pairs that cannot have `kind` to the next lane, on all ranks.
 void give_up_failures(LaneKind kind, const std::vector<LaneFacts>& facts,
                       const std::vector<std::string>& verdicts,
                       LaneChoices& choices) {

@@ -40,7 +40,7 @@ std::string with_rank(int rank, const std::string& text) {
   return "global_rank " + std::to_string(rank) + ": " + text;
 }
 
-// Why two ranks cannot map memory of each other; empty: they may.
+// Returns why two ranks cannot map each other's memory; empty: they can.
 std::string why_not_ipc(int a, int b, const std::vector<LaneFacts>& all) {
   if (all[a].machine != all[b].machine) return "they are on different hosts";
   for (const int rank : {a, b}) {
@@ -56,7 +56,7 @@ std::string why_not_ipc(int a, int b, const std::vector<LaneFacts>& all) {
   return {};
 }
 
-// The same of NCCL, which needs a device for each rank of a host.
+// Returns the same for NCCL, which needs a device for each rank of a host.
 std::string why_not_nccl(int a, int b, const std::vector<LaneFacts>& all) {
   for (const int rank : {a, b}) {
     if (!all[rank].why_no_nccl.empty()) {
@@ -81,7 +81,7 @@ std::string why_not_nccl(int a, int b, const std::vector<LaneFacts>& all) {
                   "; set SMP_LANE=auto to let such pairs go another way");
 }
 
-// For a pair that cannot have what comes first, for this reason.
+// Returns the choice for a pair that cannot have better lanes for this reason.
 LaneChoice without_nccl(int a, int b, const std::vector<LaneFacts>& all,
                         const std::string& reason) {
   if (all[a].mode == kNcclWord) refuse(kNcclWord, a, b, "use NCCL", reason);

@@ -9,41 +9,42 @@
 
 namespace smp::lanes {
 
-/// What decides which lane a rank can use. Same on all ranks: `mode`,
-/// `slot_bytes`.
+/// The facts by which a rank's lane is chosen. `mode` and `slot_bytes` are
+/// equal on all ranks.
 struct LaneFacts {
   std::string mode = "auto";  ///< SMP_LANE: auto, ipc, nccl or host
   std::string machine = {};   ///< equal on ranks of one host
-  int pipeline = 0;         ///< equal on ranks that send tensors to each other
-  std::string device = {};  ///< of the rank; equal in all processes
+  int pipeline = 0;           ///< equal on ranks that exchange tensors
+  std::string device = {};    ///< device of the rank; equal in all processes
   std::vector<std::string> reachable = {};  ///< devices that it can read
-  std::string why_not = {};      ///< it can share no memory, for this reason
-  std::string why_no_nccl = {};  ///< likewise it cannot use NCCL
-  /// What NCCL takes for the host of the rank, where that is not `machine`.
+  std::string why_not = {};      ///< why it cannot share memory; empty: it can
+  std::string why_no_nccl = {};  ///< why it cannot use NCCL; empty: it can
+  /// Host of the rank in the view of NCCL, if it is not `machine`.
   std::string nccl_host = {};
   int64_t slot_bytes = 0;
 };
 
-/// Of a pair of ranks.
+/// The lane of a pair of ranks.
 struct LaneChoice {
   std::optional<LaneKind> kind = {};  ///< none: they send no tensors
   std::string reason = {};            ///< for people
 };
-/// By the rank that sends, then by the one that receives.
+/// The choices by sending rank, then by receiving rank.
 using LaneChoices = std::vector<std::vector<LaneChoice>>;
 
-/// "host", "fake", "ipc" or "nccl".
+/// Returns "host", "fake", "ipc" or "nccl".
 const char* name_of(LaneKind kind);
 
-/// For ranks of one pipeline. One host, and both devices can read each other:
-/// memory that both map. Else over NCCL, if both have it and devices of their
-/// own. Else through the host. The same answer on all ranks.
-/// @throws ValueError when ranks differ in what must be the same, or when
-///     SMP_LANE demands what some pair cannot have
+/// Chooses lanes for ranks of one pipeline; the answer is the same on all
+/// ranks. Two ranks of one host whose devices can read each other use memory
+/// that both map. Other pairs use NCCL, if both have it and devices of their
+/// own, or else the host.
+/// @throws ValueError when ranks differ in facts that must be equal, or when
+///         SMP_LANE demands a lane that some pair cannot have
 LaneChoices choose_lanes(const std::vector<LaneFacts>& facts_by_rank);
 
-/// What comes next for a pair that cannot have `kind`, for this reason, which
-/// one of them has found out.
+/// Returns the next choice for a pair in which a rank has found that it cannot
+/// have `kind`, for this reason.
 /// @throws ValueError when SMP_LANE demands `kind`
 LaneChoice choose_after(LaneKind kind, int a, int b,
                         const std::vector<LaneFacts>& facts_by_rank,

@@ -8,7 +8,7 @@
 namespace smp::lanes {
 namespace {
 
-// A slot that holds fewer bytes is missing for a large tensor.
+// Least bytes for a slot; a small tensor would take it from a large one.
 constexpr int64_t kMinSlotBytes = 64 << 10;
 
 }  // namespace
@@ -73,7 +73,8 @@ void LaneTable::agree(const LaneExchange& exchange) {
 bool LaneTable::takes(const at::Tensor& tensor) const {
   if (tensor.device().type() != device_.type()) return false;
   if (tensor.layout() != at::kStrided || tensor.is_quantized()) return false;
-  // However few: a copy into the message would wait for the device.
+  // Takes tensors of any size: a copy into the message would wait for the
+  // device.
   return tensor.nbytes() > 0;
 }
 
@@ -85,14 +86,15 @@ Posted LaneTable::post(int dst, const at::Tensor& data, bool is_stable) {
   return *std::move(posted);
 }
 
-// Over a lane with slots, if there is one to `dst`, room, and enough to carry.
+// Posts over a lane with slots if one reaches `dst`, has room, and if the
+// tensor is large enough.
 std::optional<Posted> LaneTable::post_to_device(int dst, const at::Tensor& data,
                                                 bool is_stable) {
   DeviceLane* lane = other_.get();
   const bool has_ring = ipc_ && ipc_->reaches(dst);
   if (has_ring || (nccl_ && nccl_->reaches(dst))) {
     const auto num_bytes = static_cast<int64_t>(data.nbytes());
-    // Those of tests take all, so that small models show what goes wrong.
+    // Lanes of tests take all sizes, so that small models show errors.
     if (num_bytes < kMinSlotBytes && !options_.source) return std::nullopt;
     if (has_ring && !ipc_->fits(num_bytes)) {
       if (times_too_large_++ == 0) tell_too_large(num_bytes);

@@ -21,11 +21,11 @@
 
 namespace smp::lanes {
 
-/// What the lanes of one rank are made of beside the host's; null: it has none.
+/// The parts of one rank's lanes besides the host lane; null: it has none.
 struct LaneParts {
-  std::unique_ptr<DeviceCopies> copies = {};     ///< of an IpcLane
-  std::unique_ptr<MeetingCopies> meetings = {};  ///< of an NcclLane
-  std::unique_ptr<DeviceLane> other = {};  ///< takes what these two do not
+  std::unique_ptr<DeviceCopies> copies = {};     ///< for an IpcLane
+  std::unique_ptr<MeetingCopies> meetings = {};  ///< for an NcclLane
+  std::unique_ptr<DeviceLane> other = {};        ///< takes other tensors
   RingOptions ring = {};
   WayOptions ways = {};
   std::string why_no_copies = {};
@@ -38,13 +38,13 @@ struct LaneSource {
                           const std::shared_ptr<health::FaultBoard>& faults,
                           const DeviceLane::SendReceipt& receipts)>
       make;
-  /// Whether ranks have to agree on these lanes.
+  /// Set if ranks have to agree on these lanes.
   bool needs_agreement = false;
 };
 
 struct LaneOptions {
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< of this rank
-  /// Replaces the lanes of the device.
+  /// Replacement of the device's lanes.
   std::optional<LaneSource> source = {};
   std::string mode = "auto";   ///< SMP_LANE
   GroupOptions groups = {};    ///< of NCCL
@@ -54,15 +54,16 @@ struct LaneOptions {
   RingOptions ring = {};
   std::chrono::milliseconds timeout = std::chrono::minutes(30);  ///< to agree
 
-  /// Tensors of GPUs use them; all others travel in messages.
+  /// Returns whether there are lanes. Tensors of GPUs use them; all others
+  /// travel in messages.
   bool has_lanes() const { return source.has_value() || device.is_cuda(); }
-  /// Whether ranks have to agree on them (`LaneTable::agree`).
+  /// Returns whether ranks have to agree on the lanes (`LaneTable::agree`).
   bool needs_agreement() const {
     return source ? source->needs_agreement : device.is_cuda();
   }
 };
 
-/// The lanes of one rank: which tensors they take, and which one takes them.
+/// The lanes of one rank: chooses the tensors they take, and the lane for each.
 /// Thread-safe.
 class LaneTable {
  public:
@@ -70,16 +71,17 @@ class LaneTable {
             std::shared_ptr<health::FaultBoard> faults,
             DeviceLane::SendReceipt receipts);
 
-  /// Opens what this rank and others can use together; collective, before the
-  /// first message. Without it everything goes through the host.
-  /// @throws ValueError when SMP_LANE demands what cannot be, on all ranks
+  /// Opens the lanes that this rank and others can use together; collective,
+  /// before the first message. Without it all tensors use the host lane.
+  /// @throws ValueError on all ranks when SMP_LANE demands an impossible lane
   void agree(const LaneExchange& exchange);
-  /// What was agreed on; empty before.
+  /// Returns the agreed choices; empty before.
   const LaneChoices& choices() const { return choices_; }
 
-  /// Whether a tensor that is sent to another rank leaves its message.
+  /// Returns whether a tensor that is sent to another rank leaves its message.
   bool takes(const at::Tensor& tensor) const;
-  /// See DeviceLane. The host lane takes what finds no free slot.
+  /// Posts a tensor; see DeviceLane. Without a free slot the host lane takes
+  /// it.
   Posted post(int dst, const at::Tensor& data, bool is_stable);
   at::Tensor new_payload(const Descriptor& descriptor);
   bool take_may_block(const Descriptor& descriptor);

@@ -22,11 +22,11 @@ using memory::MarkedTensor;
 using MeetingClock = std::chrono::steady_clock;
 
 constexpr int64_t kNumTried = 16;
-// For copies in flight when a run ends without a fault.
+// Time for copies in flight when a run ends without a fault.
 constexpr std::chrono::seconds kLastMeetings{2};
 constexpr std::chrono::milliseconds kLookEvery{1};
 
-// What is sent over a way to try it: numbers that no other way carries.
+// Returns numbers to send over a way as a test; no other way carries them.
 at::Tensor tried_numbers(const Way& way, c10::Device device) {
   const int64_t first =
       (int64_t{way.src} * 100'003 + way.dst) * 1'009 + way.index * kNumTried;
@@ -118,7 +118,7 @@ void NcclLane::use_only(const std::vector<int>& peers) {
 
 // ------------------------------------------------------------------- tensors
 
-// One whose last copy is over, for this thread.
+// Reserves a way whose last copy is over, for this thread.
 std::optional<Way> NcclLane::take_way(int dst, int64_t& sequence) {
   const std::lock_guard lock(mutex_);
   for (int index = 0; index < num_ways_; ++index) {
@@ -146,7 +146,8 @@ std::optional<Posted> NcclLane::post(int dst, const at::Tensor& source,
   const std::optional<Way> way = take_way(dst, sequence);
   if (!way) return std::nullopt;
   const at::Tensor data = own_plain_tensor(source, is_stable);
-  // The message must not wait for it: it ends when the message has come.
+  // The message does not wait for this mark, which ends after the message has
+  // come.
   posted.end = copies_->send(*way, data);
   set_end(*way, posted.end);
   posted.descriptor = {.lane = LaneKind::kNccl,
@@ -172,7 +173,7 @@ MarkedTensor NcclLane::take(int src, const Descriptor& descriptor,
             "smp cannot work together");
   arrivals_.check(src, descriptor);
   const Way way{src, global_rank_, descriptor.slot};
-  // A copy that was cut off ends nowhere, and nobody may wait for its tensor.
+  // A copy that was cut off never ends, so its tensor gets a mark that throws.
   if (stopped_) {
     return {at::empty(descriptor.sizes,
                       at::TensorOptions(descriptor.dtype).device(device_)),

@@ -19,26 +19,26 @@
 
 namespace smp::lanes {
 
-/// Of a rank, in both directions. PyTorch hands out 32 streams of high priority
-/// in turn, and no two ways may share one; the other groups of a rank have the
-/// rest.
+/// Most ways of a rank, in both directions. PyTorch hands out 32 streams of
+/// high priority in turn, and no two ways may share one; the other groups of a
+/// rank use the rest.
 inline constexpr int kMostWays = 16;
 
 struct WayOptions {
-  int num_ways = 2;  ///< of a pair of ranks in one direction, at most
-  /// For a try of all ways of a pair in one direction.
+  int num_ways = 2;  ///< most ways of a pair in one direction
+  /// Time to test all ways of a pair in one direction.
   std::chrono::milliseconds timeout = std::chrono::minutes(1);
 };
 
-/// Between ranks that cannot map each other's memory, by copies that need both.
+/// Moves tensors between ranks that cannot map each other's memory.
 ///
-/// The sender's part is asked for when the tensor is posted, the receiver's
-/// when the message has come, by a thread that may be blocked. A pair of ranks
-/// has a few ways in each direction, and a way has one copy at most: the next
-/// tensor takes a way whose last copy is over, and if there is none, another
-/// lane. So no copy waits for the one before it, and may begin as soon as it is
-/// asked for and its tensor is there (docs/design/device_lanes.md says why that
-/// matters).
+/// A copy needs both ranks. The sender's part is enqueued when the tensor is
+/// posted, and the receiver's part when the message has come, by a thread that
+/// may block. A pair of ranks has a few ways in each direction, and a way has
+/// one copy at most. The next tensor takes a way whose last copy is over, or
+/// another lane if there is none. Thus no copy waits for an earlier one, and
+/// may begin as soon as it is enqueued and its tensor is there
+/// (docs/design/device_lanes.md has the reasons).
 class NcclLane final : public DeviceLane {
  public:
   NcclLane(std::unique_ptr<MeetingCopies> copies, WayOptions options,
@@ -46,18 +46,18 @@ class NcclLane final : public DeviceLane {
            std::shared_ptr<health::FaultBoard> faults);
   ~NcclLane() override;
 
-  /// Fits the number of ways to that of peers, the same on all ranks.
-  /// @param most_peers  of any rank, kMostWays / 2 at most
+  /// Limits the number of ways by that of peers, the same on all ranks.
+  /// @param most_peers  most peers of any rank, kMostWays / 2 at most
   void fit_ways(int most_peers);
-  /// What peers have to know before `open`.
-  /// @param peers  ranks that may send to this one and get from it
+  /// Returns data that peers need before `open`.
+  /// @param peers  ranks that may send to this one and receive from it
   std::string offer(const std::vector<int>& peers);
-  /// Makes the ways from one rank to another one, one of them this rank, and
-  /// tries them. Both call it, all ranks in the order of (src, dst).
-  /// @throws Error when one does not carry what was sent, within the time
+  /// Makes the ways from one rank to another one, of which one is this rank,
+  /// and tests them. Both call it, all ranks in the order of (src, dst).
+  /// @throws Error when a way does not carry the test's numbers in time
   void open(int src, int dst, const std::string& offer_of_peer);
-  /// Ranks that have opened each other both ways use the lane; others get
-  /// nothing.
+  /// Restricts the lane to peers that have opened each other in both
+  /// directions.
   void use_only(const std::vector<int>& peers);
 
   bool reaches(int dst) const { return peers_.count(dst) > 0; }
@@ -73,8 +73,8 @@ class NcclLane final : public DeviceLane {
 
  private:
   struct State {
-    memory::Mark end;        // of its last copy; none: there was none
-    bool is_asking = false;  // a thread asks for the next one
+    memory::Mark end;        // of its last copy; none: no copy yet
+    bool is_asking = false;  // a thread enqueues the next copy
   };
 
   std::optional<Way> take_way(int dst, int64_t& sequence);
@@ -89,7 +89,7 @@ class NcclLane final : public DeviceLane {
   const c10::Device device_;
   const int global_rank_;
   const std::shared_ptr<health::FaultBoard> faults_;
-  // Both do not change after the first message.
+  // The next two members do not change after the first message.
   int num_ways_;
   std::set<int> peers_;
   ArrivalOrder arrivals_;

@@ -7,7 +7,7 @@
 
 namespace smp::lanes {
 
-/// The end of a copy that nobody makes any more.
+/// Returns the end of a copy that will not be made any more.
 inline memory::Mark never() {
   class NeverEvent final : public memory::Mark::Event {
    public:

@@ -1,6 +1,6 @@
 #include "csrc/lanes/device_copies.h"
 
-// Stands in for cuda_copies.cpp where there is no CUDA toolkit.
+// Replaces cuda_copies.cpp in builds without the CUDA toolkit.
 
 namespace smp::lanes {
 

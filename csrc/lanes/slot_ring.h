@@ -10,8 +10,8 @@
 
 namespace smp::lanes {
 
-/// Which slots of a lane are in use: the sender's side. Each pair of ranks has
-/// a sequence of its own, so that neither side takes one tensor for another.
+/// The slots of a lane in use, on the sender's side. Each pair of ranks has its
+/// own sequence, so that neither side takes one tensor for another.
 /// Thread-safe.
 class SlotRing {
  public:
@@ -22,10 +22,10 @@ class SlotRing {
 
   explicit SlotRing(int num_slots);
 
-  /// A slot for a tensor to `dst`; none while all are in use.
+  /// Reserves a slot for a tensor to `dst`; returns none while all are in use.
   std::optional<Slot> take(int dst);
-  /// `src` is done with a slot.
-  /// @throws Error when it did not have it
+  /// Frees a slot that `src` does not need any more.
+  /// @throws Error when `src` did not have it
   void give_back(int src, const Receipt& receipt);
 
   int num_free() const;
@@ -42,11 +42,11 @@ class SlotRing {
   std::map<int, int64_t> next_sequence_;  // by destination
 };
 
-/// The receiver's side: tensors come in the order in which they were posted.
-/// Thread-safe.
+/// Checks on the receiver's side that tensors come in the order in which they
+/// were posted. Thread-safe.
 class ArrivalOrder {
  public:
-  /// @throws Error when it is not the next one of `src`
+  /// @throws Error when the tensor is not the next one of `src`
   void check(int src, const Descriptor& descriptor);
 
  private:

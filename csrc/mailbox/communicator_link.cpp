@@ -17,11 +17,11 @@ using std::chrono::milliseconds;
 constexpr int kPacketTag = 1;
 constexpr int kPayloadTag = 2;
 constexpr auto kForever = std::chrono::hours(24 * 365);
-// How long the liveness channel may take to tell why a connection broke.
+// Time for the liveness channel to report why a connection broke.
 constexpr milliseconds kReasonGrace{1000};
-// After this, messages to a rank that has left are given up.
+// Time after which messages to a rank that has left are given up.
 constexpr milliseconds kSendGrace{2000};
-// Finished sends are collected this late, many at a time.
+// Time after which finished sends are collected, many at a time.
 constexpr milliseconds kCollectEvery{1};
 constexpr milliseconds kSendSlice{200};
 
@@ -33,8 +33,8 @@ std::span<const uint8_t> view_of(const at::Tensor& bytes) {
   return {bytes.const_data_ptr<uint8_t>(), bytes.nbytes()};
 }
 
-// Whether `work` finishes within `slice`; throws its error. Work has one type
-// of error for a time-out and a failure; only the latter comes early.
+// Returns whether `work` finishes within `slice`; throws its error. Work has
+// one type of error for a time-out and a failure; only a failure comes early.
 bool finished_within(comm::Work& work, milliseconds slice) {
   const auto begin = std::chrono::steady_clock::now();
   try {
@@ -46,8 +46,8 @@ bool finished_within(comm::Work& work, milliseconds slice) {
   }
 }
 
-// A send that could not begin. It becomes a fault in the collecting thread,
-// so that the caller need not wait for the reason.
+// A send that could not begin. It becomes a fault in the collecting thread, so
+// that the caller need not wait for the reason.
 class FailedWork final : public comm::Work {
  public:
   explicit FailedWork(std::string text) : text_(std::move(text)) {}
@@ -58,7 +58,7 @@ class FailedWork final : public comm::Work {
   const std::string text_;
 };
 
-// The end of a receive because of stop(), not because of a failure.
+// Ends a receive because of stop(), not because of a failure.
 struct Closing {};
 
 }  // namespace
@@ -119,8 +119,8 @@ void CommunicatorLink::collect_sends() {
       collector_sleeps_ = num_uncollected_ == 0;
       return stopping_ || num_uncollected_ > 0;
     });
-    // Most sends are finished soon: asking once for many saves switches
-    // between threads.
+    // Most sends are finished soon. One check for many saves switches between
+    // threads.
     if (!draining_) changed_.wait_for(lock, kCollectEvery);
     for (auto& [dst, peer] : peers_) {
       while (collect_from(lock, dst, peer)) {
@@ -130,7 +130,7 @@ void CommunicatorLink::collect_sends() {
   }
 }
 
-// Takes the oldest message to `dst` out when it is finished.
+// Removes the oldest message to `dst` when it is finished.
 bool CommunicatorLink::collect_from(std::unique_lock<std::mutex>& lock, int dst,
                                     Peer& peer) {
   if (stopping_ || peer.sends.empty()) return false;
@@ -147,7 +147,7 @@ bool CommunicatorLink::collect_from(std::unique_lock<std::mutex>& lock, int dst,
   }
   if (!is_over && owner_.faults->has_left(dst) &&
       Clock::now() - posted > kSendGrace) {
-    is_over = true;  // nobody will take it any more
+    is_over = true;  // no rank will take it any more
   }
   std::deque<Outgoing> finished;  // its tensors are freed without our lock
   lock.lock();
@@ -178,7 +178,7 @@ void CommunicatorLink::receive_from(int peer) {
 }
 
 void CommunicatorLink::receive_messages(int peer) {
-  // Two, so that the next message can come while one is being handled.
+  // There are two, so that the next message can come while one is handled.
   std::array<at::Tensor, 2> packets = {new_bytes(wire::kPacketBytes),
                                        new_bytes(wire::kPacketBytes)};
   comm::WorkPtr next = begin_receive(packets[0], peer, kPacketTag);
@@ -238,8 +238,8 @@ void CommunicatorLink::end_receive(const comm::WorkPtr& work) {
 
 // ------------------------------------------------------------------ the end
 
-// A connection broke. When the peer was killed, raised or left, the liveness
-// channel says so within milliseconds, and in better words.
+// Reports a broken connection. If the peer was killed, raised or left, the
+// liveness channel reports so within milliseconds, with a better reason.
 void CommunicatorLink::report_lost(int peer, const std::string& text) {
   const Clock::time_point deadline = Clock::now() + kReasonGrace;
   health::FaultBoard& faults = *owner_.faults;

@@ -17,15 +17,15 @@
 
 namespace smp::mailbox {
 
-/// Messages over a communicator, whose tags 1 and 2 belong to the link.
+/// Sends messages over a communicator, whose tags 1 and 2 belong to the link.
 ///
-/// A message goes to the transport inside `post`; one thread keeps its tensors
-/// until the transport is done with them. One thread per peer receives: with
-/// the next receive of every peer always in place, a small message crosses Gloo
-/// in one hop instead of the three that receiving from anybody takes, a long
-/// message of one peer holds up nobody else, and a broken connection names its
-/// peer. It becomes a fault (kDied of the peer) after a moment in which the
-/// liveness channel may tell the reason.
+/// `post` passes a message to the transport; one thread keeps its tensors until
+/// the transport is done with them. One thread per peer receives, and the next
+/// receive of every peer is always posted. A small message thus crosses Gloo in
+/// one hop instead of the three of a receive from any rank. A long message of
+/// one peer does not delay others, and a broken connection names its peer. It
+/// becomes a fault (kDied of the peer) after a time in which the liveness
+/// channel may report the reason.
 class CommunicatorLink final : public Link {
  public:
   CommunicatorLink(comm::CommunicatorPtr world, const std::vector<int>& peers,

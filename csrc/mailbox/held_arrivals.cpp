@@ -50,8 +50,8 @@ void HeldArrivals::run() {
   }
 }
 
-// It stays in the queue until its handler has run, so that what comes meanwhile
-// waits behind it.
+// Delivers the first message of a source. It stays in the queue until its
+// handler has run, so that later messages wait behind it.
 void HeldArrivals::deliver_first(std::unique_lock<std::mutex>& lock,
                                  Source& source) {
   if (source.waiting.empty()) return;
@@ -72,7 +72,7 @@ bool HeldArrivals::take(Message& message) {
     take_(message);
     return true;
   } catch (const std::exception& error) {
-    // The end of a lane is what ends a `take`.
+    // A `take` ends because its lane ends.
     if (is_ending_) return false;
     owner_.faults->report({.kind = health::Fault::Kind::kRaised,
                            .global_rank = owner_.global_rank,

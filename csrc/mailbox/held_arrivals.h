@@ -14,39 +14,39 @@
 
 namespace smp::mailbox {
 
-/// Messages that have come and wait until their tensors are taken from a lane
-/// whose `take` may block, and what has come from the same ranks since. A
-/// thread of its own takes and delivers them, in the order of each rank, so
-/// that no thread that receives is blocked. They count as unsent: who waits for
-/// them is in no deadlock. Thread-safe.
+/// Messages whose tensors are taken from a lane whose `take` may block, and
+/// later messages of the same ranks. A thread of its own takes and delivers
+/// them, in the order of each rank, so that no receiving thread is blocked.
+/// They count as unsent: a rank that waits for them is in no deadlock.
+/// Thread-safe.
 class HeldArrivals {
  public:
-  /// Gives the tensors of a message their data; what it throws is a fault.
+  /// Gives the tensors of a message their data; an exception is a fault.
   using Take = std::function<void(Message& message)>;
 
-  /// Messages go to `owner.deliver`.
+  /// Makes it for `owner`, whose `deliver` gets the messages.
   HeldArrivals(const LinkOwner& owner, int world_size, Take take);
   /// Calls `end`.
   ~HeldArrivals();
 
-  /// Keeps a message that `must_wait`, or behind which one of its rank does.
-  /// In the order in which those of a rank come. After `begin_end` it is given
-  /// up instead.
+  /// Keeps a message if it `must_wait` or an earlier message of its rank waits.
+  /// Call it in the order in which messages of a rank come. After `begin_end`
+  /// the message is given up instead.
   /// @return false when it need not wait: it is still the caller's
   bool hold(Message& message, bool must_wait);
 
   int64_t num_held() const;
 
-  /// What waits is given up, and what comes behind it. Only a handler that runs
-  /// already goes on.
+  /// Gives up waiting messages and later ones of their ranks. A handler that
+  /// already runs goes on.
   void begin_end();
-  /// Joins the thread. A `take` that is blocked must end by something else.
+  /// Joins the thread. The caller must end a `take` that is blocked.
   void end();
 
  private:
   struct Source {
     std::deque<Message> waiting;
-    // What it has sent was given up, so nothing that follows may be delivered.
+    // Earlier messages were given up, so no later one may be delivered.
     bool is_cut = false;
   };
 

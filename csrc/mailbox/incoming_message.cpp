@@ -6,10 +6,10 @@
 namespace smp::mailbox {
 namespace {
 
-// The writer may go on in a place that has been read; sooner than after a whole
-// tensor.
+// Bytes read at a time: the writer may reuse their place before a whole tensor
+// is read.
 constexpr int64_t kPieceBytes = 64 << 10;
-// A longer blob is rare, and its memory is given back.
+// Largest blob whose memory is kept; a longer one is rare.
 constexpr size_t kKeptBlobBytes = 1 << 20;
 
 }  // namespace
@@ -46,7 +46,7 @@ bool IncomingMessage::read_from(shm::RingReader& ring, int64_t& budget) {
   return true;
 }
 
-// Whether the part of `size` bytes at `to` is complete.
+// Returns whether the part of `size` bytes at `to` is complete.
 bool IncomingMessage::fill(shm::RingReader& ring, uint8_t* to, int64_t size,
                            int64_t& budget) {
   while (filled_ < size) {

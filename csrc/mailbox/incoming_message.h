@@ -14,14 +14,14 @@ class LaneTable;
 
 namespace smp::mailbox {
 
-/// Puts the messages of one peer together from the bytes of a ring, large
-/// tensors right where they will stay.
+/// Assembles the messages of one peer from the bytes of a ring, large tensors
+/// directly in their final memory.
 class IncomingMessage {
  public:
-  /// @param lanes  of this rank; null: there are none
+  /// @param lanes  lanes of this rank; null: there are none
   explicit IncomingMessage(int source_rank, lanes::LaneTable* lanes = nullptr);
 
-  /// Reads at most `budget` bytes and takes them off it.
+  /// Reads at most `budget` bytes and subtracts them from it.
   /// @return true when a message is complete; `take` it before the next call
   /// @throws CorruptMessage; Error when the ring is corrupt
   bool read_from(shm::RingReader& ring, int64_t& budget);

@@ -15,15 +15,16 @@
 namespace smp::mailbox {
 namespace {
 
-// How often the sending thread asks for the end of a copy.
+// Time between two checks of the sending thread for the end of a copy.
 constexpr std::chrono::microseconds kAskEvery{50};
 
-// Whose tensors leave their messages; probes measure what the others take.
+// Returns whether the channel's tensors leave their messages. Probes measure
+// the lanes.
 bool has_lanes(Channel channel) {
   return channel == Channel::kPipeline || channel == Channel::kProbe;
 }
 
-// For a message that waits, whose sender may write to its tensors meanwhile.
+// Copies the tensors of a message that waits, as the sender may write to them.
 void copy_tensors(Message& message) {
   const at::AutoGradMode no_grad(false);
   for (MessageTensor& tensor : message.tensors) {
@@ -76,7 +77,7 @@ void LanePosts::post(int dst, Message message) {
     copies_->add_sent(dst, posted.descriptor, asked_ns, posted.end);
     tensor.lane =
         std::make_shared<const lanes::Descriptor>(std::move(posted.descriptor));
-    // Nobody else has it, or the lane says from when on nobody writes to it.
+    // The lane's memory has no other user, or the lane marks when writes end.
     tensor.data = std::move(posted.payload.data);
     tensor.is_stable = true;
     if (posted.payload.mark) waiting.copies.push_back(posted.payload.mark);
@@ -124,8 +125,8 @@ void LanePosts::send_waiting() {
   }
 }
 
-// The oldest message that waits for `dst`, if it is ready. It stays in the
-// queue until its link has it, so that none overtakes it.
+// Sends the oldest message that waits for `dst`, if it is ready. It stays in
+// the queue until its link has it, so that no other overtakes it.
 bool LanePosts::send_first(std::unique_lock<std::mutex>& lock, int dst) {
   std::deque<Waiting>& waiting = peers_[dst].waiting;
   if (waiting.empty() || !waiting.front().is_ready()) return false;

@@ -18,43 +18,45 @@
 
 namespace smp::mailbox {
 
-/// Messages of a rank whose tensors travel over lanes. On the way out it puts
-/// descriptors in their place; what a lane gives the message to carry may not
-/// be there yet, and then the message waits, and those behind it for the same
-/// rank, but no thread that posts. On the way in it gives tensors their data
-/// and marks; where asking a lane for them may block, the message is held, and
-/// those behind it of the same rank. Only ranks that have lanes have one.
+/// Sends and receives the messages of a rank whose tensors travel over lanes.
+/// When sending, it replaces tensors by descriptors. A lane's payload for the
+/// message may not be ready yet. The message then waits, as do later ones to
+/// the same rank, but no thread that posts. When receiving, it gives tensors
+/// their data and marks. If a lane's `take` may block, the message is held, as
+/// are later ones of the same rank. Only ranks that have lanes have this
+/// object.
 class LanePosts {
  public:
-  /// Hands a message to its link.
+  /// Passes a message to its link.
   using Send = std::function<void(int dst, Message message)>;
 
-  /// @param owner  its `deliver` gets messages that were held, with their data
+  /// @param owner  its `deliver` gets held messages with their data
   LanePosts(const lanes::LaneOptions& options, const LinkOwner& owner,
             int world_size, Send send);
   ~LanePosts();
 
-  /// Mailbox's contract; in the order of posts to each rank.
+  /// Posts as Mailbox does; in the order of posts to each rank.
   void post(int dst, Message message);
-  /// For each message of another rank, in the order in which they come.
-  /// @return whether to `take` and handle it now; else it was for the lanes
-  ///     only, or it is held
-  /// @throws Error when it does not fit what came before
+  /// Takes each message of another rank, in the order in which they come.
+  /// @return whether to `take` and handle it now; otherwise it was for the
+  ///         lanes only, or it is held
+  /// @throws Error when it does not fit earlier messages
   bool receive(Message& message);
-  /// Gives tensors of a message their data and marks. May block where the
-  /// message was held.
-  /// @throws Error when it does not fit what came before
+  /// Gives tensors of a message their data and marks. May block if the message
+  /// was held.
+  /// @throws Error when it does not fit earlier messages
   void take(Message& message);
 
   lanes::LaneTable& table() { return table_; }
-  /// What lanes carry while somebody records it.
+  /// Returns the recorder of the lanes' copies.
   const std::shared_ptr<lanes::CopyLog>& copies() const { return copies_; }
-  /// Messages that wait for copies.
+  /// Returns how many messages wait for copies.
   int64_t num_unsent() const { return num_unsent_; }
 
-  /// No post follows, and what becomes free is told nobody.
+  /// Called when no post follows: no receipts of free slots are sent any more.
   void begin_close() { closing_ = true; }
-  /// Gives up what waits, ends all threads. Called once, before the links end.
+  /// Gives up waiting messages and ends all threads. Called once, before the
+  /// links end.
   void stop();
 
  private:
@@ -65,7 +67,7 @@ class LanePosts {
     bool is_ready() const;
   };
   struct Peer {
-    // So that the order of lanes is that of messages.
+    // Gives tensors on lanes the order of their messages.
     std::mutex order;
     std::deque<Waiting> waiting;  // with `mutex_`
   };

@@ -5,7 +5,7 @@
 
 namespace smp::mailbox {
 
-// Handlers in it may allocate on the device of this rank.
+// The thread needs the device: handlers in it may allocate there.
 void Link::begin_thread(const std::string& name) const {
   health::name_this_thread(name);
   memory::enter_device(owner_.device);

@@ -19,7 +19,7 @@ class LaneTable;
 
 namespace smp::mailbox {
 
-/// What went over a link so far; bytes are headers, structure and tensors.
+/// Counts of a link so far; bytes are headers, structure and tensors.
 struct Traffic {
   int64_t messages_sent = 0;
   int64_t bytes_sent = 0;
@@ -27,21 +27,21 @@ struct Traffic {
   int64_t bytes_received = 0;
 };
 
-/// What a link needs of the mailbox that owns it.
+/// The mailbox's parts that a link needs.
 struct LinkOwner {
   int global_rank = -1;
   std::shared_ptr<health::FaultBoard> faults;
   /// Runs the handler of the message's channel; any thread.
   std::function<void(Message&&)> deliver;
   Pause pause = {};
-  /// Of this rank: that of all threads of the link.
+  /// Device of this rank, used by all threads of the link.
   c10::Device device = c10::Device(c10::DeviceType::CPU);
-  /// Of tensors that come over lanes; outlives the link. Null: there are none.
+  /// Lanes by which tensors come; they outlive the link. Null: there are none.
   lanes::LaneTable* lanes = nullptr;
 };
 
-/// One way to reach some of the ranks. A peer is served by one link only, so
-/// its messages keep their order. The contract of `post` is Mailbox's.
+/// A way to reach some of the ranks. A peer is served by one link only, so its
+/// messages keep their order. `post` has the contract of Mailbox.
 class Link {
  public:
   explicit Link(LinkOwner owner) : owner_(std::move(owner)) {}
@@ -49,19 +49,19 @@ class Link {
 
   virtual void post(int dst, Message message) = 0;
 
-  /// Mailbox's. A link without it says false.
+  /// Waits as Mailbox does. A link without this returns false.
   virtual bool help_until(const std::function<bool()>& /*done*/,
                           const std::function<bool()>& /*is_alone*/) {
     return false;
   }
   virtual void wake_helper() {}
 
-  /// No post follows; what is posted goes out as fast as it can.
+  /// Called when no post follows; posted messages are sent as fast as possible.
   virtual void begin_close() {}
-  /// Gives up what is unsent, ends all threads. Called once.
+  /// Gives up unsent messages and ends all threads. Called once.
   virtual void stop() = 0;
 
-  /// Messages that the transport has not taken over yet.
+  /// Returns how many messages the transport has not taken over yet.
   int64_t num_unsent() const { return num_unsent_.load(); }
   Traffic traffic() const;
 
@@ -72,7 +72,7 @@ class Link {
   /// Sets the number of unsent messages to 0.
   void forget_unsent();
   void report_corrupt(const std::string& text);
-  /// What each thread of the link does first.
+  /// Prepares a thread of the link; each thread calls it first.
   void begin_thread(const std::string& name) const;
 
   const LinkOwner owner_;

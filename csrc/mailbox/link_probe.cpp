@@ -12,7 +12,7 @@
 namespace smp::mailbox {
 namespace {
 
-// Fields of a probe message.
+// Indices of the fields of a probe message.
 constexpr int kIsAnswer = 0;
 constexpr int kPosted = 1;
 constexpr int kOneWay = 2;
@@ -61,7 +61,7 @@ void LinkProbe::handle(Message&& message) {
   changed_.notify_all();
 }
 
-// The host looks at the device: nothing is computed meanwhile.
+// Polls the device from the host: there is no compute meanwhile.
 LinkProbe::Sample LinkProbe::end_of(const Answer& answer) const {
   Sample sample = answer.sample;
   if (!answer.mark) return sample;

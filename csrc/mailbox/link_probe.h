@@ -12,16 +12,16 @@
 
 namespace smp::mailbox {
 
-/// Measures the way to another rank by messages that come back. Every rank
-/// that measures or is measured has one; a mailbox has one at a time.
+/// Measures the way to another rank by messages that come back. Each rank that
+/// measures or is measured has one; a mailbox has one at a time.
 class LinkProbe {
  public:
   struct Sample {
-    /// From `post` here to the handler there. Means something between ranks of
-    /// one machine, which share a clock.
+    /// Time from `post` here to the handler there. Valid between ranks of one
+    /// machine only, which share a clock.
     int64_t one_way_ns = 0;
-    /// From `post` here to the handler of the answer here, or, for a tensor of
-    /// a device, until its data are here.
+    /// Time from `post` here to the handler of the answer here, or, for a
+    /// tensor of a device, until its data are here.
     int64_t round_trip_ns = 0;
   };
 
@@ -29,8 +29,8 @@ class LinkProbe {
             std::shared_ptr<health::FaultBoard> faults);
   ~LinkProbe();
 
-  /// Sends a tensor of `num_bytes` there and back, one after the other; over
-  /// the lane of the pair, where `device` has one. One thread at a time.
+  /// Sends tensors of `num_bytes` there and back, one after the other; over the
+  /// lane of the pair, if `device` has one. One thread at a time may call.
   /// @throws PeerFailure on a fault; Error at the time-out
   std::vector<Sample> measure(int peer, int64_t num_bytes, int64_t repeats,
                               std::chrono::milliseconds timeout,

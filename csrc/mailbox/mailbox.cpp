@@ -28,7 +28,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// What unsent messages may cost at the end of a run that has failed.
+// Limits of the time for unsent messages at the end of a failed run.
 constexpr milliseconds kFaultGrace{1000};
 constexpr milliseconds kLookEvery{1};
 
@@ -101,7 +101,7 @@ Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
     };
     lane_posts = std::make_unique<LanePosts>(
         lanes, after_lanes, world->size(), [this](int dst, Message message) {
-          // A message may come before all links are there.
+          // A message may come before all links exist.
           has_links.wait(false);
           link_of[dst]->post(dst, std::move(message));
         });
@@ -158,7 +158,7 @@ void Mailbox::Impl::post(int dst, Message message) {
   }
 }
 
-// Whether the message is for its handler, now.
+// Returns whether the message is for its handler, now.
 bool Mailbox::Impl::receive_from_lanes(Message& message) {
   const int source = message.source_rank;
   try {
@@ -190,8 +190,8 @@ void Mailbox::Impl::hand_over(Message&& message) {
   handle(inbox, std::move(message));
 }
 
-// With the inbox locked. An exception in a handler is a fault of this rank,
-// whether the message comes now or had to wait for its handler.
+// Calls the handler; called with the inbox locked. An exception in a handler is
+// a fault of this rank, even if the message had to wait for its handler.
 void Mailbox::Impl::handle(Inbox& inbox, Message&& message) {
   const int source = message.source_rank;
   try {
@@ -251,7 +251,7 @@ void Mailbox::Impl::close(milliseconds timeout) {
   for (const auto& link : links) link->begin_close();
   const Clock::time_point begin = Clock::now();
   while (num_unsent() > 0) {
-    // After a fault the others may be gone; their absence must not cost us.
+    // After a fault other ranks may be lost, and waiting for them is useless.
     const milliseconds limit =
         faults->fault() ? std::min(timeout, kFaultGrace) : timeout;
     if (Clock::now() - begin >= limit) break;

@@ -13,7 +13,7 @@
 
 namespace smp::mailbox {
 
-/// Who handles a message on arrival.
+/// The handler of a message on arrival.
 enum class Channel : int64_t {
   kPipeline = 0,  ///< module server: requests, responses, notices
   kOrder = 1,     ///< agreed order of tasks (deterministic server)
@@ -23,29 +23,29 @@ enum class Channel : int64_t {
   kCount = 5,
 };
 
-/// A ref names a tensor wherever it lives: who made it, and its number there.
+/// The name of a tensor on any rank: its maker and its number there.
 struct Ref {
   int32_t owner_rank = -1;
   int64_t id = -1;
 };
 
-/// One tensor of a message. The data follow in the payload.
+/// A tensor of a message. The data follow in the payload.
 struct MessageTensor {
   at::Tensor data = {};        ///< may be undefined (no gradient)
   bool requires_grad = false;  ///< of the sender's tensor
   Ref ref = {};
-  /// The sender promises that nobody writes to `data` until it is sent, so
-  /// that it need not be copied to wait. Does not travel.
+  /// The sender promises not to write to `data` until it is sent, so that a
+  /// message that waits need not copy it. Does not travel.
   bool is_stable = false;
-  /// From here on `data` may be read. Does not travel: on arrival it is that of
-  /// the data here.
+  /// Point from which `data` may be read. Does not travel: on arrival it is the
+  /// mark of the data here.
   memory::Mark mark = {};
-  /// Between `post` and the handler, when a lane has the data: `data` are then
-  /// what the message carries for the lane.
+  /// Set between `post` and the handler when a lane has the data. `data` is
+  /// then the lane's payload in the message.
   std::shared_ptr<const lanes::Descriptor> lane = {};
 };
 
-/// What travels between ranks: ten integers that belong to the channel
+/// The content sent between ranks: ten integers that belong to the channel
 /// (kind, step, microbatch, call id ... as `pipeline/wire.h` defines), a byte
 /// string (pickled structure or object), and tensors.
 struct Message {

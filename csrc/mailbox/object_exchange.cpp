@@ -11,7 +11,7 @@
 namespace smp::mailbox {
 namespace {
 
-// fields[0] of a message; the meaning of the others depends on it.
+// Values of fields[0] of a message, which define its other fields.
 enum ObjectKind : int64_t {
   kObject = 1,  // fields: id
   kTaken,       // fields: id; the receiver has called recv
@@ -21,9 +21,10 @@ enum ObjectKind : int64_t {
   kBarrier,  // the same
 };
 
-// Longer byte strings travel as a tensor, which the mailbox does not copy.
+// Largest inline string; longer ones are tensors, which the mailbox does not
+// copy.
 constexpr size_t kMaxInlineBytes = 8 * 1024;
-// To more other ranks a part goes by relays.
+// Most ranks that get a part directly; more get it by relays.
 constexpr size_t kMaxDirect = 8;
 
 // The payload of a message; several messages may share it.
@@ -51,7 +52,7 @@ class Payload {
   at::Tensor tensor_;
 };
 
-// The ranks in front of a message's bytes, which are taken off.
+// Removes and returns the ranks before a message's bytes.
 std::vector<int> take_relays(Message& message) {
   const int64_t count = message.fields[4];
   const auto num_bytes = static_cast<uint64_t>(count) * sizeof(int32_t);
@@ -85,7 +86,7 @@ Message make_message(ObjectKind kind, int64_t a, int64_t b = 0) {
   return message;
 }
 
-// FNV-1a over the sorted ranks.
+// Returns the FNV-1a hash of the sorted ranks.
 int64_t hash_of(std::vector<int> ranks) {
   std::sort(ranks.begin(), ranks.end());
   uint64_t hash = 0xcbf29ce484222325;
@@ -144,8 +145,8 @@ void ObjectExchange::check_rank(int global_rank, const char* what) const {
 void ObjectExchange::on_message(Message&& message) {
   const int64_t kind_of_all = message.fields[0];
   if (kind_of_all == kAllGather || kind_of_all == kBarrier) {
-    // First, so that what a collective waited for is already on its way to
-    // others when it returns here.
+    // Relayed first, so that the part is already on its way to others when the
+    // collective returns here.
     const std::vector<int> relays = take_relays(message);
     relay(message, relays);
   }
@@ -160,7 +161,7 @@ void ObjectExchange::on_message(Message&& message) {
         break;
       case kTaken: {
         const auto found = unacknowledged_.find(first);
-        // Not there: the sender has given up in the meantime.
+        // If missing, the sender has given up in the meantime.
         if (found != unacknowledged_.end()) found->second.erase(source);
         break;
       }
@@ -260,9 +261,9 @@ std::string ObjectExchange::recv(int src) {
 // -------------------------------------------------------------- collectives
 
 // Sends a part on to all ranks of a list: to the first, second, fourth and so
-// on, each with the ranks that it relays the part to, whether it has called the
-// collective yet or not. In lists that begin after the rank whose part it is,
-// every rank sends to those a power of two further on, whoever's part it is.
+// on, each with the ranks to which it relays the part. This rank need not have
+// called the collective yet. Lists begin after the rank that the part is of, so
+// every rank sends to ranks a power of two further on.
 void ObjectExchange::relay(const Message& part, const std::vector<int>& ranks) {
   const size_t size = ranks.size();
   for (size_t place = 1; place <= size; place *= 2) {

@@ -18,14 +18,15 @@
 
 namespace smp::mailbox {
 
-/// Byte strings (pickled objects) between ranks, over the mailbox. All calls
-/// block, end with an error at the time-out, on a fault, when a rank they need
-/// has left, and on Ctrl-C (see FaultBoard::set_interrupt_check). Thread-safe.
+/// Exchanges byte strings (pickled objects) between ranks, over the mailbox.
+/// All calls block. They end with an error at the time-out, on a fault, when a
+/// rank they need has left, and on Ctrl-C (see
+/// FaultBoard::set_interrupt_check). Thread-safe.
 ///
 /// Objects of one sender are received in the order they were sent, whether by
 /// `send` or `broadcast`. Collectives are matched by the set of ranks and
 /// counted per set, so that other traffic never mixes with them. In large sets
-/// a rank sends to log2(n) others only, which relay what they get.
+/// a rank sends to log2(n) others only, which relay the parts.
 class ObjectExchange {
  public:
   static constexpr std::chrono::minutes kDefaultTimeout{30};
@@ -40,29 +41,30 @@ class ObjectExchange {
 
   void set_timeout(std::chrono::milliseconds timeout);
 
-  /// Returns when `dst` has called `recv`; at once for oneself.
+  /// Returns when `dst` has called `recv`; at once for this rank itself.
   void send(int dst, std::string bytes);
 
-  /// The next object that `src` has sent or broadcast to this rank.
+  /// Returns the next object that `src` has sent or broadcast to this rank.
   std::string recv(int src);
 
-  /// Called by the sender only; `ranks` may contain it. Returns when all
-  /// others have called `recv`.
+  /// Sends an object to `ranks`; called by the sender only, which they may
+  /// contain. Returns when all others have called `recv`.
   void broadcast(const std::vector<int>& ranks, std::string bytes);
 
-  /// Collective over `ranks`, which must contain this rank.
-  /// @param what  for errors, for instance "smp.allgather(WORLD)"
+  /// Gathers byte strings. Collective over `ranks`, which must contain this
+  /// rank.
+  /// @param what  words for errors, for instance "smp.allgather(WORLD)"
   /// @return the bytes of all, in the order of `ranks`
   std::vector<std::string> all_gather(const std::vector<int>& ranks,
                                       std::string bytes,
                                       const std::string& what = "all_gather");
 
-  /// Collective over `ranks`: returns when all have called it.
+  /// Returns when all of `ranks` have called it. Collective.
   void barrier(const std::vector<int>& ranks,
                const std::string& what = "barrier");
 
  private:
-  // The n-th collective over a set of ranks; the set is known by its hash.
+  // Key of the n-th collective over a set of ranks: hash of the set, and n.
   using GatherKey = std::pair<int64_t, int64_t>;
   struct Part {
     int64_t kind;

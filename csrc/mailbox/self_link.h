@@ -9,8 +9,8 @@
 
 namespace smp::mailbox {
 
-/// Messages of a rank to itself, delivered by a thread of their own that is
-/// started with the first of them.
+/// Delivers a rank's messages to itself, by a thread that starts with the first
+/// of them.
 class SelfLink final : public Link {
  public:
   using Link::Link;

@@ -17,17 +17,17 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 using Seat = shm::Doorbell::Seat;
 
-// What the reader gets to see at once of a long message, so that both sides
+// Bytes of a long message after which the reader sees them, so that both sides
 // copy at the same time.
 constexpr size_t kPublishBytes = 64 << 10;
-// Of one peer before the next one has its turn.
+// Bytes of one peer before the next one has its turn.
 constexpr int64_t kTurnBytes = 256 << 10;
-// After this, messages to a rank that has left are given up.
+// Time after which messages to a rank that has left are given up.
 constexpr milliseconds kRingGrace{2000};
-// Before a helper sleeps: some hops, so that a chain of short calls between two
-// ranks keeps both awake.
+// Time before a helper sleeps: a few hops, so that a chain of short calls
+// between two ranks keeps both awake.
 constexpr microseconds kLookFor{150};
-// How often the sending thread looks at that, while something is unsent.
+// Time between the sending thread's checks for that, while a message is unsent.
 constexpr milliseconds kPeerLookEvery{200};
 
 // Lets a second thread of the core go first, if it has one.
@@ -50,7 +50,7 @@ const uint8_t* begin_of(const at::Tensor& tensor) {
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
 
-// That of a new thread.
+// Returns the thread-local state of a new thread.
 std::shared_ptr<const at::ThreadLocalState> make_plain_state() {
   std::shared_ptr<const at::ThreadLocalState> state;
   std::thread([&] { state = std::make_shared<at::ThreadLocalState>(); }).join();
@@ -97,7 +97,7 @@ void SharedMemoryLink::post(int dst, Message message) {
   count_sent(parts.num_bytes());
 }
 
-// Lets the peer see what was written.
+// Makes written bytes visible to the peer.
 void SharedMemoryLink::publish(Peer& peer) {
   if (owner_.pause) owner_.pause(PausePlace::kPublish);
   peer.to.publish();
@@ -117,7 +117,8 @@ size_t SharedMemoryLink::write_pieces(Peer& peer, const uint8_t* from,
   return done;
 }
 
-// With the lock of the peer, and header and blob in its scratch.
+// Writes a message, or keeps what does not fit. Called with the lock of the
+// peer, and with header and blob in its scratch.
 void SharedMemoryLink::write_or_keep(Peer& peer, const wire::Parts& parts) {
   Outgoing kept{{}, Clock::now()};
   bool fits = peer.backlog.empty();
@@ -143,14 +144,14 @@ void SharedMemoryLink::write_or_keep(Peer& peer, const wire::Parts& parts) {
   memory_->send_bell().ring();
 }
 
-// The message that the sending thread works on; only that thread ends it, so
-// it stays where it is without the lock.
+// Returns the message that the sending thread works on. Only that thread ends
+// it, so it stays in place without the lock.
 SharedMemoryLink::Outgoing* SharedMemoryLink::first_unsent(Peer& peer) {
   std::lock_guard lock(peer.mutex);
   return peer.backlog.empty() ? nullptr : &peer.backlog.front();
 }
 
-// Writes a turn's worth. Whether anything has changed.
+// Writes up to one turn's bytes. Returns whether anything has changed.
 bool SharedMemoryLink::send_some(Peer& peer, Outgoing& outgoing) {
   if (is_given_up(peer, outgoing)) {
     end_first(peer);
@@ -173,7 +174,7 @@ bool SharedMemoryLink::send_some(Peer& peer, Outgoing& outgoing) {
   return true;
 }
 
-// Whether nobody will take it any more.
+// Returns whether the message will not be taken any more.
 bool SharedMemoryLink::is_given_up(const Peer& peer,
                                    const Outgoing& outgoing) const {
   const auto fault = owner_.faults->fault();
@@ -212,7 +213,7 @@ void SharedMemoryLink::send_backlogs() {
   }
 }
 
-// One turn for each peer. Whether anything has changed.
+// Gives each peer one turn. Returns whether anything has changed.
 bool SharedMemoryLink::send_round() {
   bool has_moved = false;
   for (const auto& peer : peers_) {
@@ -239,7 +240,7 @@ bool SharedMemoryLink::must_send() {
 // --------------------------------------------------------------- receiving
 
 // Sleeps in the first seat. While a helper has the role that seat is not
-// registered, and the helper registers it when it goes.
+// registered, and the helper registers it when it leaves.
 void SharedMemoryLink::receive_all() {
   begin_thread("smp-recv-shm");
   shm::Doorbell& bell = memory_->receive_bell();
@@ -263,7 +264,7 @@ void SharedMemoryLink::receive_all() {
   }
 }
 
-// Whether nobody else had it.
+// Takes the role if it is free, and returns whether it was.
 bool SharedMemoryLink::take_role(Role role) {
   std::lock_guard lock(role_mutex_);
   if (stopping_ || role_ != Role::kNobody) return false;
@@ -276,7 +277,7 @@ bool SharedMemoryLink::help_until(const std::function<bool()>& done,
                                   const std::function<bool()>& is_alone) {
   if (!take_role(Role::kHelper)) return false;
   {
-    // The waiting thread may be in any mode; handlers know of none.
+    // The waiting thread may be in any mode, which handlers must not see.
     const at::ThreadLocalStateGuard guard(*plain_state_);
     help(done, is_alone);
   }
@@ -306,8 +307,8 @@ void SharedMemoryLink::help(const std::function<bool()>& done,
   }
 }
 
-// Of a chain of short calls the next message is here before a thread could
-// have gone to sleep and been woken. Whether something has come.
+// Spins for a message, and returns whether one has come. In a chain of short
+// calls the next message comes sooner than a thread could sleep and be woken.
 bool SharedMemoryLink::look_for_a_while() {
   const auto end = Clock::now() + kLookFor;
   const uint32_t num_calls = num_helper_calls_.load();
@@ -326,7 +327,7 @@ void SharedMemoryLink::wake_helper() {
   memory_->receive_bell().ring();
 }
 
-// A turn of the next peer from which something has come, if any.
+// Gives a turn to the next peer from which bytes have come, if any.
 bool SharedMemoryLink::receive_next() {
   for (size_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = *peers_[next_peer_];

@@ -24,20 +24,21 @@ class ThreadLocalState;
 
 namespace smp::mailbox {
 
-/// Messages through shared memory, one copy in and one copy out.
+/// Sends messages through shared memory, with one copy in and one copy out.
 ///
-/// `post` writes straight into the ring of the receiver. What does not fit is
-/// kept and finished by one sending thread; until then later messages to that
-/// rank queue behind it. One thread at a time serves all peers: it sleeps at
-/// one doorbell, puts the pieces of long messages together in turns, and runs
-/// the handlers. That is the receiving thread, unless a thread that waits for
-/// a message helps: then the message wakes it at once and not through another
-/// thread, and while it is the only thread of its rank that could run, it looks
-/// for the next message for a moment before it sleeps. The receiving thread
-/// does not: that would take more from the threads that compute than it saves.
-/// Source: "Leader/Followers", Schmidt et al., 2000; the seats are ours.
+/// `post` writes directly into the ring of the receiver. Bytes that do not fit
+/// are kept, and one sending thread writes them; until then later messages to
+/// that rank queue behind them. One thread at a time serves all peers: it
+/// sleeps at one doorbell, assembles the pieces of long messages in turns, and
+/// runs the handlers. This is the receiving thread, unless a thread that waits
+/// for a message helps: the message then wakes that thread directly. While it
+/// is the only thread of its rank that could run, it spins for the next message
+/// for a moment before it sleeps. The receiving thread does not spin: that
+/// would cost computing threads more than it saves. Source: "Leader/Followers",
+/// Schmidt et al., 2000; the seats are ours.
 ///
-/// That a peer has died is not seen here; the liveness channel tells.
+/// The link does not notice the death of a peer; the liveness channel reports
+/// it.
 class SharedMemoryLink final : public Link {
  public:
   SharedMemoryLink(shm::SharedMemoryPtr memory, LinkOwner owner);
@@ -61,20 +62,20 @@ class SharedMemoryLink final : public Link {
     std::deque<Piece> pieces;
     Clock::time_point posted;
   };
-  // Who reads the rings.
+  // The reader of the rings.
   enum class Role { kNobody, kReceiver, kHelper };
   struct Peer {
     Peer(shm::SharedMemory::Peer ends, lanes::LaneTable* lanes);
 
     const int global_rank;
-    // Written to with `mutex` held while `backlog` is empty, else by the
+    // Written to with `mutex` held while `backlog` is empty, otherwise by the
     // sending thread only.
     shm::RingWriter to;
     std::mutex mutex;
     std::deque<Outgoing> backlog;
     std::vector<uint8_t> scratch;
     uint64_t next_sequence = 0;
-    // Of the thread that has the role.
+    // The members below are used by the thread that has the role.
     shm::RingReader from;
     IncomingMessage incoming;
     bool is_broken = false;
@@ -103,7 +104,7 @@ class SharedMemoryLink final : public Link {
   const shm::SharedMemoryPtr memory_;
   std::vector<std::unique_ptr<Peer>> peers_;
   std::map<int, Peer*> peer_of_;  // by global rank
-  // In which handlers run.
+  // The state in which handlers run.
   const std::shared_ptr<const at::ThreadLocalState> plain_state_;
   std::mutex role_mutex_;
   std::condition_variable helper_left_;

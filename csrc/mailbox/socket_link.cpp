@@ -15,10 +15,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// What messages begin with, and each of their large tensors.
+// Tags of the first frame of a message, and of each of its large tensors.
 constexpr uint64_t kHeadTag = 0;
 constexpr uint64_t kTensorTag = 1;
-// How long the liveness channel may take to tell why a connection broke.
+// Time for the liveness channel to report why a connection broke.
 constexpr milliseconds kExplainGrace{1000};
 constexpr milliseconds kExplainEvery{20};
 
@@ -36,12 +36,12 @@ uint64_t mailbox_stream() {
 
 }  // namespace
 
-// What comes in; outlives the link, because the sockets may be inside of it.
+// Receives frames; outlives the link, because the sockets may be inside of it.
 class SocketLink::Incoming final : public comm::PeerSockets::Receiver {
  public:
   explicit Incoming(SocketLink& link) : link_(&link), told_(&link) {}
 
-  /// Nothing is delivered, nor told, when this returns.
+  /// Ends deliveries and reports; none is running when this returns.
   void stop() {
     {
       std::lock_guard lock(mutex_);
@@ -51,7 +51,7 @@ class SocketLink::Incoming final : public comm::PeerSockets::Receiver {
     told_ = nullptr;
   }
 
-  /// A message is out, or never will be.
+  /// Notes that a message was sent, or will never be.
   void sent(int dst, const std::string& error) {
     std::lock_guard lock(told_mutex_);
     if (told_ == nullptr) return;
@@ -192,8 +192,8 @@ void SocketLink::post(int dst, Message message) {
   count_sent(parts.num_bytes());
 }
 
-// When the peer was killed, raised or left, the liveness channel says so within
-// milliseconds, and in better words.
+// Reports a lost peer after a delay. If it was killed, raised or left, the
+// liveness channel reports so within milliseconds, with a better reason.
 void SocketLink::report_lost(int peer, const std::string& text) {
   std::lock_guard lock(mutex_);
   if (stopping_) return;

@@ -16,13 +16,13 @@
 
 namespace smp::mailbox {
 
-/// Messages over the connections of this process, each of which is opened by
-/// the first message to its rank. The receiving thread of the connections puts
-/// the messages together, large tensors right where they will stay, and runs
-/// the handlers.
+/// Sends messages over the connections of this process, each of which is opened
+/// by the first message to its rank. The receiving thread of the connections
+/// assembles the messages, large tensors directly in their final memory, and
+/// runs the handlers.
 ///
-/// A broken connection becomes a fault (kDied of the peer) after a moment in
-/// which the liveness channel may tell the reason.
+/// A broken connection becomes a fault (kDied of the peer) after a time in
+/// which the liveness channel may report the reason.
 class SocketLink final : public Link {
  public:
   /// @param peers  global ranks that this link reaches
@@ -39,7 +39,7 @@ class SocketLink final : public Link {
     std::mutex mutex;
     uint64_t next_sequence = 0;
   };
-  // A connection that broke, and until when somebody may say why.
+  // A broken connection, and the time by which a reason has to come.
   struct Loss {
     int global_rank;
     std::string text;

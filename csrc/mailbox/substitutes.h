@@ -8,7 +8,7 @@
 
 namespace smp::mailbox {
 
-/// Where the transport of a rank pauses.
+/// The place where the transport of a rank pauses.
 enum class PausePlace { kPost, kDeliver, kPublish };
 using Pause = std::function<void(PausePlace)>;
 
@@ -21,7 +21,7 @@ struct Substitutes {
   std::function<Pause(int global_rank)> pause;
 };
 
-/// Those of mailboxes that are made from now on; set before the first one.
+/// Returns the parts of all later mailboxes; set them before the first one.
 SMP_EXPORT Substitutes& substitutes();
 
 }  // namespace smp::mailbox

@@ -16,7 +16,7 @@
 namespace smp::mailbox::wire {
 namespace {
 
-// Fixed part at the begin of each packet. Ranks of a run have one byte order.
+// Fixed first part of each packet. All ranks of a run have the same byte order.
 struct Prefix {
   uint32_t magic;
   uint32_t num_fields;
@@ -38,7 +38,7 @@ struct Descriptor {
   uint8_t reserved;
 };
 
-// Follows the sizes of a tensor that comes over a lane.
+// A record after the sizes of a tensor that comes over a lane.
 struct LaneRecord {
   int64_t sequence;
   int32_t slot;
@@ -71,7 +71,7 @@ class Writer {
   uint8_t* out_;
 };
 
-// Reads what another process wrote: nothing is believed.
+// Reads the bytes of another process, and checks every value.
 class Reader {
  public:
   Reader(std::span<const uint8_t> in, int source_rank)
@@ -128,15 +128,16 @@ int64_t num_bytes_of(const at::Tensor& tensor) {
   return static_cast<int64_t>(tensor.nbytes());
 }
 
-// The memory of a contiguous tensor, which lives as long as the result.
+// Returns the memory of a contiguous tensor, which lives as long as the result.
 at::Tensor as_bytes(const at::Tensor& tensor) {
-  // Const: a lazy copy need not be made real to be sent.
+  // Const, so that a lazy copy need not be made before it is sent.
   return at::from_blob(
       const_cast<void*>(tensor.const_data_ptr()), {num_bytes_of(tensor)},
       [tensor](void*) {}, byte_options());
 }
 
-// A tensor of a lane may have no data in the message.
+// Returns whether a tensor is announced; a lane's may have no data in the
+// message.
 bool is_announced(const MessageTensor& tensor) {
   return tensor.data.defined() || tensor.lane;
 }
@@ -169,7 +170,8 @@ LaneRecord record_of(const lanes::Descriptor& descriptor) {
   return record;
 }
 
-// Sizes whose product does not fit into 63 bits are nonsense.
+// Checks that the product of the sizes fits into 63 bits, and returns the
+// bytes.
 int64_t bytes_of_sizes(const std::vector<int64_t>& sizes, int64_t item_bytes,
                        const Reader& reader) {
   int64_t total = item_bytes;
@@ -181,7 +183,7 @@ int64_t bytes_of_sizes(const std::vector<int64_t>& sizes, int64_t item_bytes,
   return total;
 }
 
-// A tensor as announced, before memory is taken for it.
+// A tensor as announced, before its memory is allocated.
 struct Announced {
   Descriptor descriptor;
   std::vector<int64_t> sizes;
@@ -354,7 +356,7 @@ Encoded encode(const Message& message) {
   uint8_t* rest = packet + kHeaderBytes;
   if (parts.blob_bytes <= kInlineBytes) {
     write_blob(message, parts, rest);
-    // Memory of others must not leak out.
+    // Zeroed, so that old memory does not leak out.
     std::memset(rest + parts.blob_bytes, 0,
                 static_cast<size_t>(kInlineBytes - parts.blob_bytes));
   } else {
@@ -379,8 +381,8 @@ Header decode_header(std::span<const uint8_t> bytes, int source_rank) {
   reader.require(prefix.channel >= 0 &&
                      prefix.channel < static_cast<int64_t>(Channel::kCount),
                  "there is no channel ", prefix.channel);
-  // Each tensor takes a descriptor, so a wild number of them cannot make us
-  // allocate more than the blob itself.
+  // Each tensor takes a descriptor, so a wrong number of them cannot allocate
+  // more than the blob itself.
   reader.require(
       prefix.blob_bytes >= 0 && prefix.structure_bytes >= 0 &&
           prefix.structure_bytes <= prefix.blob_bytes &&
@@ -441,7 +443,7 @@ std::vector<at::Tensor> decode_blob(std::span<const uint8_t> blob,
                                 &large_bytes),
         "its tensors have more than 2^63 bytes");
   }
-  // Before any memory is taken: a wrong size must not take all there is.
+  // Checked before any allocation, which a wrong size could make huge.
   reader.require(large_bytes == header.large_bytes, "its large tensors have ",
                  large_bytes, " bytes, its header says ", header.large_bytes);
   std::vector<at::Tensor> large;

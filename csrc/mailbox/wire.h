@@ -33,16 +33,16 @@ inline constexpr int64_t kHeaderBytes = 136;
 inline constexpr int64_t kPacketBytes = 17 * 1024;
 inline constexpr int64_t kSmallTensorBytes = 32 * 1024;
 
-/// A message whose bytes make no sense; the text names the sender.
+/// A message with malformed bytes; the text names the sender.
 class CorruptMessage : public Error {
   using Error::Error;
 };
 
-/// A message taken apart, before it is copied anywhere.
+/// A message in parts, before it is copied anywhere.
 struct Parts {
   struct Large {
     at::Tensor data;
-    /// Its memory is the caller's, who may write to it any time.
+    /// Set if the memory is the caller's, who may write to it at any time.
     bool is_callers = false;
   };
 
@@ -54,12 +54,13 @@ struct Parts {
   int64_t num_bytes() const;
 };
 
-/// Tensors may have any dtype, strides and device; those on a device are
-/// copied to the host in the order of the current stream. Marks are over.
+/// Splits a message into parts. Tensors may have any dtype, strides and device;
+/// those on a device are copied to the host in the order of the current stream.
+/// Marks must be over.
 /// @throws ValueError for tensors that are not dense
 Parts take_apart(const Message& message);
 
-/// Writes `parts.blob_bytes`.
+/// Writes `parts.blob_bytes` bytes.
 void write_blob(const Message& message, const Parts& parts, uint8_t* out);
 
 /// A message for a communicator: one-dimensional uint8 tensors on the CPU.
@@ -71,14 +72,14 @@ struct Encoded {
   int64_t num_bytes() const;
 };
 
-/// Like `take_apart`; copies what the caller may write to.
+/// Encodes a message like `take_apart`; copies tensors the caller may write to.
 Encoded encode(const Message& message);
 
-/// The number of this message between two ranks, to notice a lost one.
-/// @param begin  of the header, or of the packet
+/// Sets the number of this message between two ranks, which shows a lost one.
+/// @param begin  start of the header, or of the packet
 void set_sequence(uint8_t* begin, uint64_t sequence);
 
-/// What the header tells.
+/// The contents of a header.
 struct Header {
   Message message;  ///< channel and fields; the rest follows from the blob
   uint64_t sequence = 0;
@@ -90,22 +91,25 @@ struct Header {
   bool blob_is_inline = false;
 };
 
-/// @param header       its kHeaderBytes, or more
-/// @param source_rank  who sent it; becomes `message.source_rank`
+/// Decodes a header.
+/// @param header       bytes of a header, at least kHeaderBytes
+/// @param source_rank  sending rank; becomes `message.source_rank`
 /// @throws CorruptMessage
 Header decode_header(std::span<const uint8_t> header, int source_rank);
 
-/// The same of a packet, with the blob if it is inside.
+/// Decodes a packet in the same way, with the blob if it is inside.
 /// @throws CorruptMessage
 Header decode_packet(std::span<const uint8_t> packet, int source_rank);
 
-/// @param transport  for the words of the error
-/// @throws CorruptMessage when this is not the message that comes next
+/// Checks the number of a message.
+/// @param transport  words for the error
+/// @throws CorruptMessage when this is not the next message
 void check_sequence(const Header& header, uint64_t expected,
                     const std::string& transport);
 
 /// Fills `header.message.bytes` and `.tensors`.
-/// @param lanes  of this rank, for tensors that come over them; may be null
+/// @param lanes  lanes of this rank, for tensors that come over them; may be
+///               null
 /// @return for each tensor that is still to come its memory as uint8
 /// @throws CorruptMessage
 std::vector<at::Tensor> decode_blob(std::span<const uint8_t> blob,

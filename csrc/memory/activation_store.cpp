@@ -11,7 +11,7 @@
 
 namespace smp::memory {
 
-/// One tensor that is on the host.
+/// A tensor that is on the host.
 struct ActivationStore::Item {
   using WeakTensor =
       c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
@@ -70,8 +70,8 @@ void ActivationStore::begin_backward(ActivationId id) {
   live_.erase(id);
 }
 
-// Outside of steps what is done until nothing is kept any more is taken for a
-// step.
+// Begins a round if the step is new. Outside of steps, all tasks until nothing
+// is kept any more count as a step.
 void ActivationStore::begin_round_if_new() {
   const int64_t step = current_task().step;
   const bool is_new = step < 0 ? live_.empty() : step != step_;
@@ -126,7 +126,7 @@ void ActivationStore::load(ActivationId id) {
 void ActivationStore::load(Item& item) {
   if (item.back.defined()) return;
   const at::AutoGradMode no_grad(false);
-  // Made on the caller's stream, which is where it will be used and freed.
+  // Made on the caller's stream, which will use and free it.
   item.back = at::empty_strided(item.host.sizes(), item.host.strides(),
                                 item.host.options().device(options_.device));
   item.returned = to_device_.run(
@@ -137,9 +137,9 @@ bool ActivationStore::may_leave(const at::Tensor& tensor) const {
   return tensor.defined() && tensor.layout() == at::kStrided &&
          tensor.device().type() == options_.device.type() &&
          static_cast<int64_t>(tensor.nbytes()) >= options_.min_bytes &&
-         // The copy has the same strides, hence the same numbers come out.
+         // The copy has the same strides, hence the same numbers.
          tensor.is_non_overlapping_and_dense() &&
-         // A parameter is there in any case.
+         // A parameter keeps its memory anyway.
          !(tensor.is_leaf() && tensor.requires_grad());
 }
 
@@ -170,18 +170,18 @@ std::shared_ptr<ActivationStore::Item> ActivationStore::offload(
   return item;
 }
 
-// Lets go of tensors whose copies are done; nobody waits for that.
+// Frees tensors whose copies are done; no thread waits for that.
 void ActivationStore::forget_left() {
   while (!leaving_.empty() && leaving_.front().copied.is_over()) {
     leaving_.pop_front();
   }
 }
 
-// The memory goes to whatever the current stream computes next, hence that
-// comes after the copies.
+// Frees the tensors' memory for the next work of the current stream, which
+// therefore has to come after the copies.
 void ActivationStore::let_leave(std::vector<at::Tensor> tensors) {
   if (tensors.empty() || options_.device.is_cpu()) return;
-  // A mark of its own: those of the items are asked by the way back.
+  // A mark of its own, because the items' marks are used by the way back.
   leaving_.push_back({std::move(tensors), to_host_.end()});
   while (leaving_.size() > kMaxLeaving) {
     to_host_.let_caller_wait(leaving_.front().copied);
@@ -244,8 +244,8 @@ void ActivationStore::release(Kept& kept) {
   if (found != live_.end() && found->second == &kept) live_.erase(found);
   for (auto& item : kept.items_) {
     if (!item || item.use_count() > 1) continue;  // another one has it too
-    // The next copy into the slot, and the code that gets the memory on the
-    // device, must not be faster than a copy that nobody has waited for.
+    // The next copy into the slot, and the next user of the device memory,
+    // must not overtake a copy that was never waited for.
     if (item->back.defined() && !item->was_used) {
       to_host_.wait(item->returned);
       to_device_.let_caller_wait(item->returned);

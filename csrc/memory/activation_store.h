@@ -17,17 +17,17 @@
 
 namespace smp::memory {
 
-/// Keeps what recomputed calls need for their backward in host memory
-/// meanwhile.
+/// Keeps the tensors that recomputed calls need for their backward in host
+/// memory until then.
 ///
-/// A step is a list of tasks, forwards and backwards of recomputed calls. That
-/// of the last step is what the next one is expected to do, so activations that
+/// A step is a list of tasks, forwards and backwards of recomputed calls. The
+/// list of the last step is the expectation for the next one. Activations that
 /// are needed soon stay, and the others begin to come back `horizon` tasks
-/// ahead (`plan_offload`). Where the expectation fails, and in the first step,
-/// `expected_order` tells what comes back next. It decides about time only: an
-/// activation that is needed and was not foreseen is loaded then.
-/// Thread-safe. Source: the public smp v1 guide (activation offloading); task
-/// list, pool and streams are our design.
+/// ahead (`plan_offload`). If the expectation fails, and in the first step,
+/// `expected_order` gives the order of return. It decides about time only: an
+/// activation that is needed and was not foreseen is loaded then. Thread-safe.
+/// Source: the public smp v1 guide (activation offloading); task list, pool and
+/// streams are our design.
 class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
  public:
   struct Options {
@@ -48,11 +48,12 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
 
   struct Item;
 
-  /// How many calls may have tensors on the device whose copies still run. With
-  /// two, the copies of one call have the time of the next one's forward.
+  /// Most calls that may have tensors on the device whose copies still run.
+  /// With two, the copies of one call can take as long as the next one's
+  /// forward.
   static constexpr size_t kMaxLeaving = 2;
 
-  /// What was taken of one recomputed call; its end gives the host memory back.
+  /// The tensors taken from one recomputed call; its end frees the host memory.
   class Kept {
    public:
     Kept(std::shared_ptr<ActivationStore> store, ActivationId id)
@@ -71,29 +72,30 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   explicit ActivationStore(Options options);
   ~ActivationStore();
 
-  /// The forward of a recomputed call begins. @return the name of what it will
-  /// keep
+  /// Begins the forward of a recomputed call. @return the name of the
+  /// activations that it will keep
   ActivationId begin_forward();
-  /// Takes tensors over; those that go to the host lose their memory on the
-  /// device, unless somebody else has them: as soon as the host sees that the
-  /// copy is done, or when `kMaxLeaving` later calls have given theirs. Then
-  /// the current stream waits for the copy, and the host does not: a host that
-  /// runs ahead sees no copy end before it has asked for the whole forward.
-  /// @param tensors  those that were taken become undefined; the others are
-  ///     small, elsewhere, not dense, leaves, or needed too soon, and are the
-  ///     caller's affair
+  /// Takes tensors over. Those that are sent to the host lose their memory on
+  /// the device, unless it has other owners. The memory is freed once the host
+  /// sees that the copy is done, or when `kMaxLeaving` later calls have given
+  /// their tensors. In the second case the current stream waits for the copy,
+  /// and the host does not: a host that runs ahead sees no copy end before it
+  /// has queued the whole forward.
+  /// @param tensors  taken tensors become undefined; the others are small,
+  ///                 elsewhere, not dense, leaves, or needed too soon, and stay
+  ///                 with the caller
   std::shared_ptr<Kept> keep(ActivationId id, std::vector<at::Tensor>& tensors);
-  /// The backward of a recomputed call begins.
+  /// Begins the backward of a recomputed call.
   void begin_backward(ActivationId id);
-  /// The tensors of `keep`, on the device; undefined where they were not taken.
-  /// The current stream waits for them.
-  /// @throws ValueError when one was changed in place since
+  /// Returns the tensors of `keep`, on the device; undefined if they were not
+  /// taken. The current stream waits for them.
+  /// @throws ValueError when a tensor was changed in place since
   std::vector<at::Tensor> tensors_of(Kept& kept);
 
   Stats stats() const;
 
  private:
-  /// What one call gave to the host.
+  /// The tensors of one call that are on their way to the host.
   struct Leaving {
     std::vector<at::Tensor> tensors;
     Mark copied;

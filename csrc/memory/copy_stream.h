@@ -12,9 +12,9 @@
 
 namespace smp::memory {
 
-/// Copies of one direction between a device and the host, beside its compute.
-/// Only generic classes of c10: there may be no CUDA toolkit where this is
-/// compiled.
+/// Makes copies of one direction between a device and the host, beside its
+/// compute. Uses only generic classes of c10: the build may have no CUDA
+/// toolkit.
 class CopyStream {
  public:
   explicit CopyStream(c10::Device device) : device_(device) {
@@ -23,8 +23,8 @@ class CopyStream {
     stream_ = impl.getStreamFromGlobalPool(device);
   }
 
-  /// Runs `copy` on this stream, after all that was asked of the caller's
-  /// stream and after `until`. @return its end
+  /// Runs `copy` on this stream, after the earlier work of the caller's stream
+  /// and after `until`. @return its end
   template <typename Copy>
   Mark run(const Mark& until, const Copy& copy) {
     if (!stream_) {
@@ -38,7 +38,7 @@ class CopyStream {
     return Mark::record(*stream_);
   }
 
-  /// The same without what was asked of the caller's stream. @return its end
+  /// Runs `copy` without waiting for the caller's stream. @return its end
   template <typename Copy>
   Mark run_alone(const Copy& copy) {
     const c10::OptionalStreamGuard guard(stream_);
@@ -46,22 +46,21 @@ class CopyStream {
     return end();
   }
 
-  /// The memory of `tensor` goes to nobody else before this stream is done
-  /// with it.
+  /// Keeps the memory of `tensor` from reuse until this stream is done with it.
   void keep(const at::Tensor& tensor) const {
     if (!stream_) return;
     c10::impl::VirtualGuardImpl(device_.type())
         .recordDataPtrOnStream(tensor.storage().data_ptr(), *stream_);
   }
 
-  /// The end of what was asked of this stream.
+  /// Returns the end of this stream's work so far.
   Mark end() const { return stream_ ? Mark::record(*stream_) : Mark::none(); }
 
-  /// What comes next on the caller's stream waits for `until`.
+  /// Makes later work on the caller's stream wait for `until`.
   void let_caller_wait(const Mark& until) const {
     if (stream_) until.block(callers());
   }
-  /// The same for this stream.
+  /// Makes later work on this stream wait for `until`.
   void wait(const Mark& until) const {
     if (stream_) until.block(*stream_);
   }

@@ -15,7 +15,7 @@
 
 namespace smp::memory {
 
-// With events that know their time, which those of marks do not.
+// The base event of a period has a time, unlike the events of marks.
 struct DeviceClock::Period {
   std::optional<c10::Event> base;
   // Bounds of what the host's clock showed at `base`.
@@ -42,11 +42,11 @@ DeviceClock::DeviceClock(c10::Device device) : device_(device) {}
 DeviceClock::~DeviceClock() = default;
 
 void DeviceClock::begin_period(const c10::Stream& stream) {
-  // To ask on another device would open a context there.
+  // A query on another device would open a context there.
   const c10::DeviceGuard guard(device_);
   const std::lock_guard lock(mutex_);
   look_locked();
-  // What is over need not wait in memory for the end of the recording.
+  // Points that have come are read now and freed before the recording ends.
   for (; num_seen_ > 0; --num_seen_) {
     read_locked(*unread_.front());
     unread_.pop_front();
@@ -72,8 +72,8 @@ DeviceClock::PointPtr DeviceClock::point(const c10::Stream& stream) {
   return point;
 }
 
-// Which points have come. Of several streams one may hold up the others, which
-// only makes bounds wider.
+// Notes which points have come. With several streams, one may hold up the
+// others, which only makes bounds wider.
 void DeviceClock::look_locked() {
   while (num_seen_ < unread_.size()) {
     Point& next = *unread_[num_seen_];

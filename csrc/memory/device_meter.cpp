@@ -9,7 +9,7 @@
 namespace smp::memory {
 namespace {
 
-// More tell nothing new: what counts is whether any is reached.
+// Most marks that are kept: only whether any is reached matters.
 constexpr size_t kMostAhead = 256;
 
 }  // namespace
@@ -37,7 +37,7 @@ int64_t DeviceMeter::look() {
 
 void DeviceMeter::take_reached(Clock::time_point now) {
   if (ahead_.empty()) return;
-  // To ask on another device would open a context there.
+  // A query on another device would open a context there.
   const c10::DeviceGuard guard(device_);
   try {
     while (!ahead_.empty() && ahead_.front().is_over()) {
@@ -47,7 +47,7 @@ void DeviceMeter::take_reached(Clock::time_point now) {
     }
   } catch (const std::exception&) {
     // The device has failed. The thread that uses it raises that, with a better
-    // reason; here it means that nothing goes on.
+    // reason; here it means that there is no progress.
     ahead_.clear();
   }
 }

@@ -11,15 +11,15 @@
 
 namespace smp::memory {
 
-/// How far a device is with what hosts have asked of it. A host runs ahead, and
-/// then waits for other ranks while its device still computes; the ranks would
-/// look stuck although nothing is wrong. Thread-safe; nothing on the CPU, which
-/// is done when it was asked.
+/// Measures how far a device is with the work of its host. A host runs ahead,
+/// and then waits for other ranks while its device still computes; the ranks
+/// would look stuck although nothing is wrong. Thread-safe. Does nothing on the
+/// CPU, which does its work at once.
 class DeviceMeter {
  public:
   struct Options {
-    /// A device that has reached no mark for so long hangs, perhaps in a
-    /// collective that others never enter; no task takes as long.
+    /// Time without a reached mark after which a device hangs, perhaps in a
+    /// collective that other ranks never enter; no task takes as long.
     std::chrono::milliseconds longest_task{60'000};
   };
 
@@ -27,13 +27,14 @@ class DeviceMeter {
   DeviceMeter(c10::Device device, Options options)
       : device_(device), options_(options) {}
 
-  /// At the end of a task, in its thread: marks what was asked of the current
-  /// stream until now. @return the mark
+  /// Marks the work of the current stream so far, at the end of a task, in its
+  /// thread. @return the mark
   Mark mark();
 
-  /// A number that grows with each mark that the device has reached, and with
-  /// each look while it has not reached the last one, for up to `longest_task`.
-  /// A source of progress for health::WaitRegistry; any thread.
+  /// Returns a number that grows with each mark that the device has reached,
+  /// and with each look while it has not reached the last one, for up to
+  /// `longest_task`. A source of progress for health::WaitRegistry; any thread
+  /// may call.
   int64_t look();
 
  private:
@@ -44,7 +45,7 @@ class DeviceMeter {
   const c10::Device device_;
   const Options options_;
   std::mutex mutex_;
-  std::deque<Mark> ahead_;  // not reached when somebody looked last
+  std::deque<Mark> ahead_;  // not reached at the last look
   Clock::time_point moved_at_;
   int64_t count_ = 0;
 };

@@ -6,22 +6,23 @@
 
 #include <optional>
 
-// Where a thread works. The current device and the current stream belong to the
-// thread: a new thread has device 0 and default streams, whatever the thread
-// that made it has. Only generic classes of c10: there may be no CUDA toolkit
-// where this is compiled.
+// The current device and the current stream belong to a thread: a new thread
+// has device 0 and default streams, whatever its maker has. Only generic
+// classes of c10 are used: the build may have no CUDA toolkit.
 
 namespace smp::memory {
 
-/// Makes `device` the current one of the calling thread, for good: what a
-/// thread of ours does first. Nothing on the CPU.
+/// Makes `device` the current one of the calling thread, for good; each thread
+/// of ours calls it first. Does nothing on the CPU.
 void enter_device(c10::Device device);
 
-/// The stream on which the calling thread would use `device`; none on the CPU.
+/// Returns the stream on which the calling thread would use `device`; none on
+/// the CPU.
 std::optional<c10::Stream> current_stream(c10::Device device);
 
-/// Until its end the calling thread works on the device of a stream, in the
-/// order of that stream; then on what it had before. Nothing without a stream.
+/// Makes the calling thread work on the device of a stream, in the order of
+/// that stream, and restores the previous device and stream at its end. Does
+/// nothing without a stream.
 class DeviceScope {
  public:
   explicit DeviceScope(const std::optional<c10::Stream>& stream) {

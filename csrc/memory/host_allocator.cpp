@@ -19,7 +19,7 @@ HostAllocator& HostAllocator::instance() {
 }
 
 HostAllocator::HostAllocator() : below_(c10::GetCPUAllocator()) {
-  // A child must not begin with a mutex that another thread has locked.
+  // A child must not start with a mutex that another thread has locked.
   ::pthread_atfork([] { instance().mutex_.lock(); },
                    [] { instance().mutex_.unlock(); },
                    [] { instance().mutex_.unlock(); });
@@ -73,7 +73,8 @@ void* HostAllocator::take(int64_t size) {
       stats_.cached_bytes -= size;
       return block;
     }
-    // As much of other sizes goes first: in all it stays what was in use.
+    // The same number of bytes of other sizes is freed first: the total stays
+    // within what was in use.
     int64_t missing = size;
     for (auto it = shelves_.rbegin(); it != shelves_.rend(); ++it) {
       while (missing > 0 && !it->second.blocks.empty()) {
@@ -116,7 +117,7 @@ void HostAllocator::give(void* block) {
       size = found->second;
       sizes_.erase(found);
       stats_.live_bytes -= size;
-      is_kept = is_installed_;  // else nobody would use it again
+      is_kept = is_installed_;  // otherwise it would stay unused
       if (is_kept) {
         shelves_[size].blocks.push_back(block);
         stats_.cached_bytes += size;
@@ -124,7 +125,7 @@ void HostAllocator::give(void* block) {
     }
   }
   if (size == 0) {
-    below_->raw_deallocate(block);  // of somebody's raw_allocate
+    below_->raw_deallocate(block);  // from a caller's raw_allocate
     return;
   }
   c10::reportMemoryUsageToProfiler(block, -size, 0, 0, at::Device(at::kCPU));

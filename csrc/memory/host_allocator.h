@@ -17,60 +17,60 @@ namespace smp::memory {
 
 // Note [Memory of the host]
 //
-// The heap of the C library keeps freed blocks of up to 32 MB for later ones.
-// Each small object that is made meanwhile takes the begin of the smallest hole
-// it fits into, for which the next large block is too large then; so weights
-// and gradients that come and go among objects that stay wander, leave holes
-// of their size behind, and in the end a process has twice the memory of its
-// state. Larger blocks come from the system each time, page by page, which
-// takes longer than to compute many of them. Hence tensors from a huge page on
-// are kept out of the heap, as PyTorch does on GPUs: memory is used again by
-// tensors of the same size class. It never is more than what was in use at one
-// time, but for what rounding to classes adds, and what is not used in two
-// steps goes back to the system.
+// The heap of the C library keeps freed blocks of up to 32 MB for later ones. A
+// small object made meanwhile takes the start of the smallest hole it fits
+// into, and the next large block no longer fits there. Weights and gradients
+// that come and go among objects that stay therefore wander, and leave holes of
+// their size. In the end a process has twice the memory of its state. Larger
+// blocks come from the system each time, page by page, which takes longer than
+// to compute many of them. Hence tensors of at least a huge page are kept out
+// of the heap, as PyTorch does on GPUs: their memory is reused by tensors of
+// the same size class. The total never exceeds the most that was in use at one
+// time, except for rounding to classes. Memory that is unused for two steps is
+// returned to the system.
 
-/// PyTorch's allocator of CPU tensors, in this process, for large ones; small
-/// ones are made as before. Thread-safe, and safe to fork.
+/// Replaces PyTorch's allocator of CPU tensors in this process, for large ones;
+/// small ones are made as before. Thread-safe, and safe to fork.
 class HostAllocator final : public c10::Allocator {
  public:
   struct Stats {
     int64_t num_mapped = 0;    ///< blocks that came from the system, so far
-    int64_t num_reused = 0;    ///< those that came from here
-    int64_t live_bytes = 0;    ///< of large tensors
-    int64_t cached_bytes = 0;  ///< of nobody, for later ones
-    /// The last time that there was no memory: how often so far, what was asked
-    /// for, and what was in use then. Later nobody knows: what failed is freed.
+    int64_t num_reused = 0;    ///< blocks reused from here
+    int64_t live_bytes = 0;    ///< bytes of large tensors
+    int64_t cached_bytes = 0;  ///< free bytes, for later tensors
+    /// Failures so far; the next two are of the last one: bytes asked for, and
+    /// bytes in use then. They are stored because the failed tensors are freed.
     int64_t num_failures = 0;
     int64_t failed_bytes = 0;
     int64_t live_at_failure_bytes = 0;
   };
 
-  /// The one of this process; lives as long as it.
+  /// Returns the allocator of this process, which lives as long as the process.
   SMP_EXPORT static HostAllocator& instance();
 
-  /// From here on PyTorch uses it. May be called again.
+  /// Makes PyTorch use it from now on. May be called again.
   void install();
-  /// As it was before; blocks that are in use stay valid.
+  /// Restores the previous allocator; blocks that are in use stay valid.
   void uninstall();
 
   at::DataPtr allocate(size_t num_bytes) override;
   at::DeleterFnPtr raw_deleter() const override;
   void copy_data(void* to, const void* from, size_t count) const override;
 
-  /// Memory that nobody has used since the call before the last one goes back.
-  /// Call it once in a while, as after each update.
+  /// Returns memory to the system that was unused since the call before the
+  /// last one. Call it regularly, for instance after each update.
   void release_idle();
-  /// All that nobody uses goes back, and what the heap has of whole pages: for
-  /// moments when much has been freed for good.
+  /// Returns all unused memory to the system, and whole free pages of the heap.
+  /// Useful when much has been freed for good.
   void release_all();
 
   Stats stats() const;
 
-  /// Large tensors find no memory beyond so much; 0: no limit. For tests.
+  /// Sets the most bytes of large tensors; 0: no limit. For tests.
   void set_limit(int64_t num_bytes) { limit_bytes_ = num_bytes; }
 
  private:
-  // Free blocks of one size.
+  // The free blocks of one size.
   struct Shelf {
     std::deque<void*> blocks;  // the last one was used last
     size_t fewest = 0;         // since the last `release_idle`

@@ -29,8 +29,8 @@ void* map(size_t size) {
   return begin;
 }
 
-// Huge pages begin at multiples of their size; what lies before and behind goes
-// back at once.
+// Maps memory for huge pages, which begin at multiples of their size. Unmaps
+// the rest before and after them at once.
 void* map_for_huge_pages(size_t size) {
   const auto begin = reinterpret_cast<uintptr_t>(map(size + kHugePage));
   const uintptr_t used = round_up(begin, kHugePage);

@@ -9,9 +9,9 @@
 namespace smp::memory {
 
 /// Host memory for tensors that are away from their device, in slots that are
-/// made once and used again: page-locking memory is slow, and there is not much
-/// of it. A slot has the size of its class, which is at most an eighth more
-/// than was asked for. Not thread-safe.
+/// made once and reused: page-locking memory is slow, and the amount is
+/// limited. A slot has the size of its class, at most an eighth above the
+/// request. Not thread-safe.
 class HostPool {
  public:
   struct Stats {
@@ -23,15 +23,16 @@ class HostPool {
     int64_t peak_bytes_in_use = 0;
   };
 
-  /// @param is_pinned  page-locked, which an accelerator must be there for
+  /// @param is_pinned  whether slots are page-locked, which needs an
+  ///                   accelerator
   explicit HostPool(bool is_pinned) : is_pinned_(is_pinned) {}
 
-  /// Size of the class of `num_bytes`, which must be positive.
+  /// Returns the size of the class of `num_bytes`, which must be positive.
   static int64_t size_class(int64_t num_bytes);
 
-  /// @return uint8 `[size_class(num_bytes)]` on the CPU, its values anything
+  /// @return uint8 `[size_class(num_bytes)]` on the CPU, with any values
   at::Tensor take(int64_t num_bytes);
-  /// @param slot  of `take`; nothing may read or write it afterwards
+  /// @param slot  result of `take`; nothing may read or write it afterwards
   void give_back(at::Tensor slot);
 
   const Stats& stats() const { return stats_; }

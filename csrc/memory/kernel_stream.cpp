@@ -20,7 +20,7 @@ NativeStream native_stream(const c10::Stream& current) {
   return by_handle(
       current, [&](void* handle) { return NativeStream{current, handle}; },
       [&] {
-        // Only the default stream has a handle that is known: null.
+        // Only the default stream has a known handle: null.
         const c10::impl::VirtualGuardImpl impl(current.device_type());
         return NativeStream{impl.getDefaultStream(current.device()), nullptr};
       });

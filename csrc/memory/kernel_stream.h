@@ -5,31 +5,30 @@
 
 namespace smp::memory {
 
-/// A stream and the handle under which a launcher of kernels knows it (a
-/// `cudaStream_t`), which it gets without the headers of a CUDA toolkit: there
-/// may be none where this is compiled.
+/// A stream and its handle for launchers of kernels (a `cudaStream_t`). The
+/// handle needs no headers of a CUDA toolkit, which the build may lack.
 struct NativeStream {
   c10::Stream stream;
   void* handle;
 };
 
-/// Whether torch gives the handle of any stream, so that kernels run on the
+/// Set if torch gives the handle of any stream, so that kernels run on the
 /// caller's own and a CUDA graph can record them.
 extern const bool kHasNativeHandles;
-/// `current`, or what kernels have to run on instead of it: where torch gives
-/// no handle, the default stream of the device, whose handle is null.
+/// Returns `current`, or the default stream of the device, whose handle is
+/// null, if torch gives no handles.
 NativeStream native_stream(const c10::Stream& current);
 
-/// Where kernels for `device` are launched, in order with what was asked of the
-/// caller's current stream before and is asked of it afterwards. Meanwhile the
-/// device is the current one.
+/// The stream for launches of kernels on `device`, in order with earlier and
+/// later work of the caller's current stream. Makes the device the current one
+/// meanwhile.
 class KernelStream {
  public:
   explicit KernelStream(c10::Device device);
 
   void* handle() const { return native_.handle; }
 
-  /// The caller's stream goes on after the kernels.
+  /// Makes the caller's stream go on after the kernels.
   void finish() const;
 
  private:

@@ -8,8 +8,7 @@
 namespace smp::memory {
 namespace {
 
-// Only generic classes of c10: there may be no CUDA toolkit where this is
-// compiled.
+// Uses only generic classes of c10: the build may have no CUDA toolkit.
 class StreamEvent final : public Mark::Event {
  public:
   explicit StreamEvent(const c10::Stream& stream)
@@ -43,8 +42,8 @@ at::Tensor MarkedTensor::use() && {
       current_stream(data.device())
           .value_or(c10::Stream(c10::Stream::DEFAULT, data.device()));
   mark.block(stream);
-  // Its memory may be that of another stream, and must not go to somebody else
-  // before this one is done with it.
+  // The memory may belong to another stream, and must not be reused before this
+  // stream is done with it.
   if (!data.is_cpu()) {
     c10::impl::VirtualGuardImpl(data.device().type())
         .recordDataPtrOnStream(data.storage().data_ptr(), stream);

@@ -7,8 +7,8 @@
 
 namespace smp::memory {
 
-/// What one recomputed call of a microbatch keeps: how many of this
-/// microbatch came before it on this rank.
+/// The name of the activations that one recomputed call of a microbatch keeps:
+/// `idx` counts the earlier calls of this microbatch on this rank.
 struct ActivationId {
   int mb = -1;
   int idx = 0;
@@ -24,24 +24,26 @@ struct ActivationTask {
   bool operator==(const ActivationTask&) const = default;
 };
 
-/// What to do with activations in a step whose tasks are known. Pure.
+/// A plan for the activations of a step whose tasks are known. Pure.
 struct OffloadPlan {
-  /// By task; of forwards: its activation is needed so soon that it stays.
+  /// Set by task, for a forward whose activation is needed so soon that it
+  /// stays.
   std::vector<bool> stays;
-  /// By task: activations whose way back begins with it.
+  /// Activations by task with which their way back begins.
   std::vector<std::vector<ActivationId>> loads;
 };
 
-/// @param tasks    of one step on one rank, in order; a backward is behind its
-///                 forward, and a forward may have none
-/// @param horizon  how many tasks before its backward an activation begins to
-///                 come back, at least 1
+/// Plans which activations stay and when the others come back.
+/// @param tasks    tasks of one step on one rank, in order; a backward comes
+///                 after its forward, and a forward may have no backward
+/// @param horizon  number of tasks before its backward at which an activation
+///                 begins to come back, at least 1
 /// Source: algorithms of the public smp v1 guide (activation offloading).
 OffloadPlan plan_offload(const std::vector<ActivationTask>& tasks, int horizon);
 
-/// The order in which activations will be needed, as far as it is the same in
-/// all schedules: each microbatch backwards, earlier ones first, the one that
-/// is at it now before all others.
+/// Returns the order in which activations will be needed, as far as it is the
+/// same in all schedules: each microbatch backwards, earlier ones first, the
+/// current one before all others.
 /// @param live     activations whose backward has not begun
 /// @param current  microbatch whose backward runs
 std::vector<ActivationId> expected_order(std::vector<ActivationId> live,

@@ -7,12 +7,12 @@
 #include "csrc/common/check.h"
 #include "csrc/memory/kernel_stream.h"
 
-// Operators with one implementation that asks its input where it is.
+// Operators with one implementation for all devices, chosen by their input.
 
 namespace smp::memory {
 
 /// Queues kernels on a CUDA device, in the order of the caller's current
-/// stream, and raises what went wrong; launch(stream) returns nullptr or a
+/// stream, and raises errors; launch(stream) returns nullptr or an error's
 /// text.
 template <typename Launch>
 void run_on_cuda(const char* op, c10::Device device, Launch&& launch) {
@@ -24,7 +24,7 @@ void run_on_cuda(const char* op, c10::Device device, Launch&& launch) {
 
 }  // namespace smp::memory
 
-/// Registers what is in `body`, calls of m.impl(), for tensors of all devices.
+/// Registers the calls of m.impl() in `body` for tensors of all devices.
 #define SMP_IMPL_ON_ALL_DEVICES(m, body)                                \
   TORCH_LIBRARY_IMPL(smp, CPU, m) body TORCH_LIBRARY_IMPL(smp, CUDA, m) \
   body TORCH_LIBRARY_IMPL(smp, Meta, m) body

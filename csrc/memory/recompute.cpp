@@ -33,7 +33,7 @@ constexpr const char* kName = "a checkpointed module";
 
 thread_local bool recomputing = false;
 
-/// The state of the thread for a second run, and its own state afterwards.
+/// Sets the state of the thread for a second run, and restores it afterwards.
 class RecomputeScope {
  public:
   RecomputeScope(const std::optional<RandomState>& random_state,
@@ -89,14 +89,14 @@ class KeptInputs {
   std::vector<SavedVariable> saved_;
 };
 
-/// What a second run needs besides inputs.
+/// The data of a second run besides inputs.
 struct Recipe {
   RecomputedFunction function;
   RecomputeOptions options;
   std::optional<RandomState> random_state;
   Task task;
   std::vector<bool> input_has_grad;
-  /// Results that go through the node, as places among all of them.
+  /// Indices of the results that pass through the node.
   std::vector<size_t> outputs;
   size_t num_results = 0;
 };
@@ -117,7 +117,7 @@ class RecomputeNode : public Node {
         " gets a backward for some tensors only (torch.autograd.grad, or "
         "backward(inputs=...)); its parameters get their gradients in a "
         "backward for all of them: call loss.backward() or model.backward()");
-    // With create_graph=True only; else their memory is wanted.
+    // Kept with create_graph=True only; otherwise their memory is to be freed.
     const variable_list outer =
         at::GradMode::is_enabled() ? grads : variable_list();
     variable_list results = run(std::move(grads));
@@ -143,7 +143,7 @@ class RecomputeNode : public Node {
   }
 
   variable_list run(variable_list grads) {
-    // Gradients that are still on another rank: reading them may suspend this
+    // Gradients may still be on another rank. Reading them may suspend this
     // thread, which must not happen while all activations are there.
     for (at::Tensor& grad : grads) {
       if (grad.defined() && grad.unsafeGetTensorImpl()->is_python_dispatch()) {
@@ -210,8 +210,8 @@ class RecomputeNode : public Node {
   std::unique_ptr<KeptInputs> inputs_;  // null after the backward
 };
 
-// The same storage under another graph: the function must not hang anything on
-// what its caller has.
+// Returns aliases with the same storage outside of the graph: the function must
+// not attach anything to its caller's tensors.
 std::vector<at::Tensor> aliases_of(const std::vector<at::Tensor>& inputs) {
   std::vector<at::Tensor> aliases;
   for (const at::Tensor& input : inputs) {
@@ -247,7 +247,7 @@ std::vector<at::Tensor> run_forward(const RecomputedFunction& function,
 }
 
 bool passes_grad(const at::Tensor& result) {
-  // What requires a gradient already is an input, or was there before.
+  // A result that requires a gradient already is an input, or was made before.
   return result.defined() && !result.requires_grad() &&
          (result.is_floating_point() || result.is_complex());
 }
@@ -295,7 +295,7 @@ std::vector<at::Tensor> recompute(RecomputedFunction function,
       std::move(recipe), std::make_unique<KeptInputs>(inputs, store, id),
       torch::autograd::collect_next_edges(inputs));
   for (const size_t i : outputs) {
-    results[i] = results[i].detach();  // may be a view, or somebody else's
+    results[i] = results[i].detach();  // may be a view, or another owner's
     torch::autograd::create_gradient_edge(results[i], node);
   }
   return results;

@@ -10,7 +10,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::nanoseconds;
 
-// About what a sleep and a wake take, and a look when spinning does not pay.
+// Limits of spinning: about the time of a sleep and a wake, and that of a look
+// when spinning does not pay.
 constexpr nanoseconds kLongestSpin{60'000};
 constexpr nanoseconds kShortestSpin{1'000};
 constexpr std::chrono::milliseconds kLongestSleep{100};
@@ -80,7 +81,7 @@ bool CollectiveMemory::spin() {
       pause();
     }
   } while (Clock::now() < end);
-  // A rank that is late may need this core.
+  // A late rank may need this core.
   std::this_thread::yield();
   return have_arrived();
 }

@@ -11,7 +11,7 @@
 
 namespace smp::shm {
 
-/// What the ranks must have equal in one collective.
+/// The values of a call that must be equal on all ranks of a collective.
 struct CollectiveStamp {
   int32_t operation = 0;
   int32_t root_or_op = 0;
@@ -22,22 +22,22 @@ struct CollectiveStamp {
   bool operator==(const CollectiveStamp&) const = default;
 };
 
-/// Memory of the ranks of a group on one host: each writes to its own and reads
-/// that of the others, in phases that all go through together.
+/// Memory of the ranks of a group on one host. Each rank writes to its own part
+/// and reads the others', in phases that all pass together.
 ///
-/// A rank writes, calls `arrive`, and reads what others wrote once they
-/// `have_arrived` as well. There are two slots, taken in turn by chunks; a
-/// chunk has one phase or more. So a slot is written again only when all ranks
-/// have arrived in the chunk between, and hence have read the slot. One thread
-/// of a rank at a time, apart from `ring_own_bell`.
+/// A rank writes, calls `arrive`, and reads the others' data once they
+/// `have_arrived` as well. There are two slots, used in turn by chunks; a chunk
+/// has one phase or more. A slot is thus written again only when all ranks have
+/// arrived in the chunk between, and hence have read the slot. One thread of a
+/// rank at a time may call, except for `ring_own_bell`.
 class CollectiveMemory {
  public:
-  /// In one slot, of input; there is as much room for a result.
+  /// Bytes of input in one slot; a result has as much room.
   static constexpr int64_t kSlotBytes = 256 << 10;
   static constexpr int kNumSlots = 2;
   static constexpr int kNumStamps = 4;
 
-  /// At the begin of the memory of each rank; zeros to begin with.
+  /// Start of the memory of each rank; all zeros at first.
   struct Control {
     alignas(64) std::atomic<uint64_t> num_arrivals{0};
     std::array<CollectiveStamp, kNumStamps> stamps{};
@@ -56,22 +56,23 @@ class CollectiveMemory {
 
   /// Begins a collective.
   void begin(const CollectiveStamp& stamp);
-  /// Group rank of one whose stamp differs, or -1; after the first phase.
+  /// Returns a group rank whose stamp differs, or -1; call it after the first
+  /// phase.
   int find_disagreement() const;
   const CollectiveStamp& stamp_of(int group_rank) const;
 
   void begin_chunk() { ++num_chunks_; }
-  /// Of the current chunk.
+  /// Returns a rank's input in the current chunk.
   uint8_t* input(int group_rank) const;
   uint8_t* result(int group_rank) const;
 
   void arrive();
   bool have_arrived() const;
 
-  /// Returns when all have arrived in this phase, or `deadline` passed, or for
-  /// no reason: first it spins, as long as that has paid lately.
+  /// Returns when all have arrived in this phase, when `deadline` has passed,
+  /// or spuriously. Spins first, as long as that has paid lately.
   void sleep_until_arrival(std::chrono::steady_clock::time_point deadline);
-  /// Any thread.
+  /// Rings the bell of this rank; any thread may call it.
   void ring_own_bell() { control(group_rank_).bell.ring(); }
 
  private:

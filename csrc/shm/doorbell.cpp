@@ -9,12 +9,12 @@
 namespace smp::shm {
 namespace {
 
-// The kernel wants the address of a plain word, and other processes the same
-// bytes.
+// The kernel needs the address of a plain word, and other processes need the
+// same bytes.
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
-// Not FUTEX_PRIVATE_FLAG: the other side may be another process.
+// Without FUTEX_PRIVATE_FLAG: the other side may be another process.
 void futex_wait(std::atomic<uint32_t>& word, uint32_t expected,
                 const timespec* timeout) {
   ::syscall(SYS_futex, &word, FUTEX_WAIT, expected, timeout, nullptr, 0);

@@ -8,33 +8,34 @@
 
 namespace smp::shm {
 
-/// Wakes one sleeping thread, of this process or of another one that maps the
-/// same memory. Zeroed memory is a doorbell that nobody sleeps at.
+/// Wakes one sleeping thread, of this process or of another process that maps
+/// the same memory. Zeroed memory is a doorbell without sleepers.
 ///
-/// Two threads may sleep here, each in a seat of its own, and one of the seats
-/// is registered: a ring wakes the thread in that one, and the other sleeps
-/// on. So the seats change by two atomic writes, and nobody is woken for it.
+/// Two threads may sleep here, each in its own seat, and one seat is
+/// registered. A ring wakes the thread in the registered seat, and the other
+/// sleeps on. Seats thus change by two atomic writes, without waking a thread.
 ///
-/// The sleeper calls `prepare`, then looks whether there is something to do,
-/// then `sleep` or `cancel`. A thread that makes something to do stores it with
-/// sequential consistency (or under a lock that the sleeper's look takes) and
-/// calls `ring`. So either the sleeper sees it, or the ringer sees the sleeper.
+/// The sleeper calls `prepare`, then looks whether there is work, then calls
+/// `sleep` or `cancel`. A thread that makes work stores it with sequential
+/// consistency (or under a lock that the sleeper's look takes) and calls
+/// `ring`. So either the sleeper sees the work, or the ringer sees the sleeper.
 class alignas(64) Doorbell {
  public:
   enum class Seat : uint32_t { kFirst = 1, kSecond = 2 };
 
-  /// Any thread. One atomic read when nobody is registered.
+  /// Wakes the registered seat; any thread. Costs one atomic read if there is
+  /// none.
   void ring();
 
-  /// Registers a seat. @return what `sleep` needs
+  /// Registers a seat. @return the count to pass to `sleep`
   uint32_t prepare(Seat seat = Seat::kFirst);
-  /// The same without registering it: a ring reaches it only when another
-  /// thread registers it later.
+  /// Returns the same count without registering the seat: a ring reaches it
+  /// only if another thread registers it later.
   uint32_t watch(Seat seat) const { return count_of(seat).load(); }
-  /// Nobody is registered.
+  /// Ends the registration of any seat.
   void cancel() { registered_.store(0); }
   /// Returns when rung in this seat since `prepare` or `watch`, at the
-  /// time-out, or for no reason.
+  /// time-out, or spuriously.
   void sleep(Seat seat, uint32_t seen,
              std::optional<std::chrono::milliseconds> timeout = {});
 

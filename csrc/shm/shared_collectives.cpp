@@ -19,7 +19,7 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-// An operation on its way. Guarded by the mutex of the queue.
+// An operation that has begun. Guarded by the mutex of the queue.
 struct Entry {
   explicit Entry(SharedOperationPtr operation)
       : operation(std::move(operation)) {}
@@ -37,8 +37,8 @@ struct Entry {
 
 using EntryPtr = std::shared_ptr<Entry>;
 
-// The operations of one rank, in order. A thread that waits moves them on; one
-// thread at a time, the driver, sleeps for the other ranks.
+// The operations of one rank, in order. Threads that wait advance them; one
+// thread at a time, the driver, sleeps until other ranks arrive.
 class Queue {
  public:
   explicit Queue(std::unique_ptr<CollectiveMemory> memory)
@@ -118,7 +118,7 @@ class Queue {
     changed_.notify_all();
   }
 
-  // Goes on until something of another rank is missing.
+  // Advances operations until data of another rank are missing.
   void run() {
     while (!entries_.empty()) {
       Entry& entry = *entries_.front();
@@ -129,7 +129,7 @@ class Queue {
     }
   }
 
-  // @return false when others are missing
+  // @return false when other ranks have to arrive first
   bool step(Entry& entry) {
     SharedOperation& operation = *entry.operation;
     switch (entry.state) {

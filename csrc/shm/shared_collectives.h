@@ -10,27 +10,27 @@
 namespace smp::shm {
 
 struct SharedCollectivesOptions {
-  /// false: this rank shares nothing.
+  /// Set if this rank shares memory.
   bool enabled = true;
-  /// Only ranks with equal words try; whether they can is then tried out.
+  /// Words equal on ranks that try to share; trying shows whether they can.
   std::string machine = {};
 };
 
-/// Collectives of host tensors through memory that all ranks of the group map:
-/// each rank copies its part once, and reads those of the others from there.
-/// Sums are taken in the order of the ranks, hence bitwise alike on all of them
-/// and in each run. Ranks that call different things get a `Disagreement`.
-/// Operations make progress while somebody waits for one, or asks whether it is
-/// done. Messages go through `inner`.
+/// Adds collectives of host tensors through memory that all ranks of the group
+/// map: each rank copies its part once, and the others read it there. Sums are
+/// taken in the order of the ranks, hence bitwise alike on all of them and in
+/// each run. Ranks that make different calls get a `Disagreement`. Operations
+/// make progress while a thread waits for one, or calls its `done`. Messages
+/// are sent through `inner`.
 ///
-/// Collective over `inner`. Without a common memory of all ranks, `inner`
-/// itself.
+/// Collective over `inner`. Returns `inner` itself if the ranks have no common
+/// memory.
 /// @throws PeerFailure when another rank fails meanwhile
 comm::CommunicatorPtr share_collectives(comm::CommunicatorPtr inner,
                                         const SharedCollectivesOptions& options,
                                         const comm::Patience& patience);
 
-/// What ranks that are threads of this process would get, one per `inner`.
+/// Makes the same for ranks that are threads of this process, one per `inner`.
 std::vector<comm::CommunicatorPtr> share_collectives_locally(
     std::vector<comm::CommunicatorPtr> inner);
 

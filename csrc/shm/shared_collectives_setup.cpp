@@ -17,7 +17,7 @@
 namespace smp::shm {
 namespace {
 
-// The one area of a segment, which it keeps.
+// Returns the only area of a segment; it keeps the segment's mapping.
 std::shared_ptr<uint8_t> area_of(const SharedSegment& segment) {
   return {segment.mapping(), segment.ring(0).data};
 }
@@ -31,7 +31,7 @@ SegmentStamp new_stamp() {
   return stamp;
 }
 
-// Where the segment of a rank is, if it has one.
+// The place of a rank's segment, if it has one.
 struct Offer {
   SegmentStamp stamp;
   uint64_t machine;
@@ -88,7 +88,8 @@ comm::CommunicatorPtr share_collectives(comm::CommunicatorPtr inner,
       areas.push_back(area_of(segment));
     }
   }
-  // All or none; and nobody closes its file before all have opened it.
+  // All ranks use the memory or none. No rank closes its file before all have
+  // opened it.
   const auto verdicts = exchange(*inner, patience, is_complete);
   if (std::find(verdicts.begin(), verdicts.end(), 0) != verdicts.end()) {
     return inner;

@@ -24,7 +24,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kFileSlice{200};
 constexpr int kReceiveBell = 0;
 constexpr int kSendBell = 1;
-// Instead of an errno: the pair does not try.
+// Value in place of an errno: the pair does not try.
 constexpr int32_t kNotTried = -1;
 
 void wait_for(comm::Work& work, health::FaultBoard& faults,
@@ -36,7 +36,7 @@ void wait_for(comm::Work& work, health::FaultBoard& faults,
       return work.wait(std::min(kFileSlice, timeout));
     } catch (const Error&) {
       faults.raise_if_faulted();
-      // One type of error for a time-out and a failure; a failure comes early.
+      // A time-out and a failure have one type of error; a failure comes early.
       const Clock::time_point now = Clock::now();
       if (now - slice_begin < kFileSlice || now - begin >= timeout) throw;
       faults.check_interrupt();
@@ -44,7 +44,8 @@ void wait_for(comm::Work& work, health::FaultBoard& faults,
   }
 }
 
-// Collective: the `count` records of each rank, one rank after the other.
+// Returns the `count` records of each rank, one rank after the other.
+// Collective.
 template <typename Record>
 std::vector<Record> exchange(comm::Communicator& world,
                              health::FaultBoard& faults, const Record* own,
@@ -61,13 +62,13 @@ std::vector<Record> exchange(comm::Communicator& world,
   return all;
 }
 
-// What a rank says of itself before it makes anything.
+// A rank's first message, before it makes any segment.
 struct Claim {
   uint64_t machine;
   int64_t ring_bytes;  // 0: it shares nothing
 };
 
-// Where its segment is.
+// The place of a rank's segment.
 struct FileOffer {
   SegmentStamp stamp;
   int32_t pid;
@@ -88,7 +89,7 @@ FileOffer make_offer(int64_t num_rings, int64_t ring_bytes, health::OwnedFd& fd,
   return offer;
 }
 
-// Ranks that try to share memory with `rank`, ascending.
+// Returns the ranks that try to share memory with `rank`, ascending.
 std::vector<int> candidates_of(int rank, const std::vector<Claim>& claims) {
   std::vector<int> result;
   const Claim& own = claims[rank];
@@ -101,7 +102,7 @@ std::vector<int> candidates_of(int rank, const std::vector<Claim>& claims) {
   return result;
 }
 
-// Which of its rings `owner` has for the bytes of `sender`.
+// Returns the index of the ring in which `owner` receives from `sender`.
 int64_t ring_index(int owner, int sender, const std::vector<Claim>& claims) {
   const std::vector<int> senders = candidates_of(owner, claims);
   return std::find(senders.begin(), senders.end(), sender) - senders.begin();
@@ -122,8 +123,8 @@ std::string reason_text(int rank, int other, int32_t error,
                         ": ", std::strerror(error), hint);
 }
 
-// One line by rank 0 when ranks of one machine do not share memory although
-// somebody there wants to.
+// Logs one line on rank 0 when ranks of one machine do not share memory
+// although some of them have it enabled.
 void log_failures(const std::string& world_name,
                   const std::vector<Claim>& claims,
                   const std::vector<FileOffer>& offers,

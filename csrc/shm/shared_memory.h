@@ -23,17 +23,17 @@ class SharedMemory {
     RingWriter to;
     RingReader from;
   };
-  /// Keeps one mapping as long as it lives.
+  /// An owner that keeps one mapping.
   using Mapping = std::shared_ptr<void>;
 
   /// @param own_bells  receiving thread, sending thread; in `mappings` too
   SharedMemory(std::vector<Mapping> mappings, Doorbell* own_bells,
                std::vector<Peer> peers);
 
-  /// Global ranks, ascending.
+  /// Returns global ranks, ascending.
   std::vector<int> peers() const;
 
-  /// The ends of the rings, for the one mailbox that uses them.
+  /// Returns the ends of the rings, for the one mailbox that uses them.
   /// @throws Error the second time
   std::vector<Peer> take_peers();
   Doorbell& receive_bell() { return own_bells_[0]; }
@@ -50,27 +50,27 @@ class SharedMemory {
 using SharedMemoryPtr = std::shared_ptr<SharedMemory>;
 
 struct SharedMemoryOptions {
-  /// false: this rank shares nothing.
+  /// Set if this rank shares memory.
   bool enabled = true;
-  /// Of each ring from another rank to this one.
+  /// Size of each ring from another rank to this one.
   int64_t ring_bytes = 8 << 20;
-  /// Only ranks with equal words try; whether they can is then tried out.
+  /// Words equal on ranks that try to share; trying shows whether they can.
   std::string machine = {};
-  /// Of each exchange with the other ranks.
+  /// Time-out of each exchange with the other ranks.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 };
 
-/// Collective over `world`, which nothing else may use meanwhile. Two ranks
-/// share memory when each has opened that of the other and found there what the
-/// other wrote; this needs the same machine, user and process namespace. When
-/// ranks of one machine cannot, rank 0 logs why.
+/// Makes the shared memory. Collective over `world`, which nothing else may use
+/// meanwhile. Two ranks share memory when each has opened the other's and found
+/// the other's data in it. This needs the same machine, user and process
+/// namespace. When ranks of one machine cannot share, rank 0 logs why.
 /// @throws PeerFailure when another rank fails meanwhile
 SharedMemoryPtr connect_shared_memory(comm::Communicator& world,
                                       health::FaultBoard& faults,
                                       const SharedMemoryOptions& options);
 
-/// What `size` ranks that are threads of this process, or processes forked from
-/// it later, would get: one per global rank.
+/// Makes memory for `size` ranks that are threads of this process, or processes
+/// forked from it later: one per global rank.
 std::vector<SharedMemoryPtr> make_local_shared_memory(int size,
                                                       int64_t ring_bytes);
 

@@ -22,9 +22,9 @@ namespace {
 
 using OperationKind = SharedOperation::Kind;
 
-// Chunks of parts begin where vector units like it.
+// Alignment of chunks of parts, for vector units.
 constexpr int64_t kAlignment = 64;
-// Below, each rank adds up everything by itself, in one phase.
+// Largest tensor for which each rank adds up everything itself, in one phase.
 constexpr int64_t kOneShotBytes = 32 << 10;
 
 uint8_t* bytes_of(const at::Tensor& tensor) {
@@ -35,14 +35,14 @@ void copy_bytes(void* to, const void* from, int64_t num_bytes) {
   if (num_bytes > 0) std::memcpy(to, from, static_cast<size_t>(num_bytes));
 }
 
-// Nobody looks on: neither autograd nor modes of Python.
+// Turns off autograd and modes of Python.
 struct PlainDispatch {
   c10::impl::ExcludeDispatchKeyGuard no_autograd{
       c10::autograd_dispatch_keyset_with_ADInplaceOrView};
   c10::impl::ExcludeDispatchKeyGuard no_python{c10::python_ks};
 };
 
-// Of the parts of the ranks, in their order.
+// Combines the parts of the ranks, in their order.
 class Combiner {
  public:
   Combiner(at::ScalarType dtype, comm::ReduceOp op)
@@ -112,7 +112,7 @@ CollectiveStamp stamp_for(OperationKind kind, uint64_t stamp,
   return result;
 }
 
-// Where a chunk lies in a run of bytes.
+// The place of a chunk in a run of bytes.
 struct Span {
   int64_t begin;
   int64_t size;
@@ -135,7 +135,7 @@ class AllReduce final : public SharedOperation {
         data_(bytes_of(tensor_)),
         combiner_(tensor_.scalar_type(), op) {}
 
-  // With two ranks this is as much to read and write as with slices.
+  // With two ranks, slices would save neither reads nor writes.
   bool combines() const override {
     return this->call.group->size > 2 && num_bytes() > kOneShotBytes;
   }
@@ -146,7 +146,7 @@ class AllReduce final : public SharedOperation {
                span.size);
   }
 
-  // This rank's slice, for all.
+  // Combines this rank's slice for all ranks.
   void combine(const CollectiveMemory& memory, int64_t chunk) override {
     const auto [begin, end] = slice(memory, memory.group_rank(), chunk);
     combiner_.run(memory.result(memory.group_rank()) + begin,
@@ -274,8 +274,8 @@ class AllGather final : public SharedOperation {
   const int64_t part_bytes_;
 };
 
-// Operations in which each rank has a part for each other one: a slot holds
-// those for the others, one after the other.
+// An operation in which each rank has a part for each other rank. A slot holds
+// these parts, one after the other.
 class Personal : public SharedOperation {
  public:
   void write(const CollectiveMemory& memory, int64_t chunk) override {
@@ -307,12 +307,12 @@ class Personal : public SharedOperation {
     return {chunk, chunk_bytes_, part_bytes_};
   }
 
-  // What this rank has for another one.
+  // Returns the part of this rank for another one.
   const uint8_t* part(int rank, const Span& span) const {
     return bytes_of(input_) + rank * part_bytes_ + span.begin;
   }
 
-  // What another rank has for this one.
+  // Returns the part of another rank for this one.
   const uint8_t* received(const CollectiveMemory& memory, int rank) const {
     return memory.input(rank) + place(rank, memory.group_rank());
   }
@@ -373,8 +373,9 @@ class AllToAll final : public Personal {
   }
 };
 
-// Chunks begin with the counts of the rank, which the others compare in the
-// first one, and see from them how many chunks there are.
+// Exchanges parts of different sizes. Chunks begin with the counts of the rank.
+// The others compare the counts in the first chunk, and compute from them how
+// many chunks there are.
 class AllToAllV final : public SharedOperation {
  public:
   AllToAllV(comm::CallName call, uint64_t stamp, at::Tensor output,
@@ -454,7 +455,7 @@ class AllToAllV final : public SharedOperation {
  private:
   static constexpr auto kCountBytes = static_cast<int64_t>(sizeof(int64_t));
 
-  // Sizes differ between ranks.
+  // The stamp has no size, because sizes differ between ranks.
   static CollectiveStamp stamp_of(uint64_t stamp, const at::Tensor& tensor) {
     CollectiveStamp result =
         stamp_for(OperationKind::kAllToAllV, stamp, tensor);
@@ -475,7 +476,7 @@ class AllToAllV final : public SharedOperation {
     return table_bytes_ + (to < from ? to : to - 1) * chunk_bytes_;
   }
 
-  // What this rank has for itself.
+  // Copies the part of this rank for itself.
   void copy_own(int own) {
     const auto begin = [&](const comm::Counts& counts) {
       return std::accumulate(counts.begin(), counts.begin() + own, int64_t{0}) *

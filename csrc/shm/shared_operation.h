@@ -12,8 +12,8 @@
 
 namespace smp::shm {
 
-/// One collective of one rank over `CollectiveMemory`, chunk by chunk: `write`,
-/// a phase, perhaps `combine` and another phase, `read`.
+/// A collective of one rank over `CollectiveMemory`, chunk by chunk: `write`, a
+/// phase, perhaps `combine` and another phase, `read`.
 class SharedOperation {
  public:
   enum class Kind : int32_t {
@@ -28,10 +28,11 @@ class SharedOperation {
 
   virtual ~SharedOperation() = default;
 
-  /// Known once the first chunk was read.
+  /// Returns the number of chunks; final once the first chunk was read.
   int64_t num_chunks() const { return num_chunks_; }
-  /// In what ranks with equal stamps disagree, in words that are the same on
-  /// all; empty: in nothing. In the first chunk, before it is read.
+  /// Returns how ranks with equal stamps disagree, in words that are the same
+  /// on all ranks; empty: they agree. Call it in the first chunk, before
+  /// `read`.
   virtual std::string disagreement(const CollectiveMemory&) const { return {}; }
   virtual void write(const CollectiveMemory&, int64_t /*chunk*/) {}
   virtual bool combines() const { return false; }
@@ -45,7 +46,7 @@ class SharedOperation {
   SharedOperation(comm::CallName call, const CollectiveStamp& stamp,
                   int64_t num_bytes, int64_t bytes_per_chunk);
 
-  /// For one whose size is that of the largest part of any rank.
+  /// Sets the size for an operation whose size is the largest part of any rank.
   void set_num_bytes(int64_t num_bytes, int64_t bytes_per_chunk);
 
  private:
@@ -54,7 +55,7 @@ class SharedOperation {
 
 using SharedOperationPtr = std::shared_ptr<SharedOperation>;
 
-/// `stamp` is of the user; tensors have been checked.
+/// Makes an operation. `stamp` is the user's; tensors have been checked.
 SharedOperationPtr make_all_reduce(comm::CallName call, uint64_t stamp,
                                    at::Tensor tensor, comm::ReduceOp op);
 SharedOperationPtr make_broadcast(comm::CallName call, uint64_t stamp,
@@ -72,7 +73,7 @@ SharedOperationPtr make_all_to_all_v(comm::CallName call, uint64_t stamp,
                                      comm::Counts input_counts);
 SharedOperationPtr make_shared_barrier(comm::CallName call, uint64_t stamp);
 
-/// For instance "all_gather of 24 bytes of Float".
+/// Returns words such as "all_gather of 24 bytes of Float".
 std::string describe_stamp(const CollectiveStamp& stamp);
 
 }  // namespace smp::shm

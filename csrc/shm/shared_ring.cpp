@@ -63,7 +63,7 @@ size_t RingReader::read(uint8_t* to, size_t size) {
   position_ += taken;
   RingControl& control = *memory_.control;
   control.read.store(position_);
-  // A writer that went on at the first free byte would be woken for each.
+  // Rings only when half is free: else the writer would be woken for each byte.
   if (control.writer_waits.load() != 0 &&
       (present - taken) * 2 <= memory_.capacity &&
       control.writer_waits.exchange(0) != 0) {

@@ -17,29 +17,30 @@ struct RingControl {
   alignas(64) std::atomic<uint32_t> writer_waits{0};
 };
 
-/// Where a ring is mapped in this process.
+/// The addresses of a ring in this process.
 struct RingMemory {
   RingControl* control = nullptr;
   uint8_t* data = nullptr;
   uint64_t capacity = 0;
 };
 
-/// The writer's end. One thread at a time.
+/// The writer's end of a ring. One thread at a time may use it.
 class RingWriter {
  public:
   RingWriter() = default;
-  /// @param reader  rung when there is something to read
+  /// @param reader  doorbell to ring when there are bytes to read
   RingWriter(RingMemory memory, Doorbell* reader);
 
-  /// Copies what fits, in front of `publish`.
+  /// Copies as many bytes as fit; the reader sees them after `publish`.
   /// @return number of bytes
   size_t write(const uint8_t* from, size_t size);
 
-  /// Lets the reader see what was written.
+  /// Makes the written bytes visible to the reader.
   void publish();
 
-  /// For a writer about to sleep, after `prepare` of its doorbell: false when
-  /// there is room; else that doorbell will ring when half of the ring is free.
+  /// Returns whether a writer about to sleep must wait; call it after `prepare`
+  /// of its doorbell. False when there is room; otherwise that doorbell rings
+  /// when half of the ring is free.
   bool must_wait();
 
  private:
@@ -51,18 +52,18 @@ class RingWriter {
   uint64_t seen_read_ = 0;  // the reader's position, perhaps an older one
 };
 
-/// The reader's end. One thread.
+/// The reader's end of a ring. One thread may use it.
 class RingReader {
  public:
   RingReader() = default;
-  /// @param writer  rung when a writer that waits may go on
+  /// @param writer  doorbell to ring when a waiting writer may go on
   RingReader(RingMemory memory, Doorbell* writer);
 
   bool has_more() const { return memory_.control->written.load() != position_; }
 
-  /// Copies up to `size` of what is available and frees its place.
+  /// Copies up to `size` of the available bytes and frees their place.
   /// @return number of bytes
-  /// @throws Error when the writer's position makes no sense
+  /// @throws Error when the writer's position is invalid
   size_t read(uint8_t* to, size_t size);
 
  private:

@@ -18,7 +18,7 @@ namespace {
 constexpr uint64_t kMagic = 0x31474e4952504d53;  // "SMPRING1"
 constexpr int64_t kPage = 4096;
 
-// At the begin of each segment; the controls of the rings follow.
+// The start of each segment; the controls of the rings follow.
 struct Head {
   uint64_t magic;
   SegmentStamp stamp;
@@ -38,7 +38,7 @@ int64_t size_of(const SegmentStamp& stamp) {
 
 Head& head_of(void* memory) { return *static_cast<Head*>(memory); }
 
-// New memory of the system is zero, which is what bells and rings begin with.
+// Stamps new memory. The system zeroes it, as bells and rings need at first.
 void stamp_memory(void* memory, const SegmentStamp& stamp) {
   head_of(memory).stamp = stamp;
   head_of(memory).magic = kMagic;
@@ -78,7 +78,7 @@ int SharedSegment::make_file(const SegmentStamp& stamp, health::OwnedFd& fd,
     return errno;
   }
   if (const int error = map(made.get(), stamp, segment)) return error;
-  // Children forked by the user (data loaders) do not need it.
+  // Children forked by the user (data loaders) do not need the mapping.
   ::madvise(segment.mapping_.get(), static_cast<size_t>(size_of(stamp)),
             MADV_DONTFORK);
   stamp_memory(segment.mapping_.get(), stamp);
@@ -90,8 +90,8 @@ int SharedSegment::open(int pid, int fd, const SegmentStamp& stamp,
                         SharedSegment& segment) {
   const std::string path =
       "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
-  // Another process namespace may have something else under this number:
-  // nothing is opened that could block.
+  // In another process namespace the number may belong to another file: the
+  // flags keep the open from blocking.
   const health::OwnedFd opened(
       ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK));
   if (!opened) return errno;

@@ -10,7 +10,7 @@
 
 namespace smp::shm {
 
-/// What the rank that makes a segment writes, and others must find in it.
+/// The identity of a segment, which its maker writes and other ranks check.
 struct SegmentStamp {
   std::array<uint64_t, 2> token{};
   int64_t ring_bytes = 0;
@@ -19,28 +19,28 @@ struct SegmentStamp {
   bool operator==(const SegmentStamp&) const = default;
 };
 
-/// Memory of one rank that others write to: two doorbells and a ring from each
-/// of them. A view; `mapping` keeps it.
+/// Memory of one rank that others write to: two doorbells, and a ring from each
+/// of the others. A view; `mapping` keeps it.
 class SharedSegment {
  public:
   SharedSegment() = default;
 
-  /// Memory of this process and of children forked later.
+  /// Makes memory of this process and of children forked later.
   /// @throws Error when the system refuses
   static SharedSegment make_anonymous(const SegmentStamp& stamp);
 
-  /// A file without a name, which others open by the descriptor.
+  /// Makes a file without a name, which others open by the descriptor.
   /// @return errno, or 0
   static int make_file(const SegmentStamp& stamp, health::OwnedFd& fd,
                        SharedSegment& segment);
 
   /// Opens a descriptor of another process (or of this one).
-  /// @return errno, or 0; ESTALE when it is not what `stamp` says
+  /// @return errno, or 0; ESTALE when the segment does not match `stamp`
   static int open(int pid, int fd, const SegmentStamp& stamp,
                   SharedSegment& segment);
 
   const std::shared_ptr<void>& mapping() const { return mapping_; }
-  /// Of the receiving thread, and of the sending thread behind it.
+  /// Returns the bell of the receiving thread, followed by that of the sender.
   Doorbell* bells() const;
   RingMemory ring(int64_t index) const;
 
