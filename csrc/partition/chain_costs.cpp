@@ -135,9 +135,9 @@ std::vector<ChainCosts::Span> ChainCosts::find_spans() {
   return spans;
 }
 
-// Moves costs between modules and items. Work that a module leaves to the ranks
-// that have the data costs the same whether it is split or not. Of the rest
-// only modules of several items remain.
+// Adds own costs of modules to the items. Work that a module leaves to the
+// ranks that have the data costs the same whether it is split or not. Only
+// modules of several items remain in `spans`.
 void ChainCosts::add_own_costs(const std::vector<ValueSpan>& values,
                                std::vector<Span>* spans) {
   std::vector<Cost> left(decisions_.num_nodes());
@@ -174,7 +174,7 @@ void ChainCosts::add_own_costs(const std::vector<ValueSpan>& values,
 }
 
 void ChainCosts::fill_costs(const std::vector<Span>& spans) {
-  // These spans begin at i, then lie within [i, j).
+  // Spans by their first item, then sums of all spans within [i, j).
   std::vector<std::vector<const Span*>> beginning(num_items_ + 1);
   for (const Span& span : spans) beginning[span.begin].push_back(&span);
   std::vector<Cost> inside(num_items_ + 1);

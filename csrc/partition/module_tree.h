@@ -36,8 +36,9 @@ class ModuleTree {
     int64_t num_bytes = 0;
     std::vector<int> consumer_idxs;
     bool needs_grad = false;
-    /// Not empty for what a split module leaves to the rank that has the data:
-    /// ids of the values it is made of. It is made where the last one is.
+    /// Ids of the values that it is made of, if a split module leaves its
+    /// making to the rank that has the data; else empty. It is made where the
+    /// last of these values is.
     std::vector<int> source_values;
     double compute = 0;            ///< of making it, part of its producer's
     int64_t activation_bytes = 0;  ///< kept for that, part of its producer's

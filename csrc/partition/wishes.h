@@ -8,8 +8,8 @@ namespace smp::partition {
 
 /// Checks that each unit can be where its nodes are requested.
 /// @throws ValueError with the names, if nodes that must stay together are
-///     requested on different partitions, if one that has to be on partition 0
-///     is requested elsewhere, or if there is no such partition
+///     requested on different partitions, if a node that has to be on partition
+///     0 is requested elsewhere, or if there is no such partition
 void check_wishes(const ModuleTree& tree, int num_partitions);
 
 /// Returns the first node of a unit that has a wish; there is one.
