@@ -81,7 +81,8 @@ void BackwardUses::join(int task, const BackwardUsePtr& use) {
   });
 }
 
-// Of the calls that this one precedes, and what was kept for them.
+// Returns the units of calls that this one precedes, and of those kept for
+// them.
 std::vector<int> BackwardUses::take_finished(Uses& active,
                                              const BackwardUse& use) {
   std::vector<int> done;
