@@ -39,9 +39,8 @@ class BackwardUses : public std::enable_shared_from_this<BackwardUses> {
   void begin(const BackwardUsePtr& use);
 
   /// Keeps the units of a forward that ran in a backward (to recompute
-  /// activations) and has ended: the backward will reach it soon. If the
-  /// backward has already reached an earlier call, the units are kept for that
-  /// call.
+  /// activations) and has ended: the backward will reach it soon. Does nothing
+  /// if calls that the backward has reached already hold the units.
   void keep(const BackwardUsePtr& use);
 
   const ParameterStorePtr& store() const { return store_; }

@@ -35,8 +35,8 @@ class FlatGathers {
   /// Waits for some of the gathers, where they are in flight.
   void wait(const std::vector<int>& flat_idxs);
   void wait_all();
-  /// Does `wait_all` at the end of a run, when other ranks may have left: only
-  /// gathers that they have begun before can be expected.
+  /// Waits for all gathers at the end of a run, when other ranks may have left:
+  /// only gathers that they have begun before can be expected.
   void finish(std::chrono::milliseconds timeout);
 
   int64_t num_gathers() const { return num_gathers_; }

@@ -122,7 +122,8 @@ void ParameterStore::hold(const std::vector<int>& units,
   for (const int unit_idx : units) finish(lock, unit_idx);
 }
 
-// @return false when the order did not predict these units
+// Counts the holders of units. @return false when the order did not predict
+// these units
 bool ParameterStore::count_holders(const std::vector<int>& units) {
   bool is_expected = true;
   for (const int unit_idx : units) {
