@@ -13,7 +13,7 @@ ROOMS = sorted(p.name for p in (PACKAGES / "smp").iterdir() if p.is_dir() and p.
 UNWRITTEN = frozenset(
     """
     health comm lanes mailbox memory shm kernels
-    nn
+    
     """.split()
 )
 FOLDERS = {room: PACKAGES / "smp" / room for room in ROOMS} | {"smp_cli": PACKAGES / "smp_cli"}
