@@ -50,8 +50,8 @@ struct LambOptions {
 };
 
 struct NovoGradOptions {
-  /// Options of Adam; not decoupled, normalised gradients and weight decay
-  /// enter the moment.
+  /// Options of Adam. If not `is_decoupled`, normalised gradients and weight
+  /// decay enter the moment.
   AdamOptions adam;
   bool is_max_norm = false;  // else the root of the sum of squares
   bool starts_at_zero = false;

@@ -10,12 +10,7 @@ from tests.lint.layers import REPO
 PACKAGES = REPO / "python"
 ROOMS = sorted(p.name for p in (PACKAGES / "smp").iterdir() if p.is_dir() and p.name[0] != "_")
 #: rooms of csrc that are not rewritten yet; a room that is leaves the list
-UNWRITTEN = frozenset(
-    """
-    health comm lanes mailbox memory shm 
-    
-    """.split()
-)
+UNWRITTEN = frozenset("health comm lanes mailbox memory shm".split())
 FOLDERS = {room: PACKAGES / "smp" / room for room in ROOMS} | {"smp_cli": PACKAGES / "smp_cli"}
 
 

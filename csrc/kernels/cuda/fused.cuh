@@ -74,8 +74,8 @@ __device__ inline void store_values(T* p,
   store_pack<kNum>(p, pack);
 }
 
-// Loads likewise from an address that the choice of kNum has not checked: that
-// of data shared by all rows. All threads take the same branch.
+// Returns whether data that all rows share can be accessed as packs; the choice
+// of kNum has not checked their address. All threads get the same answer.
 template <int kNum, typename C>
 __device__ inline bool is_pack(const C* p) {
   return reinterpret_cast<uintptr_t>(p) % alignof(Pack<C, kNum>) == 0;

@@ -145,7 +145,7 @@ constexpr int kMaxThreads = 1024;
 // Threads that a large GPU runs at a time when each has 64 registers.
 constexpr int64_t kRunningThreads = 132 * 1024;
 
-// Returns the sums over a block, for all threads. `shared` differs from that of
+// Returns the sums over a block, for all threads. `shared` must not be that of
 // the call before, which may still be read.
 template <typename C>
 __device__ inline void sum_over_block(C& a, C& b, C (&shared)[2][kWarp]) {

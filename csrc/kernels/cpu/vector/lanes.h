@@ -327,9 +327,9 @@ SMP_INLINE void sweep(int64_t n, Body&& body) {
   if (j < n) body(j, First{static_cast<int>(n - j)});
 }
 
-/// Sums likewise; body(j, count, sums) adds to `sums`, kNumSums vectors. Four
-/// sets of them are summed independently, because an addition has to wait for
-/// the addition before it.
+/// Sums over n elements: body(j, count, sums) adds to `sums`, kNumSums vectors.
+/// Four sets of them are summed independently, because an addition has to wait
+/// for the addition before it.
 template <typename C, int kNumSums, typename Body>
 SMP_INLINE void sweep_sums(int64_t n, C* totals, Body&& body) {
   constexpr int kSets = 4;
