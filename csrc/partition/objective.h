@@ -34,8 +34,7 @@ struct Evaluation {
   std::vector<double> bounds;
   std::vector<double> param_bytes;  ///< per stage
   std::vector<double> compute;      ///< per stage
-  std::vector<double>
-      forward;  ///< per stage, the part of `compute` in forwards
+  std::vector<double> forward;      ///< per stage, part of `compute`
   /// Per stage, for one microbatch, with copies of received values.
   std::vector<double> activation_bytes;
   /// The same for all microbatches that are kept at once.
