@@ -34,7 +34,7 @@ struct ChainCosts::ValueSpan {
   std::vector<int> readers;  // items, in the end ascending
   bool driver_reads = false;
   int owner = -1;  // module above units whose code leaves it to others
-  Cost cost;       // of that code
+  Cost cost;       // of making it
 
   void add_reader(int item) {
     if (item >= 0) {
