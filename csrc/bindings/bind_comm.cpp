@@ -30,7 +30,8 @@ using comm::Work;
 
 namespace {
 
-// Ends a backend from any thread; dropped from any thread, too.
+// Returns a function that ends a backend; it may be called and dropped in any
+// thread.
 std::function<void()> end_of(std::optional<py::function> end) {
   if (!end) return nullptr;
   const std::shared_ptr<py::function> kept(new py::function(*std::move(end)),

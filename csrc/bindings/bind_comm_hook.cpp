@@ -15,8 +15,9 @@ using comm::CommunicatorPtr;
 using gradients::HookedGroup;
 using gradients::PromisedWork;
 
-// A Python function that C++ threads may call and drop without the GIL. What it
-// raises becomes an error of ours, which autograd threads can pass on.
+// Wraps a Python function so that C++ threads may call and drop it without the
+// GIL. Its exceptions become errors of ours, which autograd threads can pass
+// on.
 template <typename Result, typename... Args>
 std::function<Result(Args...)> without_gil(py::function function,
                                            const char* what) {

@@ -183,7 +183,8 @@ void bind_fault_board(py::module_& m) {
       .def_property_readonly("is_asked", &StopAgreement::is_asked);
 }
 
-// The bytes of the handshake among those that came, and what to send.
+// Returns the bytes of the handshake among those received, and the bytes to
+// send.
 py::typing::Tuple<py::int_, py::bytes> advance(Handshake& handshake,
                                                Bytes received) {
   std::string out;

@@ -37,7 +37,7 @@ namespace {
 
 using release_gil = py::call_guard<py::gil_scoped_release>;
 
-// Calls Python from any thread; dropped from any thread, too.
+// Wraps a Python function that any thread may call and drop.
 std::function<comm::CommunicatorPtr(const lanes::Way&)> maker_of_ways(
     py::function make_way) {
   const std::shared_ptr<py::function> kept(
@@ -80,7 +80,7 @@ std::shared_ptr<Mailbox> make_mailbox(
                                      std::move(sockets)));
 }
 
-// The lane of each pair, by source and destination.
+// Returns the lane of each pair, by source and destination.
 std::vector<std::tuple<int, int, std::string, std::string>> mailbox_lanes(
     const Mailbox& mailbox) {
   const lanes::LaneChoices choices = mailbox.lanes();

@@ -19,7 +19,8 @@ namespace py = pybind11;
 namespace smp::bindings {
 namespace {
 
-// `with task_scope(step, mb):` for microbatches that run without a server.
+// The class of `with task_scope(step, mb):` for microbatches that run without a
+// server.
 class PyTaskScope {
  public:
   explicit PyTaskScope(Task task) : task_(task) {}
@@ -33,7 +34,7 @@ class PyTaskScope {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Autograd keeps the function and lets go of it without the GIL.
+// Autograd keeps the function and drops it without the GIL.
 memory::RecomputedFunction checkpointed(py::function function) {
   const std::shared_ptr<py::function> kept(
       new py::function(std::move(function)), [](py::function* held) {

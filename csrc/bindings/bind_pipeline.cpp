@@ -21,7 +21,7 @@ using mailbox::MessageTensor;
 using pipeline::Call;
 using pipeline::Server;
 
-// A Python object that C++ threads may keep and drop without the GIL.
+// Keeps a Python object that C++ threads may drop without the GIL.
 std::shared_ptr<py::object> keep(py::object object) {
   return {new py::object(std::move(object)), [](py::object* kept) {
             py::gil_scoped_acquire gil;
@@ -29,7 +29,7 @@ std::shared_ptr<py::object> keep(py::object object) {
           }};
 }
 
-// One Python thread state for the life of a context thread, so that
+// Keeps one Python thread state for the life of a context thread, so that
 // threading.local values and autocast survive from job to job.
 void enter_python_thread(const std::function<void()>& body) {
   const PyGILState_STATE state = PyGILState_Ensure();
@@ -159,7 +159,8 @@ at::Tensor fetch(Server& server, const at::Tensor& handle) {
   return server.tensors().fetch(ref);
 }
 
-// Arithmetic of two handles, or of one and a number, at their home.
+// Computes arithmetic of two handles, or of a handle and a number, at their
+// home.
 at::Tensor compute(Server& server, const std::string& name,
                    const std::vector<at::Tensor>& handles, bool with_scalar,
                    double scalar) {
@@ -233,7 +234,7 @@ void bind_pipeline(py::module_& m) {
                                                     const std::string& what) {
                    py::gil_scoped_acquire gil;
                    // autograd leaves a Python exception set in this thread,
-                   // besides the C++ one that carries it.
+                   // besides the C++ exception that carries it.
                    PyErr_Clear();
                    try {
                      (*kept)(where, what);

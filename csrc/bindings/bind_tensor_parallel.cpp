@@ -70,7 +70,7 @@ py::tuple traffic(const Group& group) {
 
 void bind_routes(py::module_& m) {
   using tensor_parallel::Routes;
-  // Nobody writes to it; pybind11 holds no pointers to const.
+  // The object is never written to; pybind11 holds no pointers to const.
   py::class_<Routes, std::shared_ptr<Routes>>(
       m, "TokenRoutes",
       "Which tokens go to which ranks; see tensor_parallel/token_exchange.h.")

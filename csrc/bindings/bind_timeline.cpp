@@ -39,7 +39,7 @@ const char* word(TimelineEvent::Kind kind) {
   return "";
 }
 
-// The fields of smp.observe.timeline.events.Event, in its order.
+// Returns the fields of smp.observe.timeline.events.Event, in its order.
 py::tuple to_tuple(const TimelineEvent& event) {
   return py::make_tuple(
       word(event.kind), event.step, static_cast<int64_t>(event.key.phase),

@@ -7,7 +7,7 @@
 
 namespace smp::bindings {
 
-/// View of the content of a `bytes` argument; valid during the call. A plain
+/// A view of the content of a `bytes` argument; valid during the call. A plain
 /// std::string would take `str` as well, and stubs would name that.
 struct Bytes {
   std::string_view view;

@@ -7,8 +7,8 @@
 
 namespace smp::bindings {
 
-/// A new object whose end joins threads, which may need the GIL to end. The
-/// last reference may be dropped by Python or by another object of ours.
+/// Returns a new object whose end joins threads, which may need the GIL to end.
+/// Python or another object of ours may drop the last reference.
 template <typename T>
 std::shared_ptr<T> end_without_gil(T* object) {
   return {object, [](T* ended) {

@@ -11,7 +11,7 @@ namespace {
 
 PyObject* peer_failure_type = nullptr;  // owned by the module, lives as long
 
-// The one place where C++ exceptions become Python ones.
+// Translates C++ exceptions into Python ones; no other code does.
 void translate(std::exception_ptr error) {
   try {
     if (error) std::rethrow_exception(error);

@@ -12,7 +12,7 @@ namespace smp::bindings {
 
 using FaultsPtr = std::shared_ptr<health::FaultBoard>;
 
-/// Python's seconds in the unit of all waits.
+/// Converts Python's seconds to the unit of all waits.
 inline std::chrono::milliseconds to_ms(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
 }

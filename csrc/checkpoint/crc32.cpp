@@ -78,7 +78,8 @@ SMP_PCLMUL __m128i fold(__m128i value, __m128i keys, __m128i next) {
   return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-// 128 bits to the 32 of the register: two folds and a Barrett reduction.
+// Reduces 128 bits to the 32 of the register: two folds and a Barrett
+// reduction.
 SMP_PCLMUL uint32_t reduce(__m128i value, __m128i keys) {
   const __m128i low_words = _mm_setr_epi32(~0, 0, ~0, 0);
   __m128i rest = _mm_clmulepi64_si128(value, keys, 0x10);
@@ -164,7 +165,7 @@ uint32_t continue_crc(uint32_t crc, const std::byte* at, size_t count) {
 
 #endif
 
-// a * b modulo the polynomial; the highest bit is the factor of x^0.
+// Returns a * b modulo the polynomial; the highest bit is the factor of x^0.
 constexpr uint32_t multiply(uint32_t a, uint32_t b) {
   uint32_t product = 0;
   for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {

@@ -24,7 +24,7 @@ FileReader::FileReader(std::string path, FileRecord record)
                   path_, ": ", record_.crc32s.size(),
                   " checksums of chunks of ", record_.chunk_bytes,
                   " bytes do not make ", record_.num_bytes, " bytes");
-  // Nobody may ever write into a FIFO.
+  // Opening a FIFO without a writer must not block.
   fd_ = ::open(path_.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
   SMP_CHECK(fd_ >= 0, "cannot open ", path_, ": ",
             std::generic_category().message(errno));

@@ -12,9 +12,9 @@
 namespace smp::checkpoint {
 
 /// Reads ranges of a file and checks every chunk that they lie in. Whole chunks
-/// are read in place; of others the last one is kept (`chunk_bytes` of memory),
-/// so that ascending small reads read each chunk once. Any thread may call; one
-/// reads at a time.
+/// are read in place; of other chunks the last one is kept (`chunk_bytes` of
+/// memory), so that ascending small reads read each chunk once. Any thread may
+/// call; one reads at a time.
 class FileReader {
  public:
   /// @throws Error naming the file, if it cannot be opened or its size differs

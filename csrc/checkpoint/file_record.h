@@ -5,7 +5,7 @@
 
 namespace smp::checkpoint {
 
-/// What the manifest says about a file: its size, and the CRC-32 of each
+/// A file as the manifest describes it: its size, and the CRC-32 of each
 /// `chunk_bytes` bytes (the last chunk may be shorter).
 struct FileRecord {
   int64_t num_bytes = 0;

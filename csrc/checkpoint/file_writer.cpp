@@ -16,10 +16,10 @@ namespace smp::checkpoint {
 
 namespace {
 
-// Copied and then summed while it is in the cache of the core.
+// A piece is copied and then summed while it is in the cache of the core.
 constexpr size_t kPieceBytes = 128 << 10;
-// Less than this fraction of a buffer is copied: a write of its own would cost
-// more.
+// Pieces below this fraction of a buffer are copied: a write of their own would
+// cost more.
 constexpr int64_t kBorrowFraction = 32;
 
 }  // namespace
@@ -166,7 +166,7 @@ void FileWriter::stop() {
   }
   changed_.notify_all();
   thread_.join();
-  full_.clear();  // lets go of what a failed write has left
+  full_.clear();  // drops what a failed write has left
 }
 
 void FileWriter::check_error() { SMP_CHECK(error_.empty(), error_); }
@@ -208,8 +208,8 @@ void FileWriter::write_all(std::span<const std::byte> bytes) {
           "cannot write ", path_, " beyond ", bytes_written_.load(), " bytes: ",
           std::generic_category().message(count < 0 ? errno : EIO)));
     }
-    // Otherwise the disk would be idle until fsync, as long as less is dirty
-    // than the kernel lets be.
+    // Otherwise the disk would be idle until fsync, as long as the kernel
+    // tolerates the dirty pages.
     ::sync_file_range(fd_, bytes_written_, count, SYNC_FILE_RANGE_WRITE);
     bytes_written_ += count;
     bytes = bytes.subspan(static_cast<size_t>(count));

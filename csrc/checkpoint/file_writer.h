@@ -34,46 +34,46 @@ class FileWriter {
   /// @throws Error naming the file
   FileWriter(std::string path, FileWriterOptions options);
 
-  /// As `abandon`.
+  /// Stops as `abandon` does.
   ~FileWriter();
 
   FileWriter(const FileWriter&) = delete;
   FileWriter& operator=(const FileWriter&) = delete;
 
-  /// Copies `bytes` behind what came before; waits when all buffers are full.
-  /// @throws Error what the writing thread met (a full disk, say), with the
-  ///         name of the file
+  /// Copies `bytes` behind earlier ones; waits when all buffers are full.
+  /// @throws Error with the error of the writing thread (a full disk, say) and
+  ///     the name of the file
   void append(std::span<const std::byte> bytes);
 
-  /// The same without a copy, where `bytes` are many: they are written from
-  /// where they are, and must not change before `finish` returns. `owner` is
-  /// held until then, and of what it owns no more than the size of the buffers
-  /// is still to be written when the call returns.
+  /// Appends without a copy, where `bytes` are many: they are written from
+  /// their place, and must not change before `finish` returns. `owner` is held
+  /// until then. When the call returns, no more of the owner's bytes than the
+  /// size of the buffers is still to be written.
   void append_borrowed(std::span<const std::byte> bytes,
                        std::shared_ptr<const void> owner);
 
-  /// Room in the current buffer, at least one byte: for code that makes bytes
-  /// in place. Throws as `append`.
+  /// Returns room in the current buffer, at least one byte: for code that makes
+  /// bytes in place. Throws as `append`.
   std::span<std::byte> room();
 
-  /// The first `count` bytes of `room()` have been filled.
+  /// Appends the first `count` bytes of `room()`, which have been filled.
   void advance(size_t count);
 
-  /// The CRC-32 of what came since the last call.
+  /// Returns the CRC-32 of the bytes since the last call.
   uint32_t take_crc32() { return checksums_.take_record(); }
 
   /// Waits until everything is on the disk (fsync) and closes the file.
   /// @throws Error as `append`, and when called twice
   FileRecord finish();
 
-  /// Stops early and closes the file, which stays as it is. For a write that
+  /// Stops early and closes the file, which stays unfinished. For a write that
   /// failed; does nothing after `finish`.
   void abandon() noexcept;
 
-  /// Bytes appended so far.
+  /// Returns the bytes appended so far.
   int64_t position() const { return position_; }
 
-  /// Bytes handed to the operating system so far: progress.
+  /// Returns the bytes handed to the operating system so far: progress.
   int64_t bytes_written() const { return bytes_written_; }
 
  private:
@@ -82,7 +82,7 @@ class FileWriter {
     size_t size = 0;
   };
 
-  /// What the thread is to write: a buffer, or what somebody else owns.
+  /// Work for the thread: a buffer, or memory of another owner.
   struct Item {
     int buffer_idx = -1;
     std::span<const std::byte> bytes;
@@ -113,7 +113,7 @@ class FileWriter {
   std::deque<Item> full_;
   int64_t borrowed_bytes_ = 0;  // of `full_`
   bool ending_ = false;         // no more buffers come
-  bool abandoned_ = false;      // what is full need not be written
+  bool abandoned_ = false;      // full buffers need not be written
   std::string error_;
 
   std::thread thread_;  // joined by stop()

@@ -24,9 +24,9 @@ int64_t product(const std::vector<int64_t>& sizes, size_t first, size_t last) {
   return result;
 }
 
-/// Elements `[begin, end)` of the flattened slice, which is `length` elements
-/// of every `stride` from `first` on, as ascending runs of the flattened
-/// tensor.
+/// Returns elements `[begin, end)` of the flattened slice as ascending runs of
+/// the flattened tensor. The slice is `length` elements of every `stride` from
+/// `first` on.
 std::vector<Run> strided_runs(int64_t first, int64_t length, int64_t stride,
                               int64_t begin, int64_t end) {
   std::vector<Run> runs;
@@ -41,7 +41,7 @@ std::vector<Run> strided_runs(int64_t first, int64_t length, int64_t stride,
   return runs;
 }
 
-/// A part as ascending runs of the flattened tensor.
+/// Returns a part as ascending runs of the flattened tensor.
 std::vector<Run> runs_of(const std::vector<int64_t>& shape, const Part& part) {
   const std::vector<int64_t>& view = part.view.empty() ? shape : part.view;
   SMP_CHECK_VALUE(
@@ -68,7 +68,7 @@ std::vector<Run> runs_of(const std::vector<int64_t>& shape, const Part& part) {
                       slice.extent * inner, part.begin, end);
 }
 
-/// Moves what `source` covers out of `missing` into `reads`.
+/// Moves the elements that `source` covers out of `missing` into `reads`.
 void take(const std::vector<Run>& source, int source_idx,
           std::vector<Run>& missing, std::vector<SliceRead>& reads) {
   std::vector<Run> still_missing;

@@ -24,29 +24,30 @@ struct SliceRead {
   bool operator==(const SliceRead&) const = default;
 };
 
-/// Elements of a tensor that one rank holds: of the tensor, seen with sizes
-/// `view` (the tensor's own when empty), the slice `interval`; of that slice,
-/// flattened row-major, the elements `[begin, begin + numel)`.
+/// Elements of a tensor that one rank holds. The tensor is seen with sizes
+/// `view` (its own when empty) and cut to the slice `interval`; of that slice,
+/// flattened row-major, the part is the elements `[begin, begin + numel)`.
 struct Part {
   topology::ShardInterval interval;
   int64_t begin = 0;
   int64_t numel = 0;
   std::vector<int64_t> view = {};
 
-  /// "dim 0 [4, 8) of 16, elements [0, 64)".
+  /// Returns a text like "dim 0 [4, 8) of 16, elements [0, 64)".
   std::string describe() const;
 };
 
-/// The reads that make up the part `wanted` of a tensor of sizes `shape` from
-/// parts that are stored, whatever the cuts of either side. Pure. Elements
-/// stored more than once are read from the first source that has them; every
-/// wanted element is written exactly once. Time grows with the rows that parts
-/// really hold, not with those of the tensor.
+/// Returns the reads that make up the part `wanted` of a tensor of sizes
+/// `shape` from parts that are stored, whatever the cuts of either side. Pure.
+/// Elements stored more than once are read from the first source that has them;
+/// every wanted element is written exactly once. Time grows with the rows that
+/// parts really hold, not with those of the tensor.
 ///
 /// @param shape   sizes of the whole tensor, row-major
-/// @param stored  what each source holds; empty parts are allowed
+/// @param stored  part of each source; empty parts are allowed
 /// @param wanted  the part to assemble
 /// @throws ValueError when a part does not fit `shape`, or when an element is
+///     stored nowhere; the text names the missing elements
 ///         stored nowhere; the text names the missing elements
 std::vector<SliceRead> plan_part_reads(const std::vector<int64_t>& shape,
                                        const std::vector<Part>& stored,

@@ -8,17 +8,18 @@
 namespace smp::checkpoint {
 
 /// Checksums of a stream of bytes in one pass: of its chunks of equal size, and
-/// of the records that it is made of, whose borders lie anywhere.
+/// of its records, whose borders lie anywhere.
 class StreamChecksums {
  public:
   explicit StreamChecksums(int64_t chunk_bytes) : chunk_bytes_(chunk_bytes) {}
 
   void add(std::span<const std::byte> bytes);
 
-  /// The CRC-32 of the bytes since the last call, or since the beginning.
+  /// Returns the CRC-32 of the bytes since the last call, or since the
+  /// beginning.
   uint32_t take_record();
 
-  /// Those of all chunks; the stream has ended.
+  /// Returns the checksums of all chunks; the stream has ended.
   std::vector<uint32_t> finish();
 
  private:

@@ -16,7 +16,7 @@ constexpr size_t kLineBytes = 64;
 #if defined(__SSE2__)
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kPages = 4;
-// Less is better in a cache, for the code that reads it next.
+// Smaller copies are better in a cache, for the code that reads them next.
 constexpr size_t kStreamedBytes = 1 << 20;
 
 void stream_line(std::byte* to, const std::byte* from) {
@@ -27,7 +27,8 @@ void stream_line(std::byte* to, const std::byte* from) {
   }
 }
 
-// As many bytes as groups of pages hold, from the aligned `to` on.
+// Copies whole groups of pages, from the aligned `to` on, and returns their
+// bytes.
 size_t stream_groups(std::byte* to, const std::byte* from, size_t count) {
   constexpr size_t kGroupBytes = kPages * kPageBytes;
   size_t group = 0;

@@ -10,9 +10,9 @@
 
 namespace smp::checkpoint {
 
-/// Appends the bytes of a contiguous tensor. One on the CPU must not change
-/// before the writer has finished; one on another device is copied straight
-/// into the buffers of the writer, piece by piece.
+/// Appends the bytes of a contiguous tensor. A tensor on the CPU must not
+/// change before the writer has finished; a tensor on another device is copied
+/// straight into the buffers of the writer, piece by piece.
 /// @throws ValueError if it is not contiguous; Error as FileWriter::append
 void append_tensor(FileWriter& writer, const at::Tensor& tensor);
 

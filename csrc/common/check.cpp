@@ -11,7 +11,8 @@ struct Prefix {
   std::string text;
 };
 
-// Never destroyed: threads may still report while the process exits.
+// The prefix is never destroyed: threads may still report while the process
+// exits.
 Prefix& process_prefix() {
   static Prefix& prefix = *new Prefix;
   return prefix;

@@ -4,27 +4,28 @@
 #include <stdexcept>
 #include <string>
 
-/// Seen by libraries of ours that are loaded later; all else is hidden.
+/// Exported to libraries of ours that are loaded later; all else is hidden.
 #define SMP_EXPORT __attribute__((visibility("default")))
 
 namespace smp {
 
-/// Something went wrong at run time; `RuntimeError` in Python.
+/// An error at run time; `RuntimeError` in Python.
 class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// The caller gave something unusable; `ValueError` in Python.
+/// An unusable value from the caller; `ValueError` in Python.
 class ValueError : public Error {
   using Error::Error;
 };
 
-/// Our own bug; `AssertionError` in Python.
+/// A bug of ours; `AssertionError` in Python.
 class InternalError : public Error {
   using Error::Error;
 };
 
-/// Another rank raised, exited or died; `smp.PeerFailure` in Python.
+/// The failure of another rank, which raised, exited or died; `smp.PeerFailure`
+/// in Python.
 class PeerFailure : public Error {
   using Error::Error;
 };
@@ -40,8 +41,8 @@ std::string concat(const Parts&... parts) {
 
 }  // namespace detail
 
-/// `"[global_rank 5 | pp 1 tp 0 rdp 1] "` once the rank is known, else empty.
-/// Every error that users see begins with it.
+/// Returns `"[global_rank 5 | pp 1 tp 0 rdp 1] "` once the rank is known, else
+/// an empty text. Every error that users see begins with it.
 SMP_EXPORT std::string rank_prefix();
 
 /// Sets the text of `rank_prefix()`; called by init and shutdown.
@@ -56,14 +57,15 @@ void set_rank_prefix(std::string text);
     }                                                                        \
   } while (false)
 
-/// The user's mistake: say what was expected, what came, and what to do.
+/// Checks the user's input: the text says what was expected, what came, and
+/// what to do.
 #define SMP_CHECK_VALUE(cond, ...) \
   SMP_THROW_IF_NOT(::smp::ValueError, cond, __VA_ARGS__)
 
-/// A failure of the outside world or of another rank.
+/// Checks for a failure of the outside world or of another rank.
 #define SMP_CHECK(cond, ...) SMP_THROW_IF_NOT(::smp::Error, cond, __VA_ARGS__)
 
-/// An invariant of ours; never used for user input.
+/// Checks an invariant of ours; never used for user input.
 #define SMP_ASSERT(cond, ...)                                                  \
   SMP_THROW_IF_NOT(::smp::InternalError, cond, "internal error in ", __FILE__, \
                    ":", __LINE__, ": (" #cond ") ", __VA_ARGS__,               \

@@ -39,7 +39,7 @@ DetailsFile& details_file() {
   return file;
 }
 
-// Whether all of it is written.
+// Returns whether the whole text was written.
 bool write_all(int fd, const std::string& text) {
   const char* data = text.data();
   size_t left = text.size();
@@ -80,7 +80,7 @@ void log_line(LogLevel level, const std::string& text) {
   const std::string line =
       detail::concat(rank_prefix(), "smp ",
                      kLevelNames[static_cast<size_t>(level)], ": ", text, "\n");
-  write_all(STDERR_FILENO, line);  // or nobody reads
+  write_all(STDERR_FILENO, line);  // fails if no process reads stderr
 }
 
 void set_details_file(std::string path) {

@@ -8,8 +8,8 @@ namespace smp {
 
 enum class LogLevel { kDebug, kInfo, kWarning, kError, kOff };
 
-/// Lines below this level are dropped. Starts as SMP_LOG_LEVEL (debug, info,
-/// warning, error or off), or warning.
+/// Returns the level below which lines are dropped. Starts as SMP_LOG_LEVEL
+/// (debug, info, warning, error or off), or warning.
 LogLevel log_level();
 void set_log_level(LogLevel level);
 
@@ -17,12 +17,13 @@ void set_log_level(LogLevel level);
 /// ranks never mix: `"[global_rank 1 | pp 0] smp warning: text"`.
 void log_line(LogLevel level, const std::string& text);
 
-/// Names the file that takes what is too long for a terminal; an empty name:
+/// Names the file for texts that are too long for a terminal; an empty name:
 /// there is none. `log_details` appends to it.
 void set_details_file(std::string path);
 
 /// Appends `text` to the file of details, and logs its first line with the name
-/// of the file. Without a file, or where it cannot be written, logs all of it.
+/// of the file. Without a file, or if the file cannot be written, logs all of
+/// it.
 void log_details(LogLevel level, const std::string& text);
 
 }  // namespace smp

@@ -2,12 +2,13 @@
 
 namespace smp {
 
-/// Hears that a microbatch has ended: all of its backward work on this rank is
-/// done. What runs steps and what reduces gradients know this of each other.
+/// Receives the end of a microbatch: all of its backward work on this rank is
+/// done. Code that runs steps and code that reduces gradients share only this
+/// interface.
 class MicrobatchListener {
  public:
   virtual ~MicrobatchListener() = default;
-  /// From any thread; a microbatch ends once in a step.
+  /// Called from any thread; a microbatch ends once in a step.
   virtual void on_microbatch_end(int mb) = 0;
 };
 

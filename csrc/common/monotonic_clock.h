@@ -5,7 +5,8 @@
 
 namespace smp {
 
-/// Nanoseconds of the machine's monotonic clock, equal in all its processes.
+/// Returns nanoseconds of the machine's monotonic clock, equal in all its
+/// processes.
 inline int64_t monotonic_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())

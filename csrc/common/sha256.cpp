@@ -31,7 +31,7 @@ constexpr std::array<uint32_t, 64> kRoundConstants = {
 
 using State = std::array<uint32_t, 8>;
 
-// The same of the square roots of the first 8 primes.
+// First 32 bits of the fractions of the square roots of the first 8 primes.
 constexpr State kStart = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                           0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
@@ -80,7 +80,7 @@ Digest sha256(std::string_view bytes) {
   for (; left >= kBlockBytes; left -= kBlockBytes, data += kBlockBytes) {
     take_block(state, data);
   }
-  // What is left, a one bit, zeros, and the number of bits.
+  // The tail has the last bytes, a one bit, zeros, and the number of bits.
   std::array<uint8_t, 2 * kBlockBytes> tail{};
   if (left > 0) std::memcpy(tail.data(), data, left);
   tail[left] = 0x80;
@@ -123,7 +123,7 @@ std::string_view view_of(const Digest& digest) {
 
 bool is_equal_in_constant_time(std::string_view one, std::string_view other) {
   if (one.size() != other.size()) return false;
-  // Volatile, or the compiler might stop at the first difference.
+  // Without volatile the compiler might stop at the first difference.
   volatile uint8_t difference = 0;
   for (size_t i = 0; i < one.size(); ++i) {
     difference = static_cast<uint8_t>(difference |

@@ -11,21 +11,21 @@ namespace smp {
 /// 32 bytes.
 using Digest = std::array<uint8_t, 32>;
 
-/// SHA-256 of FIPS 180-4.
+/// Returns SHA-256 of FIPS 180-4.
 Digest sha256(std::string_view bytes);
 
-/// HMAC of RFC 2104 with SHA-256; keys may be of any length.
+/// Returns HMAC of RFC 2104 with SHA-256; keys may be of any length.
 Digest hmac_sha256(std::string_view key, std::string_view bytes);
 
-/// Its bytes, as long as it lives.
+/// Returns a view of the digest; valid while the digest lives.
 std::string_view view_of(const Digest& digest);
 
-/// Takes equally long wherever the first difference is; other lengths are known
-/// to both sides.
+/// Compares in equal time wherever the first difference is; both sides know
+/// other lengths anyway.
 bool is_equal_in_constant_time(std::string_view one, std::string_view other);
 
-/// Bytes of the system that nobody can guess.
-/// @throws Error when it has none
+/// Returns random bytes of the system that an attacker cannot guess.
+/// @throws Error when the system has none
 std::string random_bytes(size_t count);
 
 }  // namespace smp

@@ -4,15 +4,15 @@
 
 namespace smp {
 
-/// What the calling thread is working on. Rooms of the same layer meet here
-/// instead of in each other's headers: the server sets it, the reducer and the
-/// random state read it.
+/// The work of the calling thread. Rooms of the same layer share this header
+/// instead of each other's headers: the server sets the task, the reducer and
+/// the random state read it.
 struct Task {
   int64_t step = -1;
   int mb = -1;  ///< microbatch index; -1 outside a step
 };
 
-/// The task of the calling thread.
+/// Returns the task of the calling thread.
 const Task& current_task();
 
 /// Sets the calling thread's task for the life of the object.

@@ -2,14 +2,15 @@
 
 #include <utility>
 
-/// What not all releases of torch from 2.6 on have. Each is asked of the class
-/// itself while its user is compiled, so nothing here knows numbers of releases
-/// or includes torch. The Python face has smp/_torch_releases.py.
+/// Features that not all releases of torch from 2.6 on have. Each is tested on
+/// the class itself while its user is compiled, so this file neither contains
+/// numbers of releases nor includes torch. The Python face has
+/// smp/_torch_releases.py.
 namespace smp {
 
-/// Ends what a backend of c10d has on its way.
+/// Aborts the operations that a backend of c10d has on its way.
 /// @return false: before 2.7 only the class of NCCL has it, whose header needs
-///         that of NCCL
+///     that of NCCL
 template <typename Backend>
 bool abort_if_offered(Backend& backend) {
   if constexpr (requires { backend.abort(); }) {
@@ -20,14 +21,14 @@ bool abort_if_offered(Backend& backend) {
   }
 }
 
-/// Whether a stream tells the handle that the runtime of its device knows it
-/// by: 2.11 does, 2.6 does not.
+/// True if a stream returns the handle by which the runtime of its device
+/// identifies it: 2.11 does, 2.6 does not.
 template <typename Stream>
 constexpr bool kTellsHandle =
     requires(const Stream& stream) { stream.native_handle(); };
 
-/// `from_handle(stream's handle)` where streams tell it, `otherwise()`
-/// elsewhere.
+/// Returns `from_handle(stream's handle)` where streams return it,
+/// `otherwise()` elsewhere.
 template <typename Stream, typename FromHandle, typename Otherwise>
 auto by_handle(const Stream& stream, FromHandle&& from_handle,
                Otherwise&& otherwise) {

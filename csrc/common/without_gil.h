@@ -10,8 +10,8 @@ namespace smp {
 /// with a Python object needs that lock before it can end.
 void without_gil(const std::function<void()>& body);
 
-/// Tells `without_gil` how; called once by the bindings. Before, `body` is
-/// simply run.
+/// Sets the function that `without_gil` uses; called once by the bindings.
+/// Before that, `body` simply runs.
 void set_gil_release(void (*release)(const std::function<void()>& body));
 
 }  // namespace smp

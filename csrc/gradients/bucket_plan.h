@@ -7,7 +7,7 @@
 
 namespace smp::gradients {
 
-/// Where a parameter lies in the flat tensor of its bucket.
+/// The place of a parameter in the flat tensor of its bucket.
 struct BucketSlot {
   int record_idx = -1;
   int64_t offset = 0;  ///< in elements, a multiple of kSlotAlignmentBytes
@@ -35,9 +35,10 @@ struct BucketPlan {
   std::vector<SlotPlace> places;  ///< by record index
 };
 
-/// Alignment that vector kernels and all transports are happy with.
+/// Alignment that suits vector kernels and all transports.
 inline constexpr int64_t kSlotAlignmentBytes = 256;
-/// The same in elements of the parameters; gradients are at least as wide.
+/// Returns that alignment in elements of the parameters; gradients are at least
+/// as wide.
 int64_t slot_alignment(c10::ScalarType dtype);
 
 /// Lays records out in flat buckets: last parameter first, because backward

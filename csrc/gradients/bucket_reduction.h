@@ -6,56 +6,62 @@
 
 namespace smp::gradients {
 
-/// The way of one bucket from the gradients of this rank to the sum over the
-/// ranks; what the reducer needs to know of it, whether it is kept whole or in
-/// shards. Knows nothing of microbatches. A round is what is reduced together:
-/// the gradients of a step, or of one microbatch. Not thread-safe, never waits.
+/// The reduction of one bucket, from the gradients of this rank to the sum over
+/// the ranks. It is the part that the reducer sees, whether the bucket is kept
+/// whole or in shards. Ignores microbatches. A round is a set of gradients that
+/// are reduced together: those of a step, or of one microbatch. Not
+/// thread-safe, never waits.
 class BucketReduction {
  public:
   virtual ~BucketReduction() = default;
 
-  /// What was reduced before is not needed here any more; `result` may be
+  /// Frees the previous sum, which is not needed any more; `result` may be
   /// undefined until the next sum.
   virtual void let_go() = 0;
 
-  /// No gradient has come yet.
+  /// Begins a round without gradients.
   virtual void begin_round() = 0;
-  /// Has it memory for gradients, or would the next one take some?
+  /// Returns whether it has memory for gradients; otherwise the next gradient
+  /// takes some.
   virtual bool has_memory() const = 0;
   virtual void add(int slot_idx, const at::Tensor& grad) = 0;
-  /// The last one of this slot in this round, which `launch` follows with the
-  /// same divisor: may divide its sum now, while it is at it.
+  /// Adds the last gradient of this slot in this round. `launch` follows with
+  /// the same divisor: the sum of the slot may be divided already.
   virtual void add_last(int slot_idx, const at::Tensor& grad,
                         double pass_divisor) = 0;
 
-  /// Divides what came by `pass_divisor` and by that of the bucket, and begins
-  /// its sum over `first_group`. Nothing more may be added in this round.
+  /// Divides the sums by `pass_divisor` and by the divisor of the bucket, and
+  /// begins the sum over `first_group`. Nothing more may be added in this
+  /// round.
   virtual void launch(double pass_divisor) = 0;
-  /// Begins what follows the first sum, `hop_idx` = 0, 1, ...
+  /// Begins a sum that follows the first one, `hop_idx` = 0, 1, ...
   /// @return false when there is no such operation
   virtual bool launch_hop(int hop_idx) = 0;
-  /// The operation that is in flight, or null, and over which ranks it goes.
+  /// Returns the operation in flight, or null, and the ranks that take part in
+  /// it.
   virtual const comm::WorkPtr& work() const = 0;
   virtual const comm::Communicator& group() const = 0;
-  /// The operation in flight is over, and somebody has waited for it.
+  /// Ends the operation in flight, which is over and has been waited for.
   virtual void settle() = 0;
 
-  /// A round that is not reduced is over: keeps its sum of this rank.
+  /// Ends a round that is not reduced: keeps its sum of this rank.
   virtual void keep_pass(double pass_divisor) = 0;
-  /// Forgets what earlier passes gave to this slot, or to all.
+  /// Forgets what earlier passes gave to this slot, or to all slots.
   virtual void drop_passes(int slot_idx) = 0;
   virtual void drop_passes() = 0;
 
-  /// Adds a sum over `first_group` that came in a second round.
-  /// @param sum  like the parameter, divided already
+  /// Adds a sum over `first_group` of gradients that came in a second round.
+  /// @param sum  shaped like the parameter, divided already
   virtual void add_late(int slot_idx, const at::Tensor& sum) = 0;
 
-  /// The step failed. Operations in flight may still write to their memory.
+  /// Ends a step that failed. Operations in flight may still write to their
+  /// memory.
   virtual void abandon() = 0;
 
-  /// All gradients of this bucket that stay between steps; see `let_go`.
+  /// Returns all gradients of this bucket that stay between steps; see
+  /// `let_go`.
   virtual const at::Tensor& result() const = 0;
-  /// The part of it that becomes `.grad` of a target.
+  /// Returns the part of the result that becomes `.grad` of a target.
   virtual at::Tensor gradient(int slot_idx, const at::Tensor& target) const = 0;
 };
 

@@ -23,7 +23,7 @@ void check_sharding(const ReducedParameters& parameters,
       const ParameterRecord& record = records[held.record_idx];
       const at::Tensor& target = targets[held.record_idx];
       const at::Tensor& param = params[held.record_idx];
-      // A parameter that is let go of shows one element in all places.
+      // A freed parameter shows one element in all places.
       SMP_CHECK_VALUE(
           param.is_contiguous() || !param.is_non_overlapping_and_dense(),
           "parameter ", record.name,

@@ -11,11 +11,11 @@
 
 namespace smp::gradients {
 
-/// Buckets of a reducer, which parameter lies where in them, and the memory
-/// that they have for a while.
+/// Buckets of a reducer, the places of parameters in them, and the memory that
+/// they have for a while.
 class BucketTable {
  public:
-  /// @param options  outlives this
+  /// @param options  must outlive this object
   /// @throws ValueError when parameters or groups do not fit the sharding
   BucketTable(const ReducedParameters& parameters,
               const ReductionGroups& groups, const ReducerOptions& options);
@@ -23,7 +23,7 @@ class BucketTable {
   BucketTable& operator=(const BucketTable&) = delete;
 
   const BucketPlan& plan() const { return plan_; }
-  /// By parameter.
+  /// Returns the bucket of each parameter.
   std::vector<int> bucket_idxs() const;
   int size() const { return static_cast<int>(buckets_.size()); }
   BucketReduction& operator[](int bucket_idx) const {

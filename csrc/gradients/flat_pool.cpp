@@ -9,7 +9,7 @@ namespace smp::gradients {
 
 namespace {
 
-// Twice too large would be a waste while somebody else needs it.
+// Memory that is more than twice too large would be wasted.
 bool is_near(int64_t larger, int64_t numel) {
   return larger >= numel && larger <= 2 * numel;
 }
@@ -20,7 +20,7 @@ void FlatPool::expect(int64_t numel, at::ScalarType dtype) {
   expected_.emplace_back(dtype, numel);
 }
 
-// Of one size, what one has left fits for the next.
+// If all tensors have one size, each can take the memory of another.
 int64_t FlatPool::common_size(int64_t numel, at::ScalarType dtype) const {
   int64_t largest = numel;
   for (const auto& [other_dtype, other] : expected_) {

@@ -7,18 +7,18 @@
 
 namespace smp::gradients {
 
-/// Memory of gradients that are on their way: a bucket takes some with its
+/// Memory of gradients that are on their way: a bucket takes memory with its
 /// first gradient and gives it back when its sum has left. Free memory is used
 /// again until `trim`. Not thread-safe.
 class FlatPool {
  public:
-  /// Somebody is going to take as many elements.
+  /// Announces that a bucket will take as many elements.
   void expect(int64_t numel, at::ScalarType dtype);
 
-  /// A tensor of one dim with at least `numel` elements of any content.
+  /// Returns a tensor of one dim with at least `numel` elements of any content.
   at::Tensor take(int64_t numel, const at::TensorOptions& options);
   void give_back(at::Tensor tensor);
-  /// Lets go of what nobody uses.
+  /// Frees the memory that is not in use.
   void trim();
 
   int64_t held_bytes() const { return held_bytes_; }  ///< in use or free

@@ -16,9 +16,10 @@ void GradTargets::begin_pass(bool is_first) {
     BucketReduction& bucket = buckets_.of(param_idx);
     if (!is_first && (!target.defined() ||
                       (grad.defined() && (used_[i] || old_[i].defined())))) {
-      continue;  // what the earlier passes left there
+      continue;  // earlier passes left it there
     }
-    // New, or set to None by the user: begin from what is there now.
+    // The target is new, or the user set its `.grad` to None: begin from the
+    // current `.grad`.
     used_[i] = false;
     bucket.drop_passes(buckets_.slot_of(param_idx));
     old_[i] = at::Tensor();

@@ -8,35 +8,38 @@
 
 namespace smp::gradients {
 
-/// `.grad` of what a reducer updates, over the passes of one reduction: what
-/// was there before, which comes back when a step fails and is added
-/// afterwards, and which parameters have got something since. A parameter that
-/// no rank used keeps its `.grad` (or None). Belongs to the mutex of its
+/// The `.grad` of a reducer's targets, over the passes of one reduction. Holds
+/// the earlier `.grad`, which comes back when a step fails and is added
+/// afterwards, and the parameters that have got a gradient since. A parameter
+/// that no rank used keeps its `.grad` (or None). Guarded by the mutex of its
 /// reducer.
 class GradTargets {
  public:
-  /// The arguments outlive this.
+  /// The arguments must outlive this object.
   GradTargets(const ReducedParameters& parameters, const BucketTable& buckets)
       : targets_(parameters.targets),
         buckets_(buckets),
         old_(targets_.size()),
         used_(targets_.size(), false) {}
 
-  /// A pass begins. @param is_first  of its reduction
+  /// Begins a pass. @param is_first  whether it is the first of its reduction
   void begin_pass(bool is_first);
   void note_gradient(int param_idx) { used_[param_idx] = true; }
-  /// By parameter: a gradient has come, here or as set by `publish_sums`.
+  /// Returns, by parameter, whether a gradient has come here, or what
+  /// `publish_sums` has set.
   const std::vector<bool>& used() const { return used_; }
 
-  /// `.grad` becomes the sum over ranks, and what was there is added.
-  /// @param used  by parameter: on some rank
-  /// @param goes_on  a shard has further passes, and must not have it twice
+  /// Sets `.grad` to the sum over ranks plus the earlier `.grad`.
+  /// @param used  by parameter: whether some rank used it
+  /// @param goes_on  true for a shard with further passes, which must not have
+  ///     the earlier `.grad` twice
   void publish_sums(std::vector<bool> used, bool goes_on);
-  /// The same of the sum so far of this rank, which is not reduced.
+  /// Sets `.grad` likewise from the sum so far of this rank, which is not
+  /// reduced.
   void publish_own() { publish(false); }
-  /// The next pass begins another reduction.
+  /// Forgets the earlier `.grad`: the next pass begins another reduction.
   void forget_old();
-  /// The step has failed: what was there before comes back.
+  /// Restores the earlier `.grad` after a step that failed.
   void restore();
 
  private:

@@ -58,9 +58,9 @@ GradientCounts::Place GradientCounts::add(int param_idx) {
   return Place::kLast;
 }
 
-// So far only gradients of the first microbatch were added, because those of
-// later ones wait until it is finished: when this happens is a matter of
-// timing, what is expected from here on is not.
+// Expects that all microbatches are like the first one. So far only gradients
+// of the first one were added, because gradients of later ones wait until it is
+// finished: when this happens depends on timing, but the expectation does not.
 bool GradientCounts::expect_as_first() {
   if (!std::exchange(awaits_first_, false)) return false;
   guessed_ = num_added_;
@@ -72,9 +72,10 @@ bool GradientCounts::expect_as_first() {
   return true;
 }
 
-// The most gradients that a parameter has got in such a round: one with fewer
-// is reduced at its end, one with more in a second round. And how many from
-// each microbatch, where that was the same at all times.
+// Stores the largest number of gradients that a parameter has got in such a
+// round: one with fewer is reduced at its end, one with more in a second round.
+// Also stores the number from each microbatch, where it was the same at all
+// times.
 void GradientCounts::learn(const std::vector<int>& per_microbatch) {
   const auto [found, is_new] = learned_.try_emplace(num_microbatches_);
   Learned& learned = found->second;

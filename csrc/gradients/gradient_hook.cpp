@@ -22,7 +22,7 @@ class TakingHook final : public torch::autograd::FunctionPreHook {
       const torch::autograd::variable_list& grads) override {
     const auto sink = sink_.lock();
     if (!sink || !grads[0].defined()) return grads;
-    // A gradient that is still on another rank: reading it may suspend this
+    // The gradient may still be on another rank: reading it may suspend this
     // thread, which must not happen under the locks of the code that adds it
     // up.
     const bool is_away = grads[0].unsafeGetTensorImpl()->is_python_dispatch();

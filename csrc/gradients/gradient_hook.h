@@ -15,7 +15,7 @@ namespace smp::gradients {
 /// Takes gradients away from autograd before they reach `.grad`: a pre-hook on
 /// the AccumulateGrad node of each leaf hands the gradient to `sink` and gives
 /// the node nothing to accumulate. Hooks that users put on the tensor run
-/// before. Gradients without strides (sparse) are handed over as they are.
+/// first. Gradients without strides (sparse) are handed over unchanged.
 class GradientHooks {
  public:
   /// Called on the thread that runs the backward, without the GIL.

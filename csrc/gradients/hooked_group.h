@@ -13,15 +13,15 @@
 
 namespace smp::gradients {
 
-/// An operation that somebody else carries out and declares finished.
+/// An operation that other code carries out and declares finished.
 class PromisedWork final : public comm::Work {
  public:
-  /// @param finish  brings the result to where it belongs; runs once, in the
-  ///                first `wait` after `complete`. Only one thread waits
+  /// @param finish  brings the result to its place; runs once, in the first
+  ///     `wait` after `complete`. Only one thread waits
   explicit PromisedWork(std::function<void()> finish);
 
-  /// The result is there, or the error that `finish` will raise. From any
-  /// thread, once.
+  /// Declares that the result is there, or the error that `finish` will raise.
+  /// From any thread, once.
   void complete();
 
   bool done() override;
@@ -37,14 +37,14 @@ class PromisedWork final : public comm::Work {
   bool is_aborted_ = false;
 };
 
-/// A group of ranks in which somebody else sums the buckets of gradients. All
-/// other operations are those of the group. The buckets are made known after a
-/// reducer of this group has laid them out.
+/// A group of ranks in which other code sums the buckets of gradients. All
+/// other operations are those of the group. The buckets are set after a reducer
+/// of this group has laid them out.
 class HookedGroup final : public comm::Communicator {
  public:
   /// Begins the sum of a bucket over the ranks, in place.
-  /// @param bucket_idx  -1: `flat` is not one of the buckets; gradients that
-  ///                    came after theirs had left, one behind the other
+  /// @param bucket_idx  -1: `flat` is not a bucket, but holds gradients that
+  ///     came after their bucket had left, packed one behind the other
   using Hook =
       std::function<comm::WorkPtr(int bucket_idx, const at::Tensor& flat)>;
 
@@ -59,7 +59,7 @@ class HookedGroup final : public comm::Communicator {
   comm::WorkPtr send(const at::Tensor& tensor, int dst, int tag) override;
   comm::WorkPtr recv(at::Tensor tensor, int src, int tag) override;
   comm::WorkPtr recv_any(at::Tensor tensor, int tag) override;
-  /// Sums of floating numbers are the hook's.
+  /// Sums floating numbers with the hook.
   comm::WorkPtr all_reduce(at::Tensor tensor, comm::ReduceOp op) override;
   comm::WorkPtr broadcast(at::Tensor tensor, int root) override;
   comm::WorkPtr all_gather(at::Tensor output, const at::Tensor& input) override;

@@ -12,14 +12,14 @@
 
 namespace smp::gradients {
 
-/// Gradients of a step beyond the number that was expected. Their parameters
-/// get a second round, on all ranks if they need it on one. Belongs to the
-/// mutex of its reducer.
+/// Gradients of a step beyond the number expected. Their parameters get a
+/// second round, on all ranks if they need it on one rank. Guarded by the mutex
+/// of its reducer.
 class LateGradients {
  public:
   using Lock = std::unique_lock<std::mutex>;
 
-  /// The arguments outlive this.
+  /// The arguments must outlive this object.
   LateGradients(const ReducedParameters& parameters, const BucketTable& buckets,
                 const ReductionGroups& groups)
       : parameters_(parameters), buckets_(buckets), groups_(groups) {}
@@ -33,8 +33,8 @@ class LateGradients {
 
   /// Sums them over the ranks of the first sum and adds them to it.
   /// @param late         by parameter: some rank has such gradients
-  /// @param goes_further  what they are added to is summed over the further
-  ///                      groups already: so are they
+  /// @param goes_further  whether the first sum is summed over the further
+  ///     groups already: then these gradients are too
   /// @param lock         not held while it waits for other ranks
   void reduce(const std::vector<bool>& late, double pass_divisor,
               bool goes_further, Lock& lock);

@@ -27,8 +27,8 @@ void MicrobatchOrder::add(int param_idx, int mb, const at::Tensor& grad) {
             "the step function");
   Parameter& param = params_.at(param_idx);
   const bool passes = mb <= next_of(param);
-  // Whether gradients of later microbatches have passed by now is a matter of
-  // timing, and so must not decide on the place of this one.
+  // Timing decides whether gradients of later microbatches have passed by now,
+  // so it must not decide on the place of this gradient.
   const bool is_surplus = param.count > 0 && param.num_given[mb] >= param.count;
   ++param.num_given[mb];
   if (is_surplus) {

@@ -8,43 +8,43 @@
 
 namespace smp::gradients {
 
-/// Puts the gradients of each parameter into microbatch order: one passes when
-/// no earlier microbatch will give another one to this parameter, else it
-/// waits. Inside one microbatch there is one logical thread of control, so the
-/// order of the calls is kept; all in all the sum of a parameter does not
-/// depend on how the work on microbatches was interleaved.
+/// Puts the gradients of each parameter into microbatch order: a gradient
+/// passes when no earlier microbatch will give another one to this parameter,
+/// else it waits. Inside one microbatch there is one logical thread of control,
+/// so the order of the calls is kept. The sum of a parameter does not depend on
+/// how the work on microbatches was interleaved.
 ///
-/// That a microbatch will give no more is known when it is finished, which a
-/// pipeline rank hears long after its own part. So a parameter may come with
-/// the number of gradients that each microbatch gave it before: then it is
-/// known at once, and nothing waits in memory. What a microbatch gives beyond
-/// that number comes last of all, in microbatch order too, unless
-/// `emit_surplus` asks for it.
+/// A microbatch gives no more gradients once it is finished, which a pipeline
+/// rank learns long after its own part. So a parameter may come with the number
+/// of gradients that each microbatch gave it before: then its end is known at
+/// once, and nothing waits in memory. Gradients of a microbatch beyond that
+/// number come last of all, in microbatch order too, unless `emit_surplus` asks
+/// for them.
 class MicrobatchOrder {
  public:
   using Emit = std::function<void(int param_idx, const at::Tensor& grad)>;
 
   explicit MicrobatchOrder(Emit emit) : emit_(std::move(emit)) {}
 
-  /// Forgets what is there and expects microbatches [0, num_microbatches).
-  /// @param counts  per parameter: gradients that each microbatch will give;
-  ///                0 where that is not known
+  /// Forgets all gradients and expects microbatches [0, num_microbatches).
+  /// @param counts  per parameter: gradients that each microbatch will give; 0
+  ///     where that is not known
   void begin(int num_microbatches, std::vector<int> counts);
 
-  /// @param mb  -1 stands for the first unfinished microbatch
+  /// @param mb  -1 means the first unfinished microbatch
   /// @throws Error when the microbatch is finished or does not exist
   void add(int param_idx, int mb, const at::Tensor& grad);
 
-  /// Nothing of this microbatch will come any more.
+  /// Ends a microbatch: no gradient of it will come any more.
   void finish(int mb);
-  /// What a finished microbatch gave beyond the number that was expected passes
-  /// now, where microbatches are reduced one by one.
+  /// Passes the gradients of a finished microbatch beyond the number expected,
+  /// where microbatches are reduced one by one.
   void emit_surplus(int mb);
-  /// Nothing will come any more: all that waits passes.
+  /// Passes all gradients that wait, because no more will come.
   void finish_all();
 
-  /// Per parameter: how many gradients each microbatch gave, 0 where they
-  /// differ.
+  /// Returns, per parameter, the number of gradients of each microbatch; 0
+  /// where these numbers differ.
   std::vector<int> counts() const;
   int cursor() const { return cursor_; }
 

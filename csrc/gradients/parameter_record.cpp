@@ -17,7 +17,7 @@ int64_t product(const std::vector<int64_t>& sizes) {
 }  // namespace
 
 std::vector<int64_t> ParameterRecord::local_shape() const {
-  // A tensor without dims has no dim to cut.
+  // A tensor without dims cannot be cut.
   return interval.is_whole() ? shape : topology::shard_shape(shape, interval);
 }
 

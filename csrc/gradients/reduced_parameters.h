@@ -9,7 +9,7 @@
 
 namespace smp::gradients {
 
-/// The leaves that a reducer serves. See `Reducer`.
+/// The leaves that a reducer serves; see `Reducer`.
 struct ReducedParameters {
   std::vector<at::Tensor> params;
   std::vector<at::Tensor> targets;

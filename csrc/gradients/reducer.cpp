@@ -13,7 +13,7 @@ namespace smp::gradients {
 
 namespace {
 
-// What the ranks must have in common, options first.
+// Returns lines about all that the ranks must have in common, options first.
 std::vector<std::string> lines_of(const std::vector<ParameterRecord>& records,
                                   const Reducer::Options& options) {
   std::vector<std::string> lines = {detail::concat(
@@ -33,7 +33,8 @@ std::vector<std::string> lines_of(const std::vector<ParameterRecord>& records,
   return lines;
 }
 
-// Collective. What a reducer is made of, which no rank sees differently.
+// Returns the parameters after a check that no rank describes them differently.
+// Collective.
 ReducedParameters agreed(ReducedParameters parameters,
                          const ReductionGroups& groups,
                          const ReducerOptions& options) {
@@ -54,7 +55,7 @@ ReducedParameters agreed(ReducedParameters parameters,
 
 GradientCounts::Guess guess_of(const ReducerOptions& options) {
   using Guess = GradientCounts::Guess;
-  // Where whole buckets have memory anyway, the first step ends with them.
+  // Whole buckets have memory anyway, so the first step ends with them.
   if (!options.is_sharded()) return Guess::kNothing;
   return options.expects_one_per_microbatch ? Guess::kOnePerMicrobatch
                                             : Guess::kAsFirst;
@@ -152,11 +153,12 @@ void Reducer::on_gradient(int param_idx, const at::Tensor& grad) {
   order_.add(param_idx, mb, grad.detach());
 }
 
-// Gradients may come faster than their sums leave, and full buckets would pile
-// up: the backward waits here before a bucket takes memory while two others
-// have some. Only for a while, because the others may need this rank before
-// they come so far (where they use other parameters, and their buckets leave at
-// the end only). It is a matter of memory alone; sums do not depend on it.
+// Waits before a bucket takes memory while two others have some: gradients may
+// come faster than their sums leave, and full buckets would pile up. The
+// backward waits here only for a while, because the others may need this rank
+// before they come so far (where they use other parameters, and their buckets
+// leave at the end only). The wait limits memory alone; sums do not depend on
+// it.
 void Reducer::await_room(int param_idx, Lock& lock) {
   const auto must_wait = [&] {
     return (phase_ == Phase::kOpen || phase_ == Phase::kImplicit) &&
@@ -179,8 +181,8 @@ void Reducer::add(int param_idx, const at::Tensor& grad) {
   targets_.note_gradient(param_idx);
   const Place place = counts_.add(param_idx);
   const bool is_limited = may_launch_early();
-  // Not "is its bucket on its way": that is a matter of timing, and the order
-  // of the sum, hence its rounding, must not be.
+  // The test is not whether the bucket is on its way. That depends on timing,
+  // and the order of the sum, hence its rounding, must not.
   if (is_limited && place == Place::kLate) {
     late_.add(param_idx, grad);
     return;

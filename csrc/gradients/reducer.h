@@ -24,15 +24,14 @@ namespace smp::gradients {
 /// order. At its end a bucket is divided once (unless gradients came divided,
 /// as shares), summed over the ranks, and `.grad` of each parameter becomes a
 /// view of it (`GradTargets`). From the second step on a bucket is reduced
-/// while backward goes on
-/// (`GradientCounts`). A backward outside a step is a step of one microbatch of
-/// its own.
+/// while backward goes on (`GradientCounts`). A backward outside a step is a
+/// step of its own with one microbatch.
 ///
-/// What has `.grad` may be another tensor than the parameter, its *target*: a
-/// master of another dtype, or of a part of it. With `Options::sharding` a rank
-/// keeps its shard of each bucket only.
+/// The tensor that has `.grad` may be another one than the parameter, its
+/// *target*: a master of another dtype, or of a part of the parameter. With
+/// `Options::sharding` a rank keeps its shard of each bucket only.
 ///
-/// Ranks need not agree on how many gradients a parameter gets. They must agree
+/// Ranks may disagree on how many gradients a parameter gets. They must agree
 /// on steps: all or none of the ranks end a step, unless they cancel it. The
 /// numbers of microbatches may differ, but not where every microbatch is
 /// reduced.
@@ -40,9 +39,9 @@ namespace smp::gradients {
 /// Thread-safe. Gradients are added on the current stream of the thread that
 /// computed them. The lock is never held while waiting for another rank.
 ///
-/// Where `dp` sums on streams of a device, the host waits for no sum: what
-/// comes next on the current stream comes after it. One stream then computes
-/// all gradients of a rank. What hosts have to know of each other goes over
+/// Where `dp` sums on streams of a device, the host waits for no sum: later
+/// work on the current stream comes after it. One stream then computes all
+/// gradients of a rank. Hosts exchange their own messages over
 /// `Options::control`.
 class Reducer : public MicrobatchListener {
  public:
@@ -64,7 +63,7 @@ class Reducer : public MicrobatchListener {
   Reducer(std::vector<at::Tensor> params, std::vector<at::Tensor> targets,
           std::vector<ParameterRecord> records, comm::CommunicatorPtr dp,
           Options options);
-  /// Not while a backward runs.
+  /// Destroys the reducer; not while a backward runs.
   ~Reducer() override;
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -74,23 +73,25 @@ class Reducer : public MicrobatchListener {
   ///     other reducers of the same group are at work
   /// @param are_shares  each backward begins with the share of its microbatch
   ///     in the mean over the batches of all ranks: gradients are only summed.
-  ///     A backward outside a step never does
+  ///     A backward outside a step never begins so
   void begin_step(int num_microbatches, bool may_overlap = true,
                   bool are_shares = false);
 
-  /// The backward of a microbatch is over on this rank. Optional, but without
-  /// it gradients of later microbatches wait in memory for the end. Where every
-  /// microbatch is reduced it is not: collective over `dp`, in their order.
+  /// Notes that the backward of a microbatch is over on this rank. Optional,
+  /// but without it gradients of later microbatches wait in memory for the end.
+  /// Where every microbatch is reduced it is required: collective over `dp`, in
+  /// the order of the microbatches.
   void finish_microbatch(int mb);
-  /// The same, called by the runner of steps; nothing if none is open here.
+  /// Finishes a microbatch for the runner of steps; nothing if no step is open
+  /// here.
   void on_microbatch_end(int mb) override;
 
   /// Reduces what is left and sets `.grad`. Does nothing to gradients when no
   /// rank of the group had a backward. Collective over `dp`.
   void end_step();
 
-  /// Closes a step that failed, or had no backward, without talking to others.
-  /// Its gradients are lost.
+  /// Closes a step that failed, or had no backward, without messages to other
+  /// ranks. Its gradients are lost.
   void cancel_step();
 
   bool in_step() const;
@@ -99,8 +100,8 @@ class Reducer : public MicrobatchListener {
     return parameters_.records;
   }
   const BucketPlan& plan() const { return buckets_.plan(); }
-  /// Flat gradient tensor of a bucket, or this rank's shard of it; valid
-  /// between steps.
+  /// Returns the flat gradient tensor of a bucket, or this rank's shard of it;
+  /// valid between steps.
   const at::Tensor& flat(int bucket_idx) const;
 
  private:
@@ -110,7 +111,8 @@ class Reducer : public MicrobatchListener {
   bool is_last_pass() const {
     return pass_idx_ + 1 == options_.passes_per_reduction;
   }
-  /// Is this pass summed over ranks? Shards are in each.
+  /// Returns whether this pass is summed over ranks. Shards are summed in each
+  /// pass.
   bool reduces() const { return options_.is_sharded() || is_last_pass(); }
 
   void open(int num_microbatches, Phase phase, bool are_shares);
@@ -143,7 +145,7 @@ class Reducer : public MicrobatchListener {
   bool broken_ = false;  // a reduction was abandoned half-way
   int pass_idx_ = 0;
   Stats stats_;
-  // Of this step.
+  // State of this step.
   bool may_overlap_ = true;
   bool active_ = false;      // a gradient has come here
   bool any_active_ = false;  // and on some rank

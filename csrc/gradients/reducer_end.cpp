@@ -18,7 +18,8 @@ void Reducer::finish_microbatch(int mb) {
   if (mb == 0) expect_as_first();
   order_.finish(mb);
   if (!options_.every_microbatch()) return;
-  // Behind the last round there is none for them: sums over copies have begun.
+  // After the last round there is no round for them: sums over copies have
+  // begun.
   order_.emit_surplus(mb);
   phase_ = Phase::kEnding;  // nothing comes while this thread waits
   try {
@@ -37,8 +38,9 @@ void Reducer::on_microbatch_end(int mb) {
   if (in_step()) finish_microbatch(mb);
 }
 
-// Nothing more will come in this round. If some rank has gradients, all buckets
-// are on their way afterwards, or in a pass that is not reduced stay here.
+// Launches the rest of this round, in which nothing more will come. If some
+// rank has gradients, all buckets are on their way afterwards; in a pass that
+// is not reduced they stay here.
 bool Reducer::launch_rest(Lock& lock) {
   const bool any = round_.is_active_anywhere(lock);
   any_active_ = any_active_ || any;
@@ -69,7 +71,7 @@ void Reducer::cancel_step() {
   if (phase_ != Phase::kIdle) abandon();
 }
 
-// Gradients of the step are lost; those from before it come back.
+// Ends a failed step. Its gradients are lost; the earlier `.grad` comes back.
 void Reducer::abandon() {
   // Operations in flight still write to the buckets.
   broken_ = broken_ || round_.is_under_way();

@@ -8,29 +8,29 @@
 
 namespace smp::gradients {
 
-/// How a `Reducer` works.
+/// Settings of a `Reducer`.
 struct ReducerOptions {
   int64_t bucket_cap_bytes = int64_t{25} << 20;
-  /// Reduce during backward, else at the end of the step.
+  /// True: reduce during backward. False: reduce at the end of the step.
   bool overlap = true;
-  /// Divide by the number of microbatches.
+  /// True: divide by the number of microbatches.
   bool average_over_microbatches = true;
-  /// Batches whose losses are averaged: the replicas that read one each. What a
-  /// record divides by beyond that is its own `divisor`.
+  /// Number of batches whose losses are averaged: one for each replica that
+  /// reads a batch. Any further divisor of a record is its own `divisor`.
   double num_batches = 1;
   /// Steps whose gradients are added up before they are reduced, once. After
   /// the others `.grad` holds the sum so far of this rank alone (sharded: of
   /// its shard group). Setting `.grad` to None in between forgets that sum.
   int passes_per_reduction = 1;
-  /// A microbatch gives one gradient to each parameter that it uses, as far as
-  /// can be told before the first step. Not so in a pipeline, where each remote
-  /// call of a module gives one.
+  /// True if a microbatch gives one gradient to each parameter that it uses, as
+  /// far as is known before the first step. False in a pipeline, where each
+  /// remote call of a module gives a gradient.
   bool expects_one_per_microbatch = true;
   std::optional<Sharding> sharding;  ///< none: every rank keeps all
-  /// Where the ranks of `dp` tell each other what hosts have to know: whether
-  /// there is something to reduce, and which parameters were used. Of tensors
-  /// of the host, in the order of `dp`, and nobody else's. Null: `dp` itself,
-  /// which then is not of a device.
+  /// Group in which the ranks of `dp` tell each other what hosts have to know:
+  /// whether there is something to reduce, and which parameters were used. It
+  /// carries tensors of the host, has the order of `dp`, and is not used by
+  /// other code. Null: `dp` itself, which then is not a group of a device.
   comm::CommunicatorPtr control;
   comm::Patience patience;
 
@@ -38,7 +38,7 @@ struct ReducerOptions {
   bool every_microbatch() const {
     return is_sharded() && sharding->every_microbatch;
   }
-  /// Divisor of the sum of a step over its microbatches.
+  /// Returns the divisor of the sum of a step over its microbatches.
   /// @param are_shares  each backward began with the share of its microbatch in
   ///     the mean over the batches of all replicas
   double pass_divisor(int num_microbatches, bool are_shares) const {
@@ -48,15 +48,15 @@ struct ReducerOptions {
   }
 };
 
-/// What a `Reducer` has done.
+/// Counts of the work of a `Reducer`.
 struct ReducerStats {
   int64_t num_reductions = 0;     ///< steps that were reduced
   int64_t num_early_buckets = 0;  ///< reduced while backward went on
   /// Sums over further groups that began while backward went on.
   int64_t num_early_hops = 0;
-  int64_t num_late_parameters = 0;  ///< needed a second round
+  int64_t num_late_parameters = 0;  ///< parameters with a second round
   int64_t num_rounds = 0;           ///< sums over ranks that were begun
-  /// Of full buckets where gradients are sharded; between steps none.
+  /// Size of full buckets where gradients are sharded; 0 between steps.
   int64_t flat_bytes = 0;
   int64_t peak_flat_bytes = 0;
 };

@@ -7,17 +7,18 @@
 
 namespace smp::gradients {
 
-/// Over which ranks a reducer sums, and where these tell each other what hosts
-/// have to know.
+/// The groups of ranks over which a reducer sums, and the group in which hosts
+/// exchange messages.
 class ReductionGroups {
  public:
   /// @param dp       may be null, like a group of one
-  /// @param options  outlives this
+  /// @param options  must outlive this object
   ReductionGroups(comm::CommunicatorPtr dp, const ReducerOptions& options)
       : dp_(std::move(dp)), options_(options) {}
 
   bool has_peers() const { return dp_ && dp_->size() > 1; }
-  /// Sums end in the order of a stream; the host waits for none.
+  /// Returns whether sums end in the order of a stream; the host waits for
+  /// none.
   bool is_stream_ordered() const {
     return has_peers() && dp_->is_stream_ordered();
   }
@@ -25,11 +26,11 @@ class ReductionGroups {
   comm::Communicator& control() const {
     return options_.control ? *options_.control : *dp_;
   }
-  /// Of the first sum.
+  /// Returns the group of the first sum.
   comm::Communicator& first() const {
     return options_.is_sharded() ? *options_.sharding->shard : *dp_;
   }
-  /// What follows the first sum, in this order.
+  /// Returns the groups of the sums after the first one, in this order.
   std::vector<comm::CommunicatorPtr> further() const {
     return options_.is_sharded() ? options_.sharding->further
                                  : std::vector<comm::CommunicatorPtr>();

@@ -12,8 +12,8 @@ namespace {
 constexpr std::chrono::milliseconds kShortestRoomPatience{1};
 constexpr int kMostOnTheirWay = 1;
 
-// An operation that failed is finished, too; code that needs its result is
-// told.
+// Returns whether an operation finishes within a time. An operation that failed
+// is finished, too; code that needs its result gets the error.
 bool finishes_within(comm::Work& work, std::chrono::milliseconds limit) {
   try {
     work.wait(limit);
@@ -48,10 +48,11 @@ void ReductionRound::begin() {
   for (const auto& bucket : buckets_) bucket->begin_round();
 }
 
-// Always the first operation of a round, so that a rank without any gradient
-// can find out whether others reduce something, before it takes part. Where
-// each microbatch is a round, it also tells ranks that have more of them. The
-// host reads it, hence it never lies on a device.
+// Launches the header, always the first operation of a round, so that a rank
+// without any gradient can find out whether others reduce something before it
+// takes part. Where each microbatch is a round, the header also detects ranks
+// that have more microbatches. The host reads it, hence it never lies on a
+// device.
 void ReductionRound::launch_header() {
   if (header_work_) return;
   std::vector<int64_t> words = {is_active_ ? 1 : 0};
@@ -105,10 +106,10 @@ bool ReductionRound::is_full() const {
   return num_launched_ - num_settled_ > kMostOnTheirWay;
 }
 
-// Of a device the host does not wait for the sum but for the hosts of the other
-// ranks: once all have launched it, it ends by itself, and the memory may be
-// taken again by what is computed behind it. Earlier the device could wait for
-// a rank that waits for what this device does next.
+// Waits for the oldest sum, for a while. On a device the host does not wait for
+// the sum but for the hosts of the other ranks: once all have launched it, it
+// ends by itself, and work computed after it may take the memory. Earlier the
+// device could wait for a rank that waits for the next work of this device.
 ReductionRound::Waited ReductionRound::await_oldest(Lock& lock) {
   const int oldest = num_settled_;
   const comm::WorkPtr work = groups_.is_stream_ordered()
@@ -117,7 +118,7 @@ ReductionRound::Waited ReductionRound::await_oldest(Lock& lock) {
   lock.unlock();
   const bool is_over = finishes_within(*work, room_patience_);
   lock.lock();
-  // Shorter each time that it was in vain.
+  // The wait is shorter after each failure.
   room_patience_ = is_over
                        ? std::min(2 * room_patience_, kLongestRoomPatience)
                        : std::max(room_patience_ / 2, kShortestRoomPatience);
@@ -129,7 +130,8 @@ void ReductionRound::settle(Waited waited) {
   if (waited.is_over && num_settled_ == waited.bucket_idx) settle_next();
 }
 
-// With the lock: the host does not wait, or the operation is over.
+// Settles the next bucket under the lock: the host does not wait, or the
+// operation is over.
 void ReductionRound::settle_next() {
   BucketReduction& bucket = buckets_[num_settled_];
   comm::follow(*bucket.work(), groups_.patience(), bucket.group(),
@@ -145,7 +147,8 @@ bool ReductionRound::may_go_further() const {
   return !options_.every_microbatch() || round_idx_ == num_microbatches_ - 1;
 }
 
-// Buckets end in one order on all ranks, hence these sums begin in one.
+// Begins a further sum. Buckets end in one order on all ranks, hence these sums
+// begin in one order.
 bool ReductionRound::go_further(int bucket_idx) {
   if (!may_go_further() || !buckets_[bucket_idx].launch_hop(0)) return false;
   ++num_hopped_;
@@ -185,7 +188,7 @@ void ReductionRound::reduce_further(Lock& lock) {
   }
 }
 
-// The lock is not held meanwhile; nothing changes, because no gradient is
+// Waits without the lock. Nothing changes meanwhile, because no gradient is
 // accepted any more.
 void ReductionRound::await(int bucket_idx, Lock& lock) const {
   const BucketReduction& bucket = buckets_[bucket_idx];

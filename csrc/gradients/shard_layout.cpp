@@ -20,7 +20,7 @@ void add_segment(ShardedBucket& bucket, Segment segment) {
   if (segment.numel > 0) bucket.segments.push_back(segment);
 }
 
-// The flat tensor of the slots, cut into equal parts.
+// Cuts the flat tensor of the slots into equal parts.
 void cut_equally(const Bucket& plan, int64_t alignment, ShardedBucket& bucket) {
   bucket.shard_numel =
       round_up(ceil_div(plan.numel, bucket.num_shards), alignment);
@@ -41,7 +41,7 @@ void cut_equally(const Bucket& plan, int64_t alignment, ShardedBucket& bucket) {
   }
 }
 
-// Each parameter in equal parts, one of them in each shard.
+// Cuts each parameter into equal parts, one in each shard.
 void cut_each(const Bucket& plan, int64_t alignment, ShardedBucket& bucket) {
   int64_t numel = 0;
   for (const BucketSlot& slot : plan.slots) {
@@ -85,7 +85,7 @@ std::vector<ShardedBucket> plan_shards(
     } else {
       cut_each(plan, alignment, bucket);
     }
-    // Some transports do not know tensors without elements.
+    // Some transports do not support tensors without elements.
     bucket.shard_numel = std::max(bucket.shard_numel, alignment);
   }
   return buckets;

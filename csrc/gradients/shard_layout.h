@@ -7,7 +7,7 @@
 
 namespace smp::gradients {
 
-/// How a bucket is divided over the ranks that hold one copy of the state.
+/// The division of a bucket over the ranks that hold one copy of the state.
 enum class ShardLayout {
   kEqualCut,      ///< the flat bucket in equal parts, wherever that cuts
   kPerParameter,  ///< each parameter in equal parts
@@ -24,14 +24,14 @@ struct Segment {
   bool operator==(const Segment&) const = default;
 };
 
-/// What one rank of the shard group holds of a parameter: elements
-/// `[begin, begin + numel)` of it, at `offset` of the rank's shard.
+/// The part of a parameter that one rank of the shard group holds: elements
+/// `[begin, begin + numel)`, at `offset` of the rank's shard.
 struct ShardHolding {
   int record_idx = -1;
   int64_t begin = 0;
   int64_t numel = 0;   ///< 0: nothing
-  int64_t offset = 0;  ///< in elements; also where there is nothing
-  int64_t room = 0;    ///< elements from `offset` that nobody else uses
+  int64_t offset = 0;  ///< in elements; also where numel is 0
+  int64_t room = 0;    ///< elements from `offset` on reserved for it
 
   bool operator==(const ShardHolding&) const = default;
 };
@@ -59,8 +59,8 @@ struct ShardedBucket {
 /// `[r * c, (r + 1) * c)` of it, `c = ceil(numel / num_shards)`, and has room
 /// for c, behind each other without gaps. Pure.
 /// @throws ValueError as plan_buckets, and when there are no shards
-/// Source: "equal cut" as ZeRO (arXiv:1910.02054), stages 1 and 2; "per
-/// parameter" as its stage 3.
+/// Source: "equal cut" as in ZeRO (arXiv:1910.02054), stages 1 and 2; "per
+/// parameter" as in its stage 3.
 std::vector<ShardedBucket> plan_shards(
     const std::vector<ParameterRecord>& records, int64_t cap_bytes,
     int num_shards, ShardLayout layout);

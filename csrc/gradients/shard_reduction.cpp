@@ -28,7 +28,8 @@ at::Tensor ShardReduction::take(int64_t numel) {
   return pool_.take(numel, options_);
 }
 
-// If the user has set `.grad` to None in the meantime, the memory is free now.
+// Drops a shard without a sum. Its memory is free now if the user has set
+// `.grad` to None meanwhile.
 void ShardReduction::let_go() {
   if (!has_sum_) shard_.reset();
 }
@@ -109,7 +110,7 @@ void ShardReduction::abandon() {
   bucket_.detach();
   at::Tensor flat = std::exchange(flat_memory_, {});
   incoming_.reset();
-  // In flight it stays with its operation: nobody may use it again.
+  // Memory in flight stays with its operation and is not used again.
   if (!is_in_flight) pool_.give_back(std::move(flat));
 }
 

@@ -10,30 +10,31 @@
 
 namespace smp::gradients {
 
-/// How gradients are reduced where each rank keeps a shard of them.
+/// The settings of a reduction in which each rank keeps a shard of the
+/// gradients.
 struct Sharding {
   ShardLayout layout = ShardLayout::kEqualCut;
-  /// Ranks that hold one copy of the state together; at least two.
+  /// Ranks that together hold one copy of the state; at least two.
   comm::CommunicatorPtr shard;
-  /// What the shard is summed over afterwards, in this order: ranks that hold
-  /// equal parts, and the tp group where all its ranks hold the parameters.
-  /// None of them is null.
+  /// Groups over which the shard is summed afterwards, in this order: ranks
+  /// that hold equal parts, and the tp group where all its ranks hold the
+  /// parameters. None of them is null.
   std::vector<comm::CommunicatorPtr> further;
-  /// Reduce over `shard` after every microbatch, else once per step. Ranks then
-  /// have equal numbers of microbatches.
+  /// True: reduce over `shard` after every microbatch; ranks then have equal
+  /// numbers of microbatches. False: reduce once per step.
   bool every_microbatch = false;
 };
 
 /// A bucket of which this rank keeps a shard. Gradients are summed in memory
-/// that the bucket has from the first one to their reduce-scatter; further
+/// that the bucket has from the first gradient to the reduce-scatter; further
 /// rounds are added on the shard. At the boundary the shard is summed over the
 /// further groups.
-/// Source: two hops as MiCS (arXiv:2205.00119).
+/// Source: two hops as in MiCS (arXiv:2205.00119).
 class ShardReduction final : public BucketReduction {
  public:
-  /// @param plan  of `sharding.shard->size()` shards
+  /// @param plan  has `sharding.shard->size()` shards
   /// @param like  parameters, by record index; contiguous
-  /// @param pool  outlives this
+  /// @param pool  must outlive this object
   ShardReduction(const ShardedBucket& plan, const std::vector<at::Tensor>& like,
                  at::Device device, const Sharding& sharding, FlatPool& pool);
 
@@ -48,7 +49,7 @@ class ShardReduction final : public BucketReduction {
   const comm::WorkPtr& work() const override { return work_; }
   const comm::Communicator& group() const override { return *group_; }
   void settle() override;
-  void keep_pass(double) override {}  // it is on the shard
+  void keep_pass(double) override {}  // the sum is on the shard
   void drop_passes(int slot_idx) override;
   void drop_passes() override { has_sum_ = false; }
   void add_late(int slot_idx, const at::Tensor& sum) override;
@@ -67,7 +68,7 @@ class ShardReduction final : public BucketReduction {
   const int64_t flat_numel_;
   const int64_t shard_numel_;
   const at::TensorOptions options_;
-  const std::vector<ShardHolding> slots_;  // of this rank
+  const std::vector<ShardHolding> slots_;  // holdings of this rank
   FlatBucket bucket_;
   at::Tensor shard_;        // sum of the rounds since the last boundary; no
                             // memory before the first of them

@@ -25,13 +25,13 @@ void WholeReduction::add(int slot_idx, const at::Tensor& grad) {
   bucket_.add(slot_idx, grad);
 }
 
-// With passes the division has to wait for their sum.
+// Adds the last gradient. With passes the division has to wait for their sum.
 void WholeReduction::add_last(int slot_idx, const at::Tensor& grad,
                               double pass_divisor) {
   bucket_.add(slot_idx, grad, has_passes_ ? 1 : pass_divisor * divisor_);
 }
 
-// One division where there are no passes, as one process would do it.
+// Divides once where there are no passes, as one process would do it.
 void WholeReduction::finish(double pass_divisor) {
   if (!has_passes_) {
     bucket_.finish(pass_divisor * divisor_);
@@ -49,7 +49,7 @@ void WholeReduction::launch(double pass_divisor) {
   }
 }
 
-// The views then hold the sum of all passes so far.
+// Keeps the sum of a pass. The views then hold the sum of all passes so far.
 void WholeReduction::keep_pass(double pass_divisor) {
   bucket_.finish(pass_divisor);
   const at::Tensor& flat = bucket_.flat();

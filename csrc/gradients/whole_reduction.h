@@ -9,13 +9,13 @@ namespace smp::gradients {
 /// memory, all-reduced there once per reduction, and `.grad` is a view of it.
 class WholeReduction final : public BucketReduction {
  public:
-  /// @param plan  with one shard
+  /// @param plan  has one shard
   /// @param like  targets, by record index
   /// @param dp    may be null, like a group of one
   WholeReduction(const ShardedBucket& plan, const std::vector<at::Tensor>& like,
                  at::Device device, comm::CommunicatorPtr dp);
 
-  void let_go() override {}  // its memory is that of the next sum
+  void let_go() override {}  // the next sum uses the same memory
   void begin_round() override;
   bool has_memory() const override { return true; }
   void add(int slot_idx, const at::Tensor& grad) override;

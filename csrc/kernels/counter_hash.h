@@ -29,7 +29,8 @@ struct ColumnKey {
   uint32_t second = 0;
 };
 
-/// How a row turns the hash of a column into that of its element.
+/// The numbers with which a row turns the hash of a column into that of its
+/// element.
 struct RowKey {
   uint32_t offset;
   uint32_t factor;  // odd
@@ -68,8 +69,8 @@ SMP_HOST_DEVICE SMP_INLINED Word column_hash(Word column, ColumnKey key) {
   return x;
 }
 
-/// The number of an element, to be compared as a whole: its high bits are
-/// better than its low ones. Also a bijection.
+/// Returns the number of an element, to be compared as a whole: its high bits
+/// are better than its low ones. Also a bijection.
 template <typename Word>
 SMP_HOST_DEVICE SMP_INLINED Word element_hash(Word column_hash, RowKey key) {
   return (column_hash ^ key.offset) * key.factor;
@@ -92,7 +93,8 @@ inline Dropout make_dropout(double p, uint64_t seed) {
           p >= 1 ? 0.0 : 1 / (1 - p)};
 }
 
-/// Of one element; its column's hash may be known to the caller.
+/// Returns whether an element stays; its column's hash may be known to the
+/// caller.
 SMP_HOST_DEVICE SMP_INLINED bool stays(const Dropout& dropout, RowKey key,
                                        uint32_t column_hash) {
   return element_hash<uint32_t>(column_hash, key) >= dropout.threshold;

@@ -68,7 +68,8 @@ struct Rotary {
   Dtype dtype = Dtype::kFloat;
 };
 
-/// Rows [begin, end); for `rotary` a row is a pair (sample, position).
+/// Functions on rows [begin, end); for `rotary` a row is a pair (sample,
+/// position).
 namespace cpu {
 
 void bias_gelu_forward(const BiasGelu& gelu, int64_t begin, int64_t end);
@@ -88,9 +89,9 @@ void rotary(const Rotary& rotary, int64_t begin, int64_t end);
 
 }  // namespace cpu
 
-/// All rows, queued on `stream`; nullptr, or the text of what went wrong.
-/// `partial_sums`: Compute [partial rows, columns], sums of dbias over some
-/// rows each; null: not wanted.
+/// Functions on all rows, queued on `stream`. They return nullptr, or the text
+/// of the error. `partial_sums`: Compute [partial rows, columns], sums of dbias
+/// over some rows each; null: not wanted.
 namespace cuda {
 
 int64_t column_partial_rows(int64_t num_rows, int64_t num_columns);

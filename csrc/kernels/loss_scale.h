@@ -53,7 +53,8 @@ SMP_HOST_DEVICE SMP_INLINED void move_loss_scale(const LossScaleRule& rule,
 
 namespace cuda {
 
-/// The same, queued on `stream`; nullptr, or the text of what went wrong.
+/// Ends an iteration likewise, queued on `stream`; returns nullptr, or the text
+/// of the error.
 /// @param found_inf  device memory, one number: not 0 for an overflow
 /// @param state  device memory
 const char* move_loss_scale(const LossScaleRule& rule, const double* found_inf,

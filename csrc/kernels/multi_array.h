@@ -24,31 +24,32 @@ struct ArrayPair {
   Dtype dtype = Dtype::kFloat;
 };
 
-/// Elements [begin, end). 16-bit elements are computed in float and rounded to
-/// nearest even.
+/// Functions on elements [begin, end). 16-bit elements are computed in float
+/// and rounded to nearest even.
 namespace cpu {
 
-/// In double precision and in an order that only the number of elements and the
-/// instruction set decide.
+/// Returns the sum in double precision, in an order that only the number of
+/// elements and the instruction set decide.
 double sum_of_squares(const Array& array, int64_t begin, int64_t end);
 
-/// The largest absolute value, 0 of nothing; NaN if there is one.
+/// Returns the largest absolute value, 0 for no elements; NaN if there is one.
 double max_abs(const Array& array, int64_t begin, int64_t end);
 
-/// x *= factor
+/// Computes x *= factor.
 void scale(const Array& array, double factor, int64_t begin, int64_t end);
 
-/// y += a * x, whole arrays
+/// Computes y += a * x, for whole arrays.
 void add_scaled(const ArrayPair* pairs, int64_t num_pairs, double a);
 
 }  // namespace cpu
 
-/// The same on a GPU. Arrays live on the device that is current; work is queued
-/// on `stream` (a cudaStream_t) and not waited for. Each function returns
-/// nullptr, or the text of what went wrong.
+/// The same functions on a GPU. Arrays live on the device that is current; work
+/// is queued on `stream` (a cudaStream_t) and not waited for. Each function
+/// returns nullptr, or the text of the error.
 namespace cuda {
 
-/// Number of doubles that `sums_of_squares` and `max_abs` need as scratch.
+/// Returns the number of doubles that `sums_of_squares` and `max_abs` need as
+/// scratch.
 int64_t num_partials(const Array* arrays, int64_t num_arrays);
 
 /// Writes the sum of each array, in double and in a fixed order.
@@ -61,12 +62,12 @@ const char* sums_of_squares(const Array* arrays, int64_t num_arrays,
 const char* max_abs(const Array* arrays, int64_t num_arrays, double* partials,
                     double* results, void* stream);
 
-/// x *= *factor
+/// Computes x *= *factor.
 /// @param factor  device memory, one double
 const char* scale(const Array* arrays, int64_t num_arrays, const double* factor,
                   void* stream);
 
-/// y += a * x
+/// Computes y += a * x.
 const char* add_scaled(const ArrayPair* pairs, int64_t num_pairs, double a,
                        void* stream);
 

@@ -5,7 +5,7 @@
 #include "csrc/kernels/optimizers.h"
 #include "csrc/kernels/softmax.h"
 
-// Stands in for cuda/ where there is no CUDA compiler.
+// Replaces cuda/ where there is no CUDA compiler.
 
 namespace smp::kernels::cuda {
 

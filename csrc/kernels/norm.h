@@ -37,7 +37,7 @@ struct NormBackward {
   Dtype dtype = Dtype::kFloat;
 };
 
-/// Rows [begin, end).
+/// Functions on rows [begin, end).
 namespace cpu {
 
 void norm_forward(const Norm& norm, int64_t begin, int64_t end);
@@ -49,12 +49,13 @@ void norm_backward(const NormBackward& norm, int64_t begin, int64_t end,
 
 }  // namespace cpu
 
-/// All rows, queued on `stream`; nullptr, or the text of what went wrong.
+/// Functions on all rows, queued on `stream`. They return nullptr, or the text
+/// of the error.
 namespace cuda {
 
 const char* norm_forward(const Norm& norm, void* stream);
 
-/// Number of rows that `partial_sums` of `norm_backward` needs.
+/// Returns the number of rows that `partial_sums` of `norm_backward` needs.
 int64_t norm_partial_rows(const NormBackward& norm);
 
 /// @param partial_sums  Compute [2, partial rows, columns]: sums of dweight and

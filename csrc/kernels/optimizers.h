@@ -11,7 +11,7 @@
 
 namespace smp::kernels {
 
-/// A parameter and what its optimizer keeps of it, arrays of one length.
+/// A parameter and the state that its optimizer keeps, arrays of one length.
 struct UpdateArrays {
   void* param = nullptr;       // Compute
   const void* grad = nullptr;  // Compute, or 16 bit for a float parameter
@@ -26,7 +26,8 @@ struct UpdateArrays {
   bool bypasses_cache = false;  // CPU: the copy is written past the caches
 };
 
-/// What all parameters of a call share, each one number where the arrays are.
+/// Numbers that all parameters of a call share, each one number where the
+/// arrays are.
 struct UpdateScalars {
   const double* lr = nullptr;
   const double* divisor = nullptr;    // of gradients; null: 1
@@ -49,7 +50,8 @@ struct LambOptions {
 };
 
 struct NovoGradOptions {
-  /// Not decoupled: normalised gradients and weight decay enter the moment.
+  /// Options of Adam. If not `is_decoupled`, normalised gradients and weight
+  /// decay enter the moment.
   AdamOptions adam;
   bool is_max_norm = false;  // else the root of the sum of squares
   bool starts_at_zero = false;
@@ -83,6 +85,7 @@ struct MomentumFactors {
   double decay;
 };
 
+/// Returns the factors of an update.
 /// @param step  number of this update, the first is 1
 SMP_HOST_DEVICE SMP_INLINED AdamFactors adam_factors(const AdamOptions& options,
                                                      double step,
@@ -105,8 +108,8 @@ SMP_HOST_DEVICE SMP_INLINED AdamFactors adam_factors(const AdamOptions& options,
   return f;
 }
 
-/// How far LAMB goes, in learning rates, by the sums of squares of a parameter
-/// and of its update.
+/// Returns the length of LAMB's step, in learning rates, from the sums of
+/// squares of a parameter and of its update.
 SMP_HOST_DEVICE SMP_INLINED double trust_ratio(const LambOptions& options,
                                                double param_squares,
                                                double update_squares) {
@@ -115,9 +118,9 @@ SMP_HOST_DEVICE SMP_INLINED double trust_ratio(const LambOptions& options,
   return __builtin_sqrt(param_squares / update_squares);
 }
 
-/// The second moment of NovoGrad: a running norm of the gradient.
-/// @param old  before update number `step`
-/// @param norm  of this update's gradient, not divided yet
+/// Returns the second moment of NovoGrad: a running norm of the gradient.
+/// @param old  moment before update number `step`
+/// @param norm  norm of this update's gradient, not divided yet
 SMP_HOST_DEVICE SMP_INLINED double running_norm(const NovoGradOptions& options,
                                                 double step, double old,
                                                 double norm, double divisor) {
@@ -148,20 +151,20 @@ novograd_factors(const NovoGradOptions& options, double step, double norm,
   return f;
 }
 
-/// Elements [begin, end) of one parameter. `step` and the scalars are the
-/// caller's: factors are of the update that is being made.
+/// Functions on elements [begin, end) of one parameter. The caller handles
+/// `step` and the scalars: factors are those of the current update.
 namespace cpu {
 
-/// Moments and parameter: p -= lr * u.
+/// Updates moments and parameter: p -= lr * u.
 void adam(const UpdateArrays& arrays, const AdamFactors& factors, double lr,
           int64_t begin, int64_t end);
 
-/// Moments only.
+/// Updates the moments only.
 /// @param sums  two numbers: the sums of squares of p and of u
 void lamb_moments(const UpdateArrays& arrays, const AdamFactors& factors,
                   int64_t begin, int64_t end, double* sums);
 
-/// p -= rate * u, by the moments that are there; gradients are not read.
+/// Computes p -= rate * u from the current moments; gradients are not read.
 void lamb_apply(const UpdateArrays& arrays, const AdamFactors& factors,
                 double rate, int64_t begin, int64_t end);
 
@@ -170,15 +173,16 @@ void momentum(const UpdateArrays& arrays, const MomentumFactors& factors,
 
 }  // namespace cpu
 
-/// All arrays, queued on `stream` and not waited for; nullptr, or the text of
-/// what went wrong. `adam`, `lamb_moments` and `novograd` count the step.
+/// Functions on all arrays, queued on `stream` and not waited for. They return
+/// nullptr, or the text of the error. `adam`, `lamb_moments` and `novograd`
+/// count the step.
 namespace cuda {
 
 const char* adam(const UpdateArrays* arrays, int64_t num_arrays,
                  const AdamOptions& options, const UpdateScalars& scalars,
                  void* stream);
 
-/// Number of doubles that `lamb_moments` needs as scratch memory.
+/// Returns the number of doubles that `lamb_moments` needs as scratch memory.
 int64_t num_lamb_partial_sums(const UpdateArrays* arrays, int64_t num_arrays);
 
 /// @param sums  device memory, [2, arrays]: sums of squares of parameters and

@@ -49,7 +49,7 @@ struct ScaledMaskedSoftmaxBackward {
   Dtype dtype = Dtype::kFloat;
 };
 
-/// Keys [begin, end) that a query may see.
+/// The range of keys [begin, end) that a query may see.
 struct KeyRange {
   int64_t begin;
   int64_t end;
@@ -69,12 +69,12 @@ SMP_HOST_DEVICE SMP_INLINED KeyRange visible_keys(int64_t query,
   return range;
 }
 
-/// What the cross entropy of one row needs to know of a part of its logits. Of
-/// a whole row: loss = log(exp_sum) - target_logit. Of parts: with M = max of
-/// the maxima, the sums of exp_sum * exp(max - M), of target_logit + max - M
-/// where the target is, and of sum + columns * (max - M) are those of the row.
-/// The target's logit is NaN for a target that is neither in the vocabulary nor
-/// to be ignored.
+/// The cross entropy of one row, computed from a part of its logits. For a
+/// whole row: loss = log(exp_sum) - target_logit. For parts, with M = max of
+/// the maxima: the row has the sums of exp_sum * exp(max - M), of target_logit
+/// + max - M where the target is, and of sum + columns * (max - M). The
+/// target's logit is NaN for a target that is neither in the vocabulary nor to
+/// be ignored.
 struct CrossEntropy {
   const void* logits = nullptr;      // [rows, columns]
   const int64_t* targets = nullptr;  // [rows]
@@ -111,7 +111,7 @@ struct CrossEntropyBackward {
   Dtype dtype = Dtype::kFloat;
 };
 
-/// Rows [begin, end).
+/// Functions on rows [begin, end).
 namespace cpu {
 
 void softmax_forward(const ScaledMaskedSoftmax& op, int64_t begin, int64_t end);
@@ -123,7 +123,8 @@ void cross_entropy_backward(const CrossEntropyBackward& op, int64_t begin,
 
 }  // namespace cpu
 
-/// All rows, queued on `stream`; nullptr, or the text of what went wrong.
+/// Functions on all rows, queued on `stream`. They return nullptr, or the text
+/// of the error.
 namespace cuda {
 
 const char* softmax_forward(const ScaledMaskedSoftmax& op, void* stream);

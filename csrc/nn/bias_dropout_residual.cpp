@@ -66,8 +66,8 @@ at::Tensor bias_dropout_residual_forward(const at::Tensor& x,
   return y;
 }
 
-// dx (of x_type), dbias (in the type that is computed in; undefined unless
-// wanted)
+// Returns dx (of x_type) and dbias (in the compute type; undefined unless
+// wanted).
 Pair bias_dropout_residual_backward(const at::Tensor& dy,
                                     c10::ScalarType x_type, double p,
                                     int64_t seed, bool wants_dbias) {
@@ -154,7 +154,7 @@ class BiasDropoutResidualFunction
             .typed<Pair(const at::Tensor&, c10::ScalarType, double, int64_t,
                         bool)>();
     auto& data = context->saved_data;
-    // Absent tensors are no inputs in the eyes of the context.
+    // The context does not count absent tensors as inputs.
     const bool has_bias = data["has_bias"].toBool();
     const bool wants_dbias = has_bias && context->needs_input_grad(1);
     const bool wants_dresidual = data["has_residual"].toBool() &&

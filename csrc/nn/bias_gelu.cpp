@@ -42,7 +42,7 @@ at::Tensor bias_gelu_forward(const at::Tensor& x, const OptionalTensor& bias,
   return y;
 }
 
-// dx, dbias (in the type that is computed in; undefined unless wanted)
+// Returns dx and dbias (in the compute type; undefined unless wanted).
 Pair bias_gelu_backward(const at::Tensor& dy, const at::Tensor& x,
                         const OptionalTensor& bias, bool is_tanh,
                         bool wants_dbias) {

@@ -31,7 +31,8 @@ void check_logits(const at::Tensor& logits, const at::Tensor& targets) {
                     ", logits on ", logits.device(), "; move one of them");
 }
 
-// A GPU would have to be waited for; there such targets give NaN.
+// Checks targets on the CPU. On a GPU the host would have to wait; there bad
+// targets give NaN.
 void check_targets(const at::Tensor& targets, int64_t vocab_size,
                    int64_t ignore_index) {
   const int64_t* data = targets.const_data_ptr<int64_t>();
@@ -44,15 +45,15 @@ void check_targets(const at::Tensor& targets, int64_t vocab_size,
   }
 }
 
-// Rows with any stride whose elements lie together.
+// Returns rows with any stride whose elements lie together.
 at::Tensor readable_rows(const at::Tensor& logits) {
   return logits.stride(1) == 1 || logits.size(1) == 1 ? logits
                                                       : logits.contiguous();
 }
 
-// [3, tokens]: maximum, sum of exponentials, logit of the target; the last two
-// relative to the maximum. With `wants_sum` [4, tokens]: also the sum of the
-// logits. See kernels::CrossEntropy.
+// Returns [3, tokens]: maximum, sum of exponentials, logit of the target; the
+// last two relative to the maximum. With `wants_sum` [4, tokens]: also the sum
+// of the logits. See kernels::CrossEntropy.
 at::Tensor statistics(const at::Tensor& logits, const at::Tensor& targets,
                       int64_t first_column, int64_t vocab_size,
                       int64_t ignore_index, bool wants_sum) {

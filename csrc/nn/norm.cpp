@@ -22,7 +22,7 @@ constexpr const char* kRmsNorm = "smp::rms_norm";
 
 const char* name_of(bool is_rms) { return is_rms ? kRmsNorm : kLayerNorm; }
 
-// y, mean (undefined for RMS norm), rstd.
+// Returns y, mean (undefined for RMS norm) and rstd.
 NormResult norm_forward(const at::Tensor& x, const OptionalTensor& weight,
                         const OptionalTensor& bias, double eps, bool is_rms) {
   const char* op = name_of(is_rms);
@@ -94,7 +94,7 @@ at::Tensor sums_on_cpu(const kernels::NormBackward& norm, const at::Tensor& x,
                        });
 }
 
-// dx, dweight, dbias; undefined where not wanted.
+// Returns dx, dweight and dbias; undefined where not wanted.
 NormResult norm_backward(const at::Tensor& dy, const at::Tensor& x,
                          const OptionalTensor& mean, const at::Tensor& rstd,
                          const OptionalTensor& weight, bool is_rms,
@@ -150,7 +150,7 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
     auto [y, mean, rstd] = op.call(x, weight, bias, eps, is_rms);
     context->save_for_backward({x, weight.value_or(at::Tensor()), mean, rstd});
     context->saved_data["is_rms"] = is_rms;
-    // Absent tensors are no inputs in the eyes of the context.
+    // The context does not count absent tensors as inputs.
     const int64_t bias_idx = weight.has_value() ? 2 : 1;
     context->saved_data["bias_idx"] = bias.has_value() ? bias_idx : -1;
     if (bias.has_value()) {

@@ -52,8 +52,8 @@ void check_arguments(const at::Tensor& scores, const OptionalTensor& mask,
                     ", the scores on ", scores.device(), "; move one of them");
 }
 
-// The mask in the type that is computed in, keys one after the other, expanded
-// to the sizes of the scores.
+// Returns the mask in the compute type, keys one after the other, expanded to
+// the sizes of the scores.
 at::Tensor readable_mask(const OptionalTensor& mask, const at::Tensor& scores) {
   if (!mask.has_value()) return {};
   at::Tensor result = mask->to(compute_type(scores));
@@ -68,8 +68,8 @@ at::Tensor readable_mask(const OptionalTensor& mask, const at::Tensor& scores) {
   return result.expand(scores.sizes());
 }
 
-// y, and the probabilities before dropout; these are empty without dropout,
-// when y is what they would be.
+// Returns y, and the probabilities before dropout; these are empty without
+// dropout, when they would equal y.
 Pair softmax_forward(const at::Tensor& scores, const OptionalTensor& mask,
                      const OptionalTensor& slopes, double scale, bool is_causal,
                      int64_t window, double p, int64_t seed) {

@@ -8,7 +8,7 @@
 #include "csrc/kernels/multi_array.h"
 #include "csrc/memory/on_devices.h"
 
-// What the operators of this room share: checks, types, rows over threads.
+// Checks, types, and rows over threads that the operators of this room share.
 
 namespace smp::nn {
 
@@ -26,11 +26,11 @@ void check_vector(const char* op, const char* name,
 
 kernels::Dtype kernel_dtype(const at::Tensor& tensor);
 
-/// double for double, float otherwise.
+/// Returns double for double, float otherwise.
 c10::ScalarType compute_type(const at::Tensor& tensor);
 
-/// A contiguous copy in the compute type of `x`, the tensor itself if it is
-/// one already; undefined for nothing.
+/// Returns a contiguous copy in the compute type of `x`, or the tensor itself
+/// if it is one already; undefined for an absent tensor.
 at::Tensor in_compute_type(const OptionalTensor& tensor, const at::Tensor& x);
 
 inline const void* data_of(const at::Tensor& tensor) {
@@ -41,7 +41,7 @@ inline void* mutable_data_of(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
 }
 
-/// A contiguous result, like `x` in all but strides.
+/// Returns a new contiguous tensor, like `x` in all but strides.
 at::Tensor new_like(const at::Tensor& x);
 at::Tensor new_tensor(at::IntArrayRef sizes, c10::ScalarType dtype,
                       const at::Tensor& like);
@@ -53,23 +53,23 @@ struct Rows {
 };
 Rows rows_of(const char* op, const at::Tensor& x);
 
-/// run(begin, end) for parts of the rows, on the threads of torch.
+/// Calls run(begin, end) for parts of the rows, on the threads of torch.
 void for_rows(int64_t num_rows, int64_t num_columns,
               const std::function<void(int64_t, int64_t)>& run);
 
-/// The same for a pass that also adds up columns: run(begin, end, sums) adds to
-/// `sums`, [num_sums, columns] of `dtype`. The result is the total; its bits do
-/// not depend on the number of threads.
+/// Calls run(begin, end, sums) for a pass that also adds up columns: it adds to
+/// `sums`, [num_sums, columns] of `dtype`. Returns the total; its bits do not
+/// depend on the number of threads.
 at::Tensor sum_over_rows(
     int64_t num_sums, int64_t num_rows, int64_t num_columns,
     c10::ScalarType dtype,
     const std::function<void(int64_t, int64_t, char*)>& run);
 
-/// Zeros on the device of `like`.
+/// Returns zeros on the device of `like`.
 at::Tensor new_zeros(at::IntArrayRef sizes, c10::ScalarType dtype,
                      const at::Tensor& like);
 
-/// An undefined tensor as an absent one.
+/// Returns an undefined tensor as an absent one.
 inline OptionalTensor given(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : OptionalTensor();
 }

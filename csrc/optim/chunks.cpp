@@ -19,7 +19,7 @@ std::vector<Chunk> cut(const std::vector<int64_t>& sizes) {
 
 namespace {
 
-// each_part(begin, end), numbers of chunks, on several threads.
+// Calls each_part(begin, end), numbers of chunks, on several threads.
 template <typename EachPart>
 void for_parts(const std::vector<Chunk>& chunks, EachPart&& each_part) {
   constexpr int64_t kGrain = 32768;

@@ -6,9 +6,8 @@
 
 namespace smp::optim {
 
-/// Elements [begin, end) of one array of a list. Where an array is cut depends
-/// on its size only, so sums over chunks do not depend on the number of
-/// threads.
+/// Elements [begin, end) of one array of a list. The cuts of an array depend on
+/// its size only, so sums over chunks do not depend on the number of threads.
 struct Chunk {
   int64_t array_idx = 0;
   int64_t begin = 0;
@@ -17,10 +16,11 @@ struct Chunk {
 
 constexpr int64_t kChunkElements = 65536;
 
-/// The chunks of arrays of these sizes, in order; an empty array has none.
+/// Returns the chunks of arrays of these sizes, in order; an empty array has
+/// none.
 std::vector<Chunk> cut(const std::vector<int64_t>& sizes);
 
-/// The same of what has `num_elements`.
+/// Returns the chunks of arrays that have `num_elements`.
 template <typename Arrays>
 std::vector<Chunk> chunks_of(const std::vector<Arrays>& arrays) {
   std::vector<int64_t> sizes;
@@ -31,11 +31,11 @@ std::vector<Chunk> chunks_of(const std::vector<Arrays>& arrays) {
 
 using ChunkFunction = std::function<void(const Chunk&, size_t)>;
 
-/// run(chunk, idx) for all chunks, on the threads of torch, each with about as
-/// many elements.
+/// Calls run(chunk, idx) for all chunks, on the threads of torch, each with
+/// about as many elements.
 void for_chunks(const std::vector<Chunk>& chunks, const ChunkFunction& run);
 
-/// The same, each thread from its last chunk to its first: what it has read
+/// Calls run likewise, each thread from its last chunk to its first: data read
 /// last in `for_chunks` over arrays of these sizes may still be in the caches.
 void for_chunks_backwards(const std::vector<Chunk>& chunks,
                           const ChunkFunction& run);

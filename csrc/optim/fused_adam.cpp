@@ -39,7 +39,7 @@ void fused_adam_(at::TensorList params, at::TensorList grads,
     count_steps(arrays);
     const auto factors = adam_factors_of(arrays, options, scalars.divisor());
     const double rate = scalars.lr();
-    // Often a norm has just been taken of the gradients.
+    // A norm of the gradients has often just been taken.
     for_chunks_backwards(chunks_of(arrays), [&](const Chunk& chunk, size_t) {
       kernels::cpu::adam(arrays[chunk.array_idx], factors[chunk.array_idx],
                          rate, chunk.begin, chunk.end);

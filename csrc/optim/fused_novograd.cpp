@@ -12,7 +12,8 @@ namespace {
 
 constexpr const char* kFusedNovogradOp = "smp::fused_novograd_";
 
-// Moves the running norm of one parameter and gives the factors of its update.
+// Moves the running norm of one parameter and returns the factors of its
+// update.
 template <typename T>
 kernels::MomentumFactors move_norm(const kernels::UpdateArrays& arrays,
                                    const kernels::NovoGradOptions& options,

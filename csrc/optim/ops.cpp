@@ -25,7 +25,7 @@ using Kernel = double (*)(const kernels::Array&, int64_t, int64_t);
 using CudaKernel = const char* (*)(const kernels::Array*, int64_t, double*,
                                    double*, void*);
 
-// One number per array: `combine` over its chunks, in order.
+// Reduces each array to one number: `combine` over its chunks, in order.
 template <typename Combine>
 void reduce_on_cpu(const std::vector<kernels::Array>& arrays, Kernel kernel,
                    Combine&& combine, double* results) {
@@ -58,7 +58,8 @@ at::Tensor reduce_each(const char* op, at::TensorList tensors, Kernel kernel,
     reduce_on_cpu(arrays, kernel, combine, data);
     return results;
   }
-  // Memory of the caller's stream; it is reused only after the kernels.
+  // The memory belongs to the caller's stream; it is reused only after the
+  // kernels.
   const at::Tensor partials = at::empty(
       {kernels::cuda::num_partials(arrays.data(), num_tensors)}, in_double);
   memory::run_on_cuda(op, device, [&](void* stream) {
@@ -68,8 +69,8 @@ at::Tensor reduce_each(const char* op, at::TensorList tensors, Kernel kernel,
   return results;
 }
 
-// Reached with an empty list, which names no device, and with tensors of a kind
-// that has no kernel.
+// Checks that a list is empty. Called with an empty list, which names no
+// device, and with tensors of a kind that has no kernel.
 void check_empty(const char* op, at::TensorList tensors) {
   TORCH_CHECK_VALUE(tensors.empty(), rank_prefix(), op,
                     " takes dense CPU or CUDA tensors, got one on ",

@@ -16,12 +16,13 @@ void check_tensors(const char* op, at::TensorList tensors,
 /// Raises ValueError unless each tensor fills one piece of memory.
 void check_dense(const char* op, at::TensorList tensors);
 
-/// The tensors, copies of those that are not in one piece of memory.
+/// Returns the tensors, with copies of those that are not in one piece of
+/// memory.
 std::vector<at::Tensor> in_one_piece(at::TensorList tensors);
 
 kernels::Dtype kernel_dtype(c10::ScalarType type);
 
-/// Views for the kernels; the tensors are dense and outlive the result.
+/// Returns views for the kernels; the tensors are dense and outlive the result.
 std::vector<kernels::Array> as_arrays(at::TensorList tensors);
 
 }  // namespace smp::optim

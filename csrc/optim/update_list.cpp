@@ -29,7 +29,7 @@ void check_length(const char* op, const char* name, at::TensorList list,
                     " of them, got ", list.size());
 }
 
-// One parameter and what belongs to it.
+// Checks one parameter and the tensors that belong to it.
 class Checker {
  public:
   Checker(const char* op, size_t idx, const at::Tensor& param)
@@ -128,7 +128,7 @@ class Checker {
   const at::Tensor& param_;
 };
 
-// A number as a double on a device; undefined stays undefined.
+// Returns a number as a double on a device; undefined stays undefined.
 at::Tensor number_on(c10::Device device, const char* op, const char* name,
                      const at::Tensor& tensor) {
   if (!tensor.defined()) return {};

@@ -7,7 +7,7 @@
 
 #include "csrc/kernels/optimizers.h"
 
-// What the fused updates share: checks, pointers, numbers of the call.
+// Checks, pointers and numbers of a call that the fused updates share.
 
 namespace smp::optim {
 
@@ -23,7 +23,7 @@ struct UpdateTensors {
   at::TensorList copies;       // 16 bit; empty: none
 };
 
-/// Pointers for the kernels.
+/// Returns pointers for the kernels.
 /// @param has_norms  `exp_avg_sqs` have one number each
 /// @throws ValueError unless all of a parameter's tensors fit it
 std::vector<kernels::UpdateArrays> update_arrays(const char* op,
@@ -39,7 +39,7 @@ class Scalars {
 
   kernels::UpdateScalars view() const;
 
-  // For tensors on the CPU.
+  // Numbers for tensors on the CPU.
   double lr() const;
   double divisor() const;
   bool is_skipped() const;
@@ -50,7 +50,7 @@ class Scalars {
   at::Tensor found_inf_;
 };
 
-/// Counts the update of each array and gives its factors, on the CPU.
+/// Counts the update of each array and returns its factors, on the CPU.
 void count_steps(const std::vector<kernels::UpdateArrays>& arrays);
 std::vector<kernels::AdamFactors> adam_factors_of(
     const std::vector<kernels::UpdateArrays>& arrays,

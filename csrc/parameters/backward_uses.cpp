@@ -81,7 +81,8 @@ void BackwardUses::join(int task, const BackwardUsePtr& use) {
   });
 }
 
-// Of the calls that this one precedes, and what was kept for them.
+// Takes out the calls that `use` precedes, and those kept with the same units.
+// Returns the units of all.
 std::vector<int> BackwardUses::take_finished(Uses& active,
                                              const BackwardUse& use) {
   std::vector<int> done;

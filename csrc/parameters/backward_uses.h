@@ -11,13 +11,13 @@
 
 namespace smp::parameters {
 
-/// What the backward of one call of a module needs.
+/// The units that the backward of one call of a module needs.
 struct BackwardUse {
   std::vector<int> units;
-  // Numbers of autograd nodes: those of the call are in [first, end).
+  // Numbers of autograd nodes: the call's nodes are in [first, end).
   uint64_t first = 0;
   uint64_t end = 0;
-  std::thread::id thread;  // that made them; each thread counts by itself
+  std::thread::id thread;  // made them; each thread counts by itself
 
   // Guarded by the mutex of BackwardUses:
   int task = -1;         // the backward that holds the units, if any
@@ -29,18 +29,18 @@ using BackwardUsePtr = std::shared_ptr<BackwardUse>;
 /// Holds units from the first node of their modules' calls to the last one.
 ///
 /// Autograd runs the nodes of one backward in the opposite order in which they
-/// were made. So when it comes to the result of a call, all calls that began
-/// after that one ended are over. See Note [Order of a backward].
+/// were made. So when it reaches the result of a call, all calls that began
+/// after the end of that call are over. See Note [Order of a backward].
 class BackwardUses : public std::enable_shared_from_this<BackwardUses> {
  public:
   explicit BackwardUses(ParameterStorePtr store) : store_(std::move(store)) {}
 
-  /// The backward that runs on this thread has come to a result of the call.
+  /// Notes that the backward on this thread has reached a result of the call.
   void begin(const BackwardUsePtr& use);
 
-  /// A forward that ran in a backward (to recompute activations) has ended;
-  /// the backward will come to it soon, so its units stay held. They are those
-  /// of an earlier call already where the backward has come to that one.
+  /// Keeps the units of a forward that ran in a backward (to recompute
+  /// activations) and has ended: the backward will reach it soon. Does nothing
+  /// if calls that the backward has reached already hold the units.
   void keep(const BackwardUsePtr& use);
 
   const ParameterStorePtr& store() const { return store_; }
@@ -48,7 +48,7 @@ class BackwardUses : public std::enable_shared_from_this<BackwardUses> {
  private:
   using Uses = std::vector<BackwardUsePtr>;
 
-  // What a backward that runs holds.
+  // The units that a running backward holds.
   struct Backward {
     Uses uses;
     bool will_end = false;  // `end` is going to be called

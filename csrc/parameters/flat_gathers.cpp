@@ -40,7 +40,7 @@ comm::WorkPtr FlatGathers::work_of(int flat_idx) const {
 
 void FlatGathers::forget(int flat_idx, const comm::WorkPtr& work) {
   const std::lock_guard lock(mutex_);
-  if (works_[flat_idx] != work) return;  // somebody else has waited as well
+  if (works_[flat_idx] != work) return;  // another thread has waited as well
   works_[flat_idx] = nullptr;
   --num_pending_;
 }

@@ -34,8 +34,8 @@ class GatherInOneHop final : public Gather {
   comm::WorkPtr work_;
 };
 
-// Each rank sends its stamp to the next one: as fast in a large group as in a
-// small one. Where ranks differ, two neighbours do.
+// Sends the stamp of each rank to the next one: as fast in a large group as in
+// a small one. Where ranks differ, two neighbours do.
 class NeighbourStamps final : public Gather {
  public:
   NeighbourStamps(comm::CommunicatorPtr group, uint64_t stamp)
@@ -103,8 +103,8 @@ class GathersInOneHop final : public GatherGroup {
   const comm::CommunicatorPtr control_;
 };
 
-// The second half is issued right behind the first one, on a stream of its own,
-// because what is computed meanwhile waits for neither.
+// Issues the second half right behind the first one, on a stream of its own,
+// because work computed meanwhile waits for neither.
 class GatherInTwoHops final : public Gather {
  public:
   GatherInTwoHops(comm::CommunicatorPtr across, comm::CommunicatorPtr within,

@@ -33,8 +33,8 @@ class ResultHook final : public torch::autograd::FunctionPreHook {
   }
 
  private:
-  // This backward makes a graph of its own (create_graph), which nothing goes
-  // through first that would hold the units again.
+  // Keeps the units when this backward makes a graph of its own (create_graph).
+  // No node that would hold the units again runs first in that graph.
   void keep_for_second_backward() const {
     for (const int unit : use_->units) {
       SMP_CHECK(ParameterScope::read(*uses_, unit),
@@ -67,11 +67,11 @@ ParameterScope::~ParameterScope() {
   try {
     uses_->store()->let_go(units_);
   } catch (const Error&) {
-    // Gathering ahead failed; code that needs the unit is told.
+    // Gathering ahead failed; code that needs the unit gets the error.
   }
 }
 
-// Outside of a step each outermost forward begins what repeats.
+// Outside of a step each outermost forward begins a pass.
 void ParameterScope::begin_passing() const {
   ParameterStore& store = *uses_->store();
   if (in_backward() || store.in_lasting_pass()) return;
@@ -142,7 +142,7 @@ bool ParameterScope::is_from_here(const at::TensorBase& tensor) const {
          tensor.grad_fn()->sequence_nr() >= first_node_;
 }
 
-// Units that a result shows are let go of when the scope around is left.
+// Hands units that a result shows to the outer scope, which frees them.
 void ParameterScope::hand_on(const std::vector<at::Tensor>& results) {
   const auto around = std::find_if(
       scopes_of_thread.rbegin(), scopes_of_thread.rend(),

@@ -10,13 +10,14 @@
 
 namespace smp::parameters {
 
-/// A module's forward, or other code that reads parameters: while it lasts, the
-/// units are held, and so are those that it reads besides. Their backward holds
+/// A module's forward, or other code that reads parameters. While it lasts, the
+/// units are held, and so are further units that it reads. Their backward holds
 /// them again. Scopes of one thread lie inside each other; `leave` is called on
 /// the thread that entered.
 class ParameterScope {
  public:
-  /// Collective over the shard group, like everything that holds.
+  /// Enters the scope. Collective over the shard group, like everything that
+  /// holds units.
   /// @param is_forward  outside of a step and of other scopes it begins a pass
   ParameterScope(std::shared_ptr<BackwardUses> uses, std::vector<int> units,
                  bool is_forward = true);
@@ -24,13 +25,14 @@ class ParameterScope {
   ParameterScope(const ParameterScope&) = delete;
   ParameterScope& operator=(const ParameterScope&) = delete;
 
-  /// A result that is a parameter, or a view of one, stays valid in the scope
-  /// around.
-  /// @param results  of the forward; none if it failed
+  /// Leaves the scope. A result that is a parameter, or a view of one, stays
+  /// valid in the outer scope.
+  /// @param results  results of the forward; none if it failed
   void leave(const std::vector<at::Tensor>& results);
 
-  /// Code on this thread is about to read a parameter of a unit. Outside of all
-  /// scopes it reads what the parameter shows.
+  /// Prepares a parameter of a unit for code on this thread that is about to
+  /// read it. Outside of all scopes that code reads the memory that the
+  /// parameter shows.
   /// @return false outside of all scopes
   static bool read(const BackwardUses& uses, int unit);
 

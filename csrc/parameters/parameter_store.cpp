@@ -122,7 +122,8 @@ void ParameterStore::hold(const std::vector<int>& units,
   for (const int unit_idx : units) finish(lock, unit_idx);
 }
 
-// @return false when this is not what the order says
+// Counts the holders of units. @return false when the order did not predict
+// these units
 bool ParameterStore::count_holders(const std::vector<int>& units) {
   bool is_expected = true;
   for (const int unit_idx : units) {
@@ -157,7 +158,7 @@ int64_t ParameterStore::missing_elements(const Unit& unit) const {
   return numel;
 }
 
-// Begins to gather what is missing of a unit.
+// Begins to gather the missing parameters of a unit.
 void ParameterStore::launch(int unit_idx) {
   Unit& unit = units_[unit_idx];
   if (unit.gather) return;
@@ -177,7 +178,7 @@ void ParameterStore::launch(int unit_idx) {
   stats_.live_elements += unit.live_elements;
   stats_.peak_live_elements =
       std::max(stats_.peak_live_elements, stats_.live_elements);
-  is_broken_ = true;  // unless the following succeeds
+  is_broken_ = true;  // unless the code below succeeds
   unit.gather = std::make_shared<UnitGather>(
       std::move(missing), *group_, static_cast<uint64_t>(unit_idx) + 1,
       detail::concat("gathering the parameters of ", unit.name));
@@ -268,13 +269,14 @@ void ParameterStore::release(Unit& unit) {
   stats_.live_elements -= std::exchange(unit.live_elements, 0);
 }
 
-// What is on its way must arrive before its memory can go.
+// Frees units gathered ahead. A gather in flight must finish before its memory
+// is freed.
 void ParameterStore::release_ahead(Lock& lock) {
   for (size_t i = 0; i < units_.size(); ++i) {
     if (!units_[i].is_ahead) continue;
     finish(lock, static_cast<int>(i));
     Unit& unit = units_[i];
-    if (!unit.is_ahead) continue;  // somebody came meanwhile
+    if (!unit.is_ahead) continue;  // another thread has taken it meanwhile
     unit.is_ahead = false;
     release(unit);
   }

@@ -18,41 +18,40 @@
 
 namespace smp::parameters {
 
-/// Sharded parameters, in units that are gathered together, and when each of
-/// them is whole.
+/// Gathers sharded parameters in units, and decides when each unit is whole.
 ///
-/// A unit is whole while somebody holds it. Units that are used next, as the
-/// passes before have shown, are gathered ahead, and kept if they are whole
-/// already, while there is room for them. A *pass* is what repeats: a step, or
-/// a forward with its backward outside of steps.
+/// A unit is whole while it has a holder. Units that are used next, as earlier
+/// passes have shown, are gathered ahead, and kept if they are whole already,
+/// while there is room for them. A *pass* is the part of a run that repeats: a
+/// step, or a forward with its backward outside of steps.
 ///
-/// All ranks of the group hold and let go of units in one order; then they
-/// gather in one order. Thread-safe; the lock is never held while waiting for
-/// another rank, except by threads that wait for the same unit. Where gathers
-/// run on streams of a device the host waits for none; then one stream uses
-/// the parameters of a rank.
+/// All ranks of the group hold and release units in one order; then they gather
+/// in one order. Thread-safe; the lock is never held while waiting for another
+/// rank, except by threads that wait for the same unit. Where gathers run on
+/// streams of a device the host waits for none; then one stream uses the
+/// parameters of a rank.
 ///
 /// Source: arXiv:1910.02054 (ZeRO, stage 3); recording the order of use is
 /// DeepSpeed's idea.
 class ParameterStore {
  public:
   struct Options {
-    /// Gathering ahead stops here. What is held is not limited.
+    /// Limit of gathering ahead. Held units are not limited.
     int64_t max_live_elements = int64_t{1} << 60;
-    /// Smaller parameters stay whole until the next update.
+    /// Size below which parameters stay whole until the next update.
     int64_t persistence_threshold = 0;
-    /// How many units are gathered ahead. One is what arrives while one is
-    /// used; more are memory at the very peak of a step.
+    /// Number of units gathered ahead. With 1, one unit arrives while another
+    /// one is used; more units take memory at the very peak of a step.
     int num_ahead = 1;
     comm::Patience patience;
   };
 
   struct Stats {
-    int64_t num_gathers = 0;      ///< of units
-    int64_t num_collectives = 0;  ///< that these took
+    int64_t num_gathers = 0;      ///< gathers of units
+    int64_t num_collectives = 0;  ///< collectives of these gathers
     int64_t gathered_bytes = 0;   ///< of all ranks' parts
     int64_t num_hits = 0;         ///< units that were there, or on their way
-    int64_t num_deviations = 0;   ///< passes that went another way
+    int64_t num_deviations = 0;   ///< passes that used another order
     int64_t live_elements = 0;    ///< of parameters that do not stay whole
     int64_t peak_live_elements = 0;
     int64_t persistent_elements = 0;
@@ -61,46 +60,47 @@ class ParameterStore {
   /// @param params  show their placeholders (see ShardedParameter)
   /// @param shards  one per parameter
   /// @param units   positions of parameters, each of them in one unit
-  /// @param names   of the units, for errors
+  /// @param names   names of the units, for errors
   ParameterStore(const std::vector<at::Tensor>& params,
                  const std::vector<at::Tensor>& shards,
                  std::vector<std::vector<int>> units,
                  std::vector<std::string> names, GatherGroupPtr group,
                  Options options);
 
-  /// Opens a pass; one that is open ends. @see UseOrder::begin
-  /// @param is_passing  nobody says when it is over: see `end_passing`
+  /// Opens a pass; an open pass ends. @see UseOrder::begin
+  /// @param is_passing  no caller ends the pass: see `end_passing`
   void begin_pass(int64_t kind, bool is_passing = false);
-  /// Ends a pass that nobody else ends, if no unit is held.
+  /// Ends a pass that no caller ends, if no unit is held.
   void end_passing();
-  /// Lets go of what was gathered ahead.
-  /// @throws InternalError when somebody still holds a unit
+  /// Ends a pass and frees units gathered ahead.
+  /// @throws InternalError when a unit is still held
   void end_pass();
   /// Waits until the ranks have compared that none gathers anything any more,
-  /// as before a sum of gradients, for which a rank that gathers never comes.
+  /// as before a sum of gradients, which a rank that gathers never reaches.
   /// Collective.
   /// @throws ValueError when some ranks run modules that others do not
   void meet();
-  /// Closes a pass that failed, without waiting for anybody.
+  /// Closes a pass that failed, without waiting for other ranks.
   void abandon_pass();
-  /// Is a pass open that somebody will end?
+  /// Returns whether a pass is open that a caller will end.
   bool in_lasting_pass() const;
 
-  /// Makes units whole, and lets go of others first. Collective.
-  /// @param done  held before, as often as they are named
+  /// Makes units whole, after it has released others. Collective.
+  /// @param done  units held before, each as often as it is named
   /// @throws ValueError when another rank of the group gathers something else
   void hold(const std::vector<int>& units, const std::vector<int>& done = {});
   void let_go(const std::vector<int>& done) { hold({}, done); }
 
-  /// The shards have got other values: what stayed whole is out of date.
+  /// Notes that the shards have other values: parameters that stayed whole are
+  /// out of date.
   /// @throws Error while units are held
   void mark_stale();
 
-  /// A copy of a whole parameter, which stays as it is. Collective.
+  /// Returns a copy of a whole parameter, which stays as it is. Collective.
   at::Tensor gather_one(int param_idx);
 
-  /// Which of these units, all held, have a parameter whose memory `tensor`
-  /// shows.
+  /// Returns the units, among these held ones, with a parameter whose memory
+  /// `tensor` shows.
   std::vector<int> units_shown_by(const at::Tensor& tensor,
                                   const std::vector<int>& units) const;
 
@@ -114,10 +114,10 @@ class ParameterStore {
   struct Unit {
     std::vector<int> param_idxs;
     std::string name;
-    int64_t live_elements = 0;  // of it, now
+    int64_t live_elements = 0;  // elements of it that are whole now
     int num_holders = 0;
-    bool is_ahead = false;      // nobody holds it; kept for its next use
-    UnitGatherPtr gather = {};  // until it has finished
+    bool is_ahead = false;      // without holder; kept for its next use
+    UnitGatherPtr gather = {};  // set until it has finished
   };
 
   bool stays(const ShardedParameter& param) const {

@@ -8,13 +8,13 @@
 
 namespace smp::parameters {
 
-/// A parameter of which this rank keeps one part. The whole of it has memory
-/// only while somebody needs it; then the parameter shows it, else it shows a
+/// A parameter of which this rank keeps one part. The whole parameter has
+/// memory only while it is in use; then the parameter shows it, else it shows a
 /// placeholder.
 ///
-/// All that is ever whole is one storage whose memory comes and goes: views
-/// that autograd has saved come back to life with the next gather, as FSDP does
-/// it. Neither counts as a change of the parameter's values.
+/// One storage holds the whole parameter at all times, and its memory comes and
+/// goes: views that autograd has saved are valid again after the next gather,
+/// as in FSDP. Neither counts as a change of the parameter's values.
 class ShardedParameter {
  public:
   /// @param param  shows its placeholder, of the true shape
@@ -25,7 +25,7 @@ class ShardedParameter {
                    StoragePool& pool);
 
   int64_t numel() const { return param_.numel(); }
-  /// Of the parts of all ranks together.
+  /// Returns the bytes of the parts of all ranks together.
   int64_t num_bytes() const { return num_shards_ * shard_bytes(); }
   int64_t shard_bytes() const { return static_cast<int64_t>(shard_.nbytes()); }
   int64_t item_bytes() const {
@@ -33,17 +33,17 @@ class ShardedParameter {
   }
   const at::Tensor& shard() const { return shard_; }
 
-  /// The parts of all ranks, [num_shards * c]; valid between `allocate` and
-  /// `release`.
+  /// Returns the parts of all ranks, [num_shards * c]; valid between `allocate`
+  /// and `release`.
   const at::Tensor& parts() const { return parts_; }
-  /// The same memory in the shape of the parameter.
+  /// Returns the same memory in the shape of the parameter.
   const at::Tensor& whole() const { return whole_; }
   bool has_memory() const { return has_memory_; }
 
   void allocate();
-  /// The parameter shows what `parts` has.
+  /// Makes the parameter show the values of `parts`.
   void show();
-  /// The parameter shows the placeholder; the memory is let go of.
+  /// Makes the parameter show the placeholder, and frees the memory.
   void release();
 
  private:

@@ -9,19 +9,19 @@
 
 namespace smp::parameters {
 
-/// Memory that parameters leave behind and others of the same size take over.
-/// On the host only, where fresh pages are as dear as filling them; devices
-/// have an allocator that does this. Not thread-safe.
+/// Keeps memory of freed parameters for others of the same size. On the host
+/// only, where fresh pages cost as much as filling them; devices have an
+/// allocator that does this. Not thread-safe.
 class StoragePool {
  public:
   explicit StoragePool(at::Device device)
       : device_(device), is_used_(device.is_cpu()) {}
 
-  /// One more tensor of this size may come. Memory is kept only where several
+  /// Announces one more tensor of this size. Memory is kept only where several
   /// tensors share it.
   void expect(int64_t num_bytes) { ++num_users_[num_bytes]; }
 
-  /// @return memory on the device of the pool, whichever is the current one of
+  /// @return memory on the device of the pool, whichever device is current in
   ///     the calling thread
   at::DataPtr take(int64_t num_bytes, at::Allocator* allocator);
   void give(int64_t num_bytes, at::DataPtr memory);

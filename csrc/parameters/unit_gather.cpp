@@ -11,7 +11,8 @@
 namespace smp::parameters {
 namespace {
 
-// Elements of one rank's part of a parameter in a flat tensor of bytes.
+// Returns the elements of one rank's part of a parameter in a flat tensor of
+// bytes.
 at::Tensor typed(const at::Tensor& bytes, const ShardedParameter& param) {
   return bytes.view(param.shard().scalar_type());
 }
@@ -54,7 +55,8 @@ void UnitGather::gather_together(GatherGroup& group) {
   gathers_.push_back(group.all_gather(flat_, packed_shards(), stamp_));
 }
 
-// Shards that lie behind each other already are sent from where they are.
+// Returns shards in one piece. Shards that already lie behind each other are
+// sent from their place.
 at::Tensor UnitGather::packed_shards() const {
   const at::Tensor first = small_.front()->shard().view(at::kByte);
   const auto* base = static_cast<const char*>(first.const_data_ptr());

@@ -12,20 +12,21 @@
 
 namespace smp::parameters {
 
-/// Parameters from this many bytes on are gathered where they belong, in one
-/// collective each; smaller ones share one, which costs two copies of them.
+/// Size from which parameters are gathered in their place, in one collective
+/// each; smaller ones share one, which costs two copies of them.
 inline constexpr int64_t kAloneBytes = int64_t{1} << 20;
 
 /// Some parameters on their way to this rank.
 class UnitGather {
  public:
-  /// Begins. Collective.
-  /// @param params  none of them has memory; alive until this has finished
-  /// @param stamp   of the unit; equal on all ranks
+  /// Begins the gather. Collective.
+  /// @param params  none of them has memory; alive until the gather has
+  ///     finished
+  /// @param stamp   stamp of the unit; equal on all ranks
   UnitGather(std::vector<ShardedParameter*> params, GatherGroup& group,
              uint64_t stamp, std::string what);
 
-  /// Waits (of a device: lets the current stream wait), then lets the
+  /// Waits (on a device: makes the current stream wait), then lets the
   /// parameters show their values. Thread-safe; may be called again.
   /// @throws comm::Disagreement when another rank gathers something else
   void finish(const comm::Patience& patience);
@@ -44,7 +45,7 @@ class UnitGather {
   GatherPtr comparison_;  // of the stamp; null: gathers compare it
   std::vector<GatherPtr> gathers_;
 
-  // Those that share a collective.
+  // Parameters that share a collective.
   std::vector<ShardedParameter*> small_;
   std::vector<int64_t> offsets_;  // in bytes, of a rank's part
   int64_t part_bytes_ = 0;

@@ -7,21 +7,21 @@
 
 namespace smp::parameters {
 
-/// In which order units are used, learnt from the passes before: a pass of the
-/// same kind is expected to go as the last one went. Pure.
+/// The order in which units are used, learnt from earlier passes: a pass is
+/// expected to go like the last pass of its kind. Pure.
 class UseOrder {
  public:
   /// @param kind  for instance training with four microbatches
   void begin(int64_t kind);
-  /// What was used in this pass is expected of the next one of its kind.
+  /// Ends a pass. The next pass of its kind is expected to use the same units.
   void end();
 
-  /// The unit is used now.
-  /// @return false when that was not expected: nothing is from now on, until
-  ///         the pass has ended
+  /// Notes that the unit is used now.
+  /// @return false when that was not expected: nothing is expected from now on,
+  ///     until the pass has ended
   bool use(int unit);
 
-  /// The units that are expected to be used next, the nearest first, each once.
+  /// Returns the units expected to be used next, the nearest first, each once.
   std::vector<int> next(int num_units) const;
 
  private:

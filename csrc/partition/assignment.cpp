@@ -42,7 +42,8 @@ uint64_t hash_of(const ModuleTree& tree, const Assignment& assignment) {
   return hash.value();
 }
 
-// "transformer.h.6" is number 6 of "transformer.h."; "lm_head" has no number.
+// A name with its last number: "transformer.h.6" is number 6 of
+// "transformer.h."; "lm_head" has no number.
 struct NumberedName {
   std::string stem;
   long number;
@@ -59,7 +60,7 @@ std::optional<NumberedName> split_number(const std::string& name) {
   return NumberedName{name.substr(0, start), std::stol(last)};
 }
 
-// a.[0-5] for a.0, a.1, ..., a.5 in a row.
+// Writes a.[0-5] for a.0, a.1, ..., a.5 in a row.
 std::string join_collapsed(const std::vector<std::string>& names) {
   std::string text;
   for (size_t i = 0; i < names.size();) {
@@ -84,7 +85,7 @@ std::string join_collapsed(const std::vector<std::string>& names) {
   return text.empty() ? "(no modules)" : text;
 }
 
-// Per stage: names of whole subtrees and of modules alone, in order.
+// Returns per stage the names of whole subtrees and of modules alone, in order.
 std::vector<std::vector<std::string>> names_by_stage(
     const ModuleTree& tree, const Assignment& assignment) {
   std::vector<bool> has_state(tree.num_nodes());  // in the subtree

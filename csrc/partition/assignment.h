@@ -8,7 +8,7 @@
 
 namespace smp::partition {
 
-/// Which partition owns each module. The same on every rank.
+/// The partition that owns each module. The same on every rank.
 struct Assignment {
   int num_partitions = 1;
   int num_chunks = 1;               ///< stages per partition
@@ -17,7 +17,7 @@ struct Assignment {
   std::vector<int64_t> load_bytes;  ///< parameter bytes per partition
   uint64_t hash = 0;                ///< of names, partitions and chunks
 
-  /// Stages in the order in which a microbatch goes through them.
+  /// Returns the number of stages, which a microbatch passes in order.
   int num_stages() const { return num_partitions * num_chunks; }
   int stage(int idx) const {
     return chunk_idxs[idx] * num_partitions + partition_idxs[idx];
@@ -34,10 +34,10 @@ Assignment make_assignment(const ModuleTree& tree, int num_partitions,
                            std::vector<int> partition_idxs, int num_chunks = 1,
                            std::vector<int> chunk_idxs = {});
 
-/// The lines of the log: per partition its parameter bytes, its share, and its
-/// modules. A name stands for a whole subtree, a name in parentheses for a
+/// Returns the lines of the log: per partition its parameter bytes, its share,
+/// and its modules. A name means a whole subtree, a name in parentheses means a
 /// module alone whose subtree is on several partitions. Numbered siblings that
-/// follow one another are one name, and what holds no state is left out:
+/// follow one another share one name, and modules without state are left out:
 ///
 ///     Partition assignments:
 ///     pp_rank 0: 1048576 bytes (50.0 %): (root), embedding, (h), h.[0-5]

@@ -9,7 +9,7 @@ namespace smp::partition {
 namespace {
 
 constexpr double kRounding = 1e-9;
-// What items are asked for, instead of a partition.
+// Wishes of items that name no partition.
 constexpr int kAnywhere = -1;
 constexpr int kApart = -2;  // on different ones
 
@@ -26,15 +26,15 @@ Cost minus(const Cost& a, const Cost& b) {
 
 }  // namespace
 
-// Where in the chain a value is made and read; -1 is stage 0.
+// The positions in the chain where a value is made and read; -1 is stage 0.
 struct ChainCosts::ValueSpan {
   double crossing_bytes = 0;  // per rank that reads it, with its gradient
   double kept_bytes = 0;      // by the rank that receives it
   int made = -1;
   std::vector<int> readers;  // items, in the end ascending
   bool driver_reads = false;
-  int owner = -1;  // the module above units whose code leaves it to others
-  Cost cost;       // of that
+  int owner = -1;  // module above units whose code leaves it to others
+  Cost cost;       // of making it
 
   void add_reader(int item) {
     if (item >= 0) {
@@ -45,8 +45,8 @@ struct ChainCosts::ValueSpan {
   }
 };
 
-// A module above units, of which the chain has the items [begin, end); begin
-// is -1 if it is on stage 0 in any case.
+// A module above units, with the items [begin, end) of the chain; begin is -1
+// if it is on stage 0 in any case.
 struct ChainCosts::Span {
   int owner;
   int begin;
@@ -135,8 +135,9 @@ std::vector<ChainCosts::Span> ChainCosts::find_spans() {
   return spans;
 }
 
-// What a module leaves to the ranks that have the data costs the same whether
-// it is split or not. Of the rest only modules of several items remain.
+// Adds own costs of modules to the items. Work that a module leaves to the
+// ranks that have the data costs the same whether it is split or not. Only
+// modules of several items remain in `spans`.
 void ChainCosts::add_own_costs(const std::vector<ValueSpan>& values,
                                std::vector<Span>* spans) {
   std::vector<Cost> left(decisions_.num_nodes());
@@ -173,7 +174,7 @@ void ChainCosts::add_own_costs(const std::vector<ValueSpan>& values,
 }
 
 void ChainCosts::fill_costs(const std::vector<Span>& spans) {
-  // Spans that begin at i, then all within [i, j).
+  // Spans by their first item, then sums of all spans within [i, j).
   std::vector<std::vector<const Span*>> beginning(num_items_ + 1);
   for (const Span& span : spans) beginning[span.begin].push_back(&span);
   std::vector<Cost> inside(num_items_ + 1);
@@ -225,8 +226,8 @@ std::vector<ChainCosts::ValueSpan> ChainCosts::find_value_spans() const {
     for (int source : value.source_values) spans[source].add_reader(span.made);
     for (int consumer : value.consumer_idxs) {
       const int item = place_of(consumer);
-      // Where own code of a module reads what is made in it depends on whether
-      // it is split; the objective knows.
+      // The objective decides where a module's own code reads a value made in
+      // the module: this depends on whether the module is split.
       const bool is_unit = decisions_.unit_of(decisions_.owner(consumer)) >= 0;
       if (item < 0 || is_unit) span.add_reader(item);
     }
@@ -261,7 +262,8 @@ void ChainCosts::fill_transfers(const std::vector<ValueSpan>& spans) {
           copies += span.kept_bytes;
           seen[id] = i;
         }
-        // Made before j - 1, it was counted as sent until its last reader.
+        // If it was made before j - 1, it was counted as sent until its last
+        // reader.
         const bool counted = span.made >= i && span.made < j - 1;
         if (counted && span.readers.back() == j - 1) {
           sent -= span.crossing_bytes;

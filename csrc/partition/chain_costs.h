@@ -6,28 +6,28 @@
 
 namespace smp::partition {
 
-/// Costs of the segments `[i, j)` of a chain of items. An item is what lies
+/// Costs of the segments `[i, j)` of a chain of items. An item is the part
 /// between two neighbouring positions at which a cut is allowed.
 class ChainCosts {
  public:
-  /// @param positions  as for split_chain
+  /// @param positions  as in split_chain
   ChainCosts(const Objective& objective, const std::vector<int>& positions);
 
   int num_items() const { return num_items_; }
-  /// May a stage do without items?
+  /// Returns whether a stage may have no items.
   bool may_be_empty(int stage) const { return may_be_empty_[stage]; }
 
-  /// Load of the segment as stage `stage` with the lead of what comes before
-  /// (`Evaluation::bounds`), without `split_load`; for stage 0
-  /// with what is fixed there. Infinite above the memory limit, and where an
-  /// item is asked for elsewhere.
+  /// Returns the load of the segment as stage `stage`, with the lead of the
+  /// items before it (`Evaluation::bounds`), without `split_load`; for stage 0
+  /// with the modules that are fixed there. Infinite above the memory limit,
+  /// and where an item has a wish for another partition.
   double load(int stage, int i, int j) const;
-  /// A lower bound of `load` that does not fall when `j` grows.
+  /// Returns a lower bound of `load` that does not fall when `j` grows.
   double least_load(int stage, int i, int j) const;
-  /// Load that a cut at `i` puts on stage 0, because it splits modules which
-  /// end at `j` or before: a module is counted at its last cut.
+  /// Returns the load that a cut at `i` puts on stage 0, because it splits
+  /// modules which end at `j` or before: a module is counted at its last cut.
   double split_load(int i, int j) const { return split_loads_[at(i, j)]; }
-  /// Bytes sent and received, by a stage other than 0.
+  /// Returns bytes sent and received, by a stage other than 0.
   double transfer_bytes(int i, int j) const { return transfers_[at(i, j)]; }
 
  private:

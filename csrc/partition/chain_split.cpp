@@ -19,7 +19,7 @@ bool less(double a, double b) {
   return a < b - kSlack * std::max(std::abs(a), std::abs(b));
 }
 
-// What is minimized among cuts whose loads are all small enough.
+// The values to minimize among cuts whose loads are all small enough.
 struct Preference {
   double split_load = kInfinity;  // on stage 0, because modules are split
   double transfer_bytes = 0;
@@ -68,7 +68,8 @@ class Splitter {
     return extra_loads_[k] + costs_.least_load(k, i, j);
   }
 
-  // Items at which stages begin, with the number of items at the end.
+  // Returns the items at which stages begin, with the number of items at the
+  // end.
   std::optional<std::vector<int>> best_begin() const {
     int least = 0;
     for (int k = 0; k < num_stages_; ++k) least += least_items(k);
@@ -77,7 +78,7 @@ class Splitter {
     if (low == kInfinity) return std::nullopt;
     std::optional<std::vector<int>> best = cut_within(low * (1 + kSlack));
     if (best) return best;
-    // Splitting modules loads stage 0 further; see how much is needed.
+    // Splitting modules loads stage 0 further; find out how much is needed.
     double high = std::min(low + most_split_load(), most_) * (1 + kSlack);
     best = cut_within(high);
     while (best && high - low > kPrecision * low) {
@@ -89,7 +90,7 @@ class Splitter {
     return best;
   }
 
-  // Each stage gets at least one item, or has what is there in any case.
+  // Returns 1 unless the stage has modules in any case.
   int least_items(int k) const { return costs_.may_be_empty(k) ? 0 : 1; }
 
   // c(k, i) = min over j > i of max(load of [i, j), c(k+1, j)), from the end.
@@ -120,7 +121,8 @@ class Splitter {
     return most;
   }
 
-  // The same recursion for the preference, over segments within the limit.
+  // Applies the same recursion to the preference, over segments within the
+  // limit.
   std::optional<std::vector<int>> cut_within(double limit) const {
     std::vector<Preference> best(n_ + 1);
     best[n_] = Preference{0, 0, 0};

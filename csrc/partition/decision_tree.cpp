@@ -7,7 +7,7 @@ namespace smp::partition {
 
 namespace {
 
-// The top-most indivisible node above each node, or the node itself.
+// Returns the top-most indivisible node above each node, or the node itself.
 std::vector<int> find_atoms(const ModuleTree& tree) {
   std::vector<int> atoms(tree.num_nodes());
   for (int idx = 0; idx < tree.num_nodes(); ++idx) {
@@ -21,7 +21,7 @@ std::vector<int> find_atoms(const ModuleTree& tree) {
   return atoms;
 }
 
-// The first atom of each atom's group. A tie between nodes inside two
+// Returns the first atom of each atom's group. A tie between nodes inside two
 // indivisible subtrees ties the whole subtrees, and so does a module that is
 // registered in both.
 std::vector<int> find_anchors(const ModuleTree& tree) {
@@ -49,7 +49,7 @@ std::vector<int> find_anchors(const ModuleTree& tree) {
   return anchors;
 }
 
-// Whether there is state in each subtree, re-used modules included.
+// Returns whether there is state in each subtree, re-used modules included.
 std::vector<bool> find_state(const ModuleTree& tree) {
   std::vector<bool> has_state(tree.num_nodes());
   for (bool changed = true; changed;) {
@@ -199,7 +199,7 @@ std::vector<int> DecisionTree::complete(
       const bool together =
           std::all_of(below.begin(), below.end(),
                       [&](int id) { return unit_stages[id] == stage; });
-      // Its own code may be asked for elsewhere than what is below it.
+      // The module's own code may have another wish than the units below it.
       const int wish = tree_.wish(idx);
       const bool follows = wish < 0 || wish == units_[below.front()].wish;
       stages[idx] = together && follows ? stage : std::max(0, wish);

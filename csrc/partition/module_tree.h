@@ -12,9 +12,9 @@ enum class NodeKind {
   kIndivisible,  ///< everything below stays with this node
 };
 
-/// What the partitioner knows of a model: one node per module instance,
-/// parents before children, children in registration order. Node 0 is the root.
-/// Costs are own costs, without those of children, and for one microbatch.
+/// A model as the partitioner sees it: one node per module instance, parents
+/// before children, children in registration order. Node 0 is the root. Costs
+/// are own costs, without those of children, and for one microbatch.
 class ModuleTree {
  public:
   struct Node {
@@ -36,8 +36,9 @@ class ModuleTree {
     int64_t num_bytes = 0;
     std::vector<int> consumer_idxs;
     bool needs_grad = false;
-    /// Not empty for what a split module leaves to the rank that has the data:
-    /// ids of the values it is made of. It is made where the last one is.
+    /// Ids of the values that it is made of, if a split module leaves its
+    /// making to the rank that has the data; else empty. It is made where the
+    /// last of these values is.
     std::vector<int> source_values;
     double compute = 0;            ///< of making it, part of its producer's
     int64_t activation_bytes = 0;  ///< kept for that, part of its producer's
@@ -50,22 +51,23 @@ class ModuleTree {
                bool has_state, double compute = 0,
                NodeKind kind = NodeKind::kPlain, int64_t activation_bytes = 0);
 
-  /// Replaces what a trace measures of a node.
+  /// Replaces the measurements of a node by a trace.
   /// @throws ValueError for negative costs, or more forward than compute
   void set_costs(int idx, double compute, int64_t activation_bytes,
                  double forward = 0);
 
-  /// Says that the two nodes share a parameter and must stay together. The
-  /// bytes of a shared parameter are counted at one of its nodes only.
+  /// Makes two nodes that share a parameter stay together. The bytes of a
+  /// shared parameter are counted at one of its nodes only.
   void tie(int idx_a, int idx_b);
 
-  /// Says that node `idx` is registered below `parent_idx` as well.
+  /// Notes that node `idx` is registered below `parent_idx` as well.
   /// @throws ValueError if a node does not exist or would be below itself
   void add_alias(int parent_idx, int idx);
 
-  /// Nodes in the order of their first call. Siblings are taken in this order,
-  /// each by the first call of anything in its subtree; what was never called
-  /// stays behind the sibling before it. Without it: registration order.
+  /// Sets the order of nodes by their first call. Siblings are taken in this
+  /// order, each by the first call of anything in its subtree; a sibling that
+  /// was never called stays behind the sibling before it. The default is
+  /// registration order.
   /// @throws ValueError if a node does not exist or is named twice
   void set_order(const std::vector<int>& node_idxs);
 
@@ -73,11 +75,11 @@ class ModuleTree {
   /// inputs are made by the root. A value crosses once to each other rank that
   /// reads it, and its gradient comes back the same way.
   ///
-  /// The own code of a split module runs on partition 0. What it makes is there
-  /// unless `source_values` are given: then the value is made where the last of
-  /// them is, the others go there, and `compute` and `activation_bytes` (parts
-  /// of the module's own costs) count there. In a whole module everything is
-  /// made where the module is.
+  /// The own code of a split module runs on partition 0. The values it makes
+  /// are there unless `source_values` are given: then the value is made where
+  /// the last of them is, the others are sent there, and `compute` and
+  /// `activation_bytes` (parts of the module's own costs) count there. In a
+  /// whole module everything is made where the module is.
   /// @throws ValueError if a node or a source does not exist, or if a cost is
   ///     negative or is given without sources
   int add_value(int producer_idx, int64_t num_bytes,
@@ -85,21 +87,21 @@ class ModuleTree {
                 std::vector<int> source_values = {}, double compute = 0,
                 int64_t activation_bytes = 0);
 
-  /// What a byte over a boundary costs in the unit of `compute`.
+  /// Sets the cost of a byte over a boundary, in the unit of `compute`.
   void set_compute_per_byte(double compute_per_byte);
   double compute_per_byte() const { return compute_per_byte_; }
 
   int num_nodes() const { return static_cast<int>(nodes_.size()); }
   const Node& node(int idx) const { return nodes_[idx]; }
   const std::vector<Node>& nodes() const { return nodes_; }
-  /// @throws ValueError if the node does not exist
+  /// Returns a node. @throws ValueError if the node does not exist
   const Node& checked_node(int idx) const;
 
-  /// Asks for a node to be on a partition, with what must stay with it. Nodes
-  /// below are asked for by themselves.
+  /// Requests a partition for a node, with all that must stay with it. Nodes
+  /// below have requests of their own.
   /// @throws ValueError if the node does not exist, or for a negative partition
   void set_wish(int idx, int partition_idx);
-  /// The partition that a node is asked to be on; -1 for none.
+  /// Returns the partition requested for a node; -1 for none.
   int wish(int idx) const {
     return idx < static_cast<int>(wishes_.size()) ? wishes_[idx] : -1;
   }
@@ -107,10 +109,10 @@ class ModuleTree {
   const std::vector<Value>& values() const { return values_; }
   int64_t total_param_bytes() const;
 
-  /// The first node of the tie group of `idx`; `idx` itself if untied.
+  /// Returns the first node of the tie group of `idx`; `idx` itself if untied.
   int first_of_tie(int idx) const;
 
-  /// Children of `idx` in the order of execution.
+  /// Returns the children of `idx` in the order of execution.
   const std::vector<int>& ordered_children(int idx) const {
     return ordered_child_idxs_.empty() ? nodes_[idx].child_idxs
                                        : ordered_child_idxs_[idx];

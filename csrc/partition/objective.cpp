@@ -84,7 +84,8 @@ Objective::Objective(const DecisionTree& decisions,
 }
 
 void Objective::sum_costs() {
-  // Per unit, how many free units were placed before the end of its place.
+  // Number of free units, per unit, that were placed before the end of its
+  // place.
   std::vector<int> num_placed(decisions_.num_units(), -1);
   std::vector<bool> is_free(decisions_.num_units(), false);
   for (int id : decisions_.free_units()) is_free[id] = true;
@@ -148,7 +149,7 @@ Evaluation Objective::evaluate(const std::vector<int>& stages) const {
 std::vector<int> Objective::add_nodes(const std::vector<int>& stages,
                                       Evaluation* result) const {
   // Backward comes back from the furthest stage that a microbatch has reached,
-  // so what is made after that is kept no longer than there.
+  // so values made after that are kept no longer than values there.
   std::vector<int> reached(stages.size(), 0);
   int furthest = 0;
   for (int idx : decisions_.order()) {
@@ -207,7 +208,7 @@ void Objective::add_values(const std::vector<int>& stages,
   const std::vector<ModuleTree::Value>& values = decisions_.tree().values();
   const int num_partitions = options_.num_partitions;
   const size_t n = values.size();
-  // Stages that read a value of another partition, one per partition.
+  // Stages that read a value of another partition, at most one per partition.
   std::vector<std::vector<int>> readers(n);
   auto read = [&](size_t value, int stage) {
     const int partition_idx = stage % num_partitions;
@@ -231,7 +232,7 @@ void Objective::add_values(const std::vector<int>& stages,
       if (value.needs_grad) {
         result->boundary_bytes[to * num_partitions + from] += value.num_bytes;
         bytes *= 2;
-        // Backward of what reads it needs it there as well.
+        // The backward of the reader needs the value there as well.
         const auto copy = static_cast<double>(value.num_bytes);
         result->activation_bytes[stage] += copy;
         result->kept_bytes[stage] +=

@@ -12,8 +12,9 @@ namespace smp::partition {
 struct Cost {
   double param_bytes = 0;
   double activation_bytes = 0;
-  /// Made at the end of a microbatch on an early stage, by a head that shares
-  /// its weight with the embedding; freed as soon as on the last stage.
+  /// Activations made at the end of a microbatch on an early stage, by a head
+  /// that shares its weight with the embedding; freed as soon as on the last
+  /// stage.
   double late_activation_bytes = 0;
   double compute = 0;
 
@@ -26,36 +27,36 @@ struct Cost {
   }
 };
 
-/// What an assignment costs.
+/// The costs of an assignment.
 struct Evaluation {
   std::vector<double> loads;  ///< per stage; without transfers about 1 in all
-  /// Per stage: its load, and `lead_weight` of the time of all stages before.
+  /// Per stage: its load, plus `lead_weight` of the time of all stages before.
   std::vector<double> bounds;
   std::vector<double> param_bytes;  ///< per stage
   std::vector<double> compute;      ///< per stage
-  std::vector<double> forward;      ///< per stage, the part of it in forwards
-  /// Per stage, one microbatch, with copies of what was received.
+  std::vector<double> forward;      ///< per stage, part of `compute`
+  /// Per stage, for one microbatch, with copies of received values.
   std::vector<double> activation_bytes;
   /// The same for all microbatches that are kept at once.
   std::vector<double> kept_bytes;
   std::vector<int64_t> transfer_bytes;  ///< per stage, sent and received
   std::vector<double> memory_bytes;     ///< per partition, at the peak
-  /// Per microbatch from partition `i` to `j` at `i * num_partitions + j`;
-  /// values forward, gradients backward.
+  /// Bytes per microbatch from partition `i` to `j` at `i * num_partitions +
+  /// j`; values forward, gradients backward.
   std::vector<int64_t> boundary_bytes;
   int64_t crossing_bytes = 0;  ///< sum of `boundary_bytes`
   double largest_load = 0;     ///< of `bounds`
   double excess_bytes = 0;     ///< sum over partitions above the memory limit
 };
 
-/// Whether `a` is better: within the memory limit, then the smaller largest
-/// load, then fewer bytes between partitions. Differences that rounding can
-/// make do not count.
+/// Returns whether `a` is better: within the memory limit, then the smaller
+/// largest load, then fewer bytes between partitions. Differences that rounding
+/// can make do not count.
 bool is_better(const Evaluation& a, const Evaluation& b);
 
-/// load(s) = w · memory(s) / memory(all) + (1 - w) · time(s) / compute(all),
-/// with the lead of the stages before it (`Evaluation::bounds`); the largest of
-/// these is minimized. See docs/design/partition.md.
+/// The objective: load(s) = w · memory(s) / memory(all) + (1 - w) · time(s) /
+/// compute(all), with the lead of the stages before it (`Evaluation::bounds`);
+/// the largest of these is minimized. See docs/design/partition.md.
 class Objective {
  public:
   Objective(const DecisionTree& decisions, const PartitionOptions& options);
@@ -63,20 +64,22 @@ class Objective {
   const DecisionTree& decisions() const { return decisions_; }
   const PartitionOptions& options() const { return options_; }
 
-  /// @param stages  per node
+  /// @param stages  stage of each node
   Evaluation evaluate(const std::vector<int>& stages) const;
 
-  /// Own cost of a node with that of what goes with it; zero for the latter.
+  /// Returns the cost of a node and of the nodes that go with it; zero for the
+  /// latter.
   const Cost& cost_of_owner(int idx) const { return owner_costs_[idx]; }
-  /// Sum over the nodes of a unit.
+  /// Returns the sum over the nodes of a unit.
   const Cost& cost_of_unit(int id) const { return unit_costs_[id]; }
 
-  /// Load that a cost and bytes sent and received put on a stage.
+  /// Returns the load that a cost and bytes sent and received put on a stage.
   double load(const Cost& cost, double transfer_bytes, int stage) const {
     return load(cost.param_bytes, kept_bytes(cost, stage), cost.compute,
                 transfer_bytes);
   }
-  /// What the compute of stages before one adds to the bound of its load.
+  /// Returns the part of the bound of a load that the compute of earlier stages
+  /// adds.
   double lead(double compute) const {
     return options_.lead_weight * compute_weight_ * compute;
   }

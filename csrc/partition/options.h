@@ -11,17 +11,19 @@ struct PartitionOptions {
   /// Stages per partition. Stage `i` is chunk `i / num_partitions` of partition
   /// `i % num_partitions`.
   int num_chunks = 1;
-  /// Microbatches whose activations the schedule keeps, per partition;
-  /// empty: 1.
+  /// Microbatches whose activations the schedule keeps, per partition; empty:
+  /// 1.
   std::vector<int> kept_microbatches = {};
-  /// What a byte of parameters takes with its gradient and optimizer state.
+  /// Bytes that a byte of parameters takes with its gradient and optimizer
+  /// state.
   double state_factor = 4;
-  /// The most that a partition may hold; 0 for no limit.
+  /// Most bytes that a partition may hold; 0 for no limit.
   int64_t memory_limit_bytes = 0;
-  /// If nothing keeps the limit, the least memory is found instead of refused.
+  /// False: if nothing keeps the limit, the least memory is found instead of an
+  /// error raised.
   bool must_fit = true;
-  /// What a stage also counts of the time of the stages before it, for which it
-  /// waits in each step: 1 / microbatches, or less. See partition.md, "Time".
+  /// Share of the time of earlier stages in a stage's load, since it waits for
+  /// them in each step: 1 / microbatches, or less. See partition.md, "Time".
   double lead_weight = 0;
 
   int num_stages() const { return num_partitions * num_chunks; }

@@ -28,7 +28,7 @@ void check_num_stages(const DecisionTree& decisions,
       " or divide the model into more submodules");
 }
 
-// What a step takes of the ideal time if a microbatch visits a rank twice.
+// Time of a step, in ideal times, if a microbatch visits a rank twice.
 constexpr double kCostOfReturn = 1.38;
 
 struct Found {
@@ -59,7 +59,8 @@ std::optional<Found> best(const DecisionTree& decisions,
   return pays ? other : found;
 }
 
-// Says by how much the limit is missed even when nothing but memory counts.
+// Raises an error that tells by how much the limit is missed even when only
+// memory counts.
 [[noreturn]] void raise_memory_limit(const DecisionTree& decisions,
                                      PartitionOptions options) {
   const auto limit = options.memory_limit_bytes;
@@ -165,7 +166,7 @@ std::vector<int> execution_order(const ModuleTree& tree) {
 Assignment complete(const ModuleTree& tree, int num_partitions,
                     const std::vector<int>& partition_idxs, int num_chunks,
                     const std::vector<int>& chunk_idxs) {
-  // Checks ranges; the root is on partition 0 whatever was asked for.
+  // Checks ranges; the root is on partition 0 regardless of the request.
   std::vector<int> asked = partition_idxs;
   std::vector<int> asked_chunks = chunk_idxs;
   if (!asked.empty()) asked[0] = 0;

@@ -57,7 +57,7 @@ class UnitSplitter {
   }
 
  private:
-  // Nothing is left to choose.
+  // Returns the stages of units when all of them are aside.
   std::optional<std::vector<int>> all_aside() const {
     const bool is_covered =
         std::ranges::all_of(may_be_empty_, [](bool empty) { return empty; });
@@ -66,17 +66,18 @@ class UnitSplitter {
     return cut.unit_stages(decisions_);
   }
 
-  // depths_[i]: what a cut before the free unit at i opens. opens_[i]: whether
-  // a layer of a list, or a module in one, is cut there whose own code reads
-  // data of others; they would pass through the driver, which has to wait for
-  // them. Without values nobody knows, and each layer may be such a one.
+  // Fills depths_[i] with the number of modules that a cut before free unit i
+  // opens. Sets opens_[i] if this cuts a layer of a list, or a module in one,
+  // whose own code reads data of others: these data would pass through the
+  // driver, which has to wait for them. A tree without values does not show the
+  // readers, so each layer may be one.
   void find_depths() {
     depths_.assign(num_free_ + 1, 0);
     opens_.assign(num_free_ + 1, false);
     std::vector<bool> reads(decisions_.num_nodes(), !has_values_);
     for (const ModuleTree::Value& value : decisions_.tree().values()) {
       for (int consumer : value.consumer_idxs) {
-        // What the driver has made, for a module that is split, is there.
+        // Values that the driver has made for a split module are there.
         const bool from_above = value.source_values.empty() &&
                                 is_above(value.producer_idx, consumer);
         if (!from_above) reads[decisions_.owner(consumer)] = true;
@@ -96,7 +97,7 @@ class UnitSplitter {
     }
   }
 
-  // Whether the first is the second or above it.
+  // Returns whether the first node is the second or above it.
   bool is_above(int idx, int other_idx) const {
     while (other_idx > idx)
       other_idx = decisions_.tree().node(other_idx).parent_idx;
@@ -119,11 +120,11 @@ class UnitSplitter {
   }
 
   void cut_at(const std::vector<int>& positions, int depth, bool may_open) {
-    // In a short chain everything is tried; in a long one what may pay.
+    // In a short chain all cuts are tried; in a long one only promising cuts.
     double worth = std::numeric_limits<double>::infinity();
     if (positions.size() > kShort) worth = worthwhile_load(depth, may_open);
-    // The chain cut does not know all that values cost. What it missed is given
-    // back to it, and it may choose again.
+    // The chain cut does not see all costs of values. The missed costs are
+    // given back to it, and it may choose again.
     std::vector<double> missed(num_stages_, 0);
     for (int round = 0; round < kRounds; ++round) {
       const auto split = split_chain(objective_, positions, missed, worth);
@@ -144,7 +145,8 @@ class UnitSplitter {
     }
   }
 
-  // What is above it would not be chosen, with what there is.
+  // Returns the load above which a cut would not be chosen among the
+  // candidates.
   double worthwhile_load(int depth, bool may_open) const {
     double worth = std::numeric_limits<double>::infinity();
     for (const Candidate& c : candidates_) {
@@ -170,7 +172,7 @@ class UnitSplitter {
     candidates_.push_back(std::move(candidate));
   }
 
-  // Moves one boundary to where it is best between its neighbours, or two
+  // Moves one boundary to its best place between its neighbours, or two
   // neighbouring ones a few items, by the exact objective, while that helps.
   ChainCut move_boundaries(const ChainCut& cut,
                            const std::vector<int>& positions) const {
@@ -223,7 +225,7 @@ class UnitSplitter {
     }
   }
 
-  // Boundaries [first, last] of the trial have moved.
+  // Keeps the trial if it is better. Its boundaries [first, last] have moved.
   void attempt(const ChainCut& trial, int first, int last,
                Search* search) const {
     for (int k = first - 1; k <= last; ++k) {
@@ -286,7 +288,7 @@ class UnitSplitter {
     return false;
   }
 
-  // Of those within the tolerance of the best.
+  // Returns the simplest candidate within the tolerance of the best.
   static const Candidate& simplest(
       const std::vector<const Candidate*>& candidates) {
     double limit = std::numeric_limits<double>::infinity();

@@ -16,14 +16,14 @@ namespace smp::partition {
 ///
 /// A cut through a layer of a list (a transformer block), or through a module
 /// in it, whose own code reads data makes these data pass through the driver.
-/// It is taken only if the largest load falls by more than 10 %. What the code
-/// leaves to the rank that has the data (`Value::source_values`) is not meant.
-/// If the tree has no values, every cut through a layer counts as such, and one
-/// layer must also be heavier than the mean load.
+/// It is taken only if the largest load falls by more than 10 %. Work that the
+/// code leaves to the rank that has the data (`Value::source_values`) does not
+/// count. If the tree has no values, every cut through a layer counts as such,
+/// and one layer must also be heavier than the mean load.
 /// @return stage per unit; nothing if the memory limit allows none
 std::optional<std::vector<int>> split_units(const Objective& objective);
 
-/// Less than the 2 % that are promised, since the cut is not exact for values
+/// Tolerance below the promised 2 %, since the cut is not exact for values
 /// which are read far away.
 inline constexpr double kTolerance = 0.015;
 

@@ -6,17 +6,16 @@
 
 namespace smp::partition {
 
-/// Whether each unit can be where its nodes are asked to be.
+/// Checks that each unit can be where its nodes are requested.
 /// @throws ValueError with the names, if nodes that must stay together are
-/// asked
-///     for on different partitions, if one that has to be on partition 0 is
-///     not, or if there is no such partition
+///     requested on different partitions, if a node that has to be on partition
+///     0 is requested elsewhere, or if there is no such partition
 void check_wishes(const ModuleTree& tree, int num_partitions);
 
-/// The first node of a unit that is asked for somewhere; there is one.
+/// Returns the first node of a unit that has a wish; there is one.
 int asked_node(const DecisionTree& decisions, int unit_id);
 
-/// Says that wishes leave a stage without modules.
+/// Reports that wishes leave a stage without modules.
 /// @throws ValueError
 [[noreturn]] void raise_wishes(const DecisionTree& decisions,
                                const PartitionOptions& options);

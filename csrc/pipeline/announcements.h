@@ -15,38 +15,39 @@
 
 namespace smp::pipeline {
 
-/// What the driver's model returned, as the other ranks get it.
+/// A result of the driver's model, as the other ranks receive it.
 struct ModelOutput {
   struct Tensor {
     at::Tensor data;   ///< undefined when `ref` is set
-    RemoteRefPtr ref;  ///< large ones come only when they are used
+    RemoteRefPtr ref;  ///< large tensors are sent only when used
     bool requires_grad = false;
   };
   std::string structure;
   std::vector<Tensor> tensors;
 };
 
-/// What the driver's step bodies tell those of the other ranks, which follow
-/// them: results of the root module, and when a backward is over. In contexts
-/// of step bodies, but for `take`, `end_microbatch` and `clear`.
+/// Sends notices from the driver's step bodies to those of the other ranks,
+/// which follow them: results of the root module, and the ends of backwards.
+/// All functions but `take`, `end_microbatch` and `clear` are called in
+/// contexts of step bodies.
 class Announcements {
  public:
   Announcements(Messenger& messenger, Scheduler& scheduler,
                 TensorDirectory& tensors);
 
-  /// Driver: hands the root module's result to the other ranks.
+  /// Driver: sends the root module's result to the other ranks.
   void publish_output(const std::string& structure,
                       const std::vector<at::Tensor>& tensors);
-  /// Others: waits for it.
+  /// Other ranks: waits for the root module's result.
   ModelOutput await_output();
-  /// Driver: tells the others that one model.backward is over.
+  /// Driver: announces to the other ranks that one model.backward is over.
   void end_backward();
-  /// Others: waits until the driver's model.backward is over.
+  /// Other ranks: waits until the driver's model.backward is over.
   void await_backward();
 
-  /// A message of kind kModelOutput or kBackwardDone.
+  /// Takes a message of kind kModelOutput or kBackwardDone.
   void take(const Header& header, mailbox::Message&& message);
-  /// Nobody asks for what was published any more.
+  /// Frees the outputs published for a microbatch, for which no rank asks now.
   void end_microbatch(int mb);
   void clear();
 
@@ -58,9 +59,9 @@ class Announcements {
   Messenger& messenger_;
   Scheduler& scheduler_;
   TensorDirectory& tensors_;
-  std::mutex mutex_;  // guards what follows; before that of the scheduler
+  std::mutex mutex_;  // guards what follows; locked before the scheduler's
   std::map<Key, Slot> notices_;
-  // Driver: stays until all bodies of the microbatch are over.
+  // Driver: outputs, kept until all bodies of their microbatch are over.
   std::map<int, std::vector<RemoteRefPtr>> published_;
 };
 

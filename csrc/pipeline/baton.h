@@ -8,39 +8,40 @@
 
 namespace smp::pipeline {
 
-/// Which context of a rank runs, and the account of it: how long turns were,
-/// for how long nobody could run, and what the timeline has of both. Belongs to
+/// Records which context of a rank runs and accounts for it: lengths of turns,
+/// times in which no context could run, and the timeline of both. Guarded by
 /// the scheduler's mutex.
 class Baton {
  public:
   struct Stats {
     int64_t idle_ns = 0;       ///< within steps, while no context could run
-    int64_t num_contexts = 0;  ///< that had a first turn
-    int64_t num_switches = 0;  ///< baton passed to another context
+    int64_t num_contexts = 0;  ///< contexts that had a first turn
+    int64_t num_switches = 0;  ///< times that the baton went to another context
   };
 
   /// @param timeline  records turns and waits of contexts; may be null
   explicit Baton(Timeline* timeline) : timeline_(timeline) {}
 
-  /// A step begins or ends, while nobody has the baton.
+  /// Begins or ends a step, while no context has the baton.
   void begin_step(int64_t step, int num_microbatches);
   void end_step();
 
-  /// Null while nobody runs.
+  /// Returns the context that runs, or null.
   Context* holder() const { return holder_; }
-  /// A turn begins: the first one of a context, or one that it has waited for.
-  /// @param held_back_by  what it was ready for all the same; null: nothing
-  /// @return whether it is the first one; the context runs from now on
+  /// Begins a turn of a context, its first or a later one: it runs from now on.
+  /// @param held_back_by  reason for which the context waited although it was
+  ///     ready; null: none
+  /// @return whether this is the first turn of the context
   bool give_to(Context* context, const char* held_back_by = nullptr);
-  /// The turn is over.
+  /// Ends the turn.
   void take_back();
-  /// The holder goes on with its next task without giving the baton back.
-  /// @param awaited  what it would have waited for
+  /// Lets the holder go on with its next task without giving the baton back.
+  /// @param awaited  reason for which it would have waited
   void begin_next_task(const char* awaited);
 
-  /// The holder, whose turn ends, begins to wait.
+  /// Notes that the holder, whose turn ends, begins to wait.
   void note_wait(Context& context, const char* waits_for, int waits_for_rank);
-  /// It has got what it waits for, though not yet the baton.
+  /// Notes that a context has its answer, though not yet the baton.
   void note_answer(const Context& context);
 
   const Stats& stats() const { return stats_; }

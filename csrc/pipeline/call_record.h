@@ -20,19 +20,22 @@ struct GraphEdge {
   std::shared_ptr<torch::autograd::Node> node;  ///< null: there is none
   uint32_t input_nr = 0;
 
-  /// Where the gradient of a tensor goes, which must require one.
+  /// Returns the edge along which the gradient of a tensor flows; the tensor
+  /// must require a gradient.
   static GraphEdge of(const at::Tensor& tensor);
 };
 
-/// As it would lie in `.grad` of a leaf: dense, so that it can be sent.
+/// Returns the gradient as a leaf's `.grad` would hold it: dense, so that it
+/// can be sent.
 at::Tensor dense_grad(at::Tensor grad);
 
-/// What the owner of a module keeps of a call until its backward: where the
-/// local graph begins and ends, and none of the data that are not in it.
+/// A module call as its owner keeps it until the backward: the beginning and
+/// the end of the local graph, and no data outside of the graph.
 struct CallRecord {
   int64_t mb = 0;
   int64_t module_id = 0;
-  /// Of `autograd::begin_graph`; null for arguments that need no gradient.
+  /// Nodes of `autograd::begin_graph`; null for arguments that need no
+  /// gradient.
   std::vector<std::shared_ptr<torch::autograd::Node>> inputs;
   std::vector<GraphEdge> outputs;
 };
@@ -45,7 +48,7 @@ class CallRecords {
   void put(Key key, CallRecord record);
   /// Takes a record out. @throws Error when there is none: backward ran twice
   CallRecord take(Key key);
-  /// Drops what a finished microbatch left: outputs nobody asked gradients of.
+  /// Drops what a finished microbatch left: calls whose backward never came.
   void drop_microbatch(int64_t mb);
   void clear();
   int64_t size() const;

@@ -89,7 +89,7 @@ void Callee::take(const Header& header, mailbox::Message&& message) {
   for (size_t i = 0; i < num_tensors; ++i) {
     mailbox::MessageTensor& tensor = call.tensors[i];
     if (tensor.ref.id < 0) continue;
-    if (tensor.data.defined()) {  // comes under a name, for later requests too
+    if (tensor.data.defined()) {  // named: later requests may use it too
       tensors_.put(tensor.ref, header.mb, {tensor.data, tensor.mark});
       continue;
     }
@@ -130,8 +130,8 @@ void Callee::finish(const Header& header, const Service& service) {
 
 // ---------------------------------------------------------------- forwards
 
-// The arguments as the module gets them: not as leaves, so that it may write to
-// them.
+// Detaches the arguments. The module does not get leaves, so that it may write
+// to them.
 void Callee::open_inputs(Call& call, bool grad, CallRecord& record) const {
   for (mailbox::MessageTensor& tensor : call.tensors) {
     tensor.data =
@@ -255,7 +255,8 @@ void Callee::run_backward(Request& request) {
   tensors_.offer(header, request.caller, input_grads, request.hops);
 }
 
-// Gradients of the inputs; those of parameters are added, now or later.
+// Returns gradients of the inputs. Gradients of parameters are added, now or
+// later.
 std::vector<at::Tensor> Callee::input_grads_of(
     const Request& request, const CallRecord& record,
     const std::vector<GraphEdge>& roots, std::vector<at::Tensor> root_grads) {

@@ -22,42 +22,42 @@ namespace smp::pipeline {
 struct Call {
   int64_t module_id = 0;
   int64_t mb = 0;
-  int64_t flags = 0;      ///< of wire.h
+  int64_t flags = 0;      ///< `Flags` of wire.h
   std::string structure;  ///< pickled arguments or results without tensors
   std::vector<mailbox::MessageTensor> tensors;
   bool has_values = false;  ///< results: see ResultMeta
 };
 
-/// What other ranks ask of this one: each request runs as a context of its own,
-/// in the order of its caller and when its tensors are here; what its backward
-/// needs is kept until then. Thread-safe.
+/// Serves the requests of other ranks. Each request runs as a context of its
+/// own, in the order of its caller and when its tensors are here. Data that its
+/// backward needs are kept until then. Thread-safe.
 class Callee {
  public:
   /// Runs a module on its owner; called in a context with the call's tensors
   /// as autograd leaves on the device, grad mode set.
   using ForwardHandler = std::function<Call(Call)>;
 
-  /// @param caller  of this rank: a service may ask other ranks in turn
-  /// @param weights  puts gradients of weights off
+  /// @param caller  caller of this rank: a service may ask other ranks in turn
+  /// @param weights  delays gradients of weights
   Callee(const ModuleTable& modules, Messenger& messenger, Scheduler& scheduler,
          TensorDirectory& tensors, Caller& caller, WeightTasks& weights);
 
   void set_forward_handler(ForwardHandler handler);
 
-  /// A message of kind kForwardRequest, kBackwardRequest or kOperation: queues
-  /// it. It runs when its turn has come and all its tensors are here.
+  /// Queues a message of kind kForwardRequest, kBackwardRequest or kOperation.
+  /// It runs when its turn has come and all its tensors are here.
   void take(const Header& header, mailbox::Message&& message);
   void begin_step();
-  /// Frees records of outputs that nobody asked gradients of.
+  /// Frees records of calls whose backward never came.
   void end_microbatch(int mb) { records_.drop_microbatch(mb); }
   void clear();
-  /// Lets go of the handler as well.
+  /// Clears everything and drops the handler.
   void close();
 
   int64_t num_served_calls() const { return num_served_calls_; }
   int64_t num_records() const { return records_.size(); }
   int64_t num_queued() const { return queues_.size(); }
-  /// Requests that miss tensors, in words.
+  /// Returns a text about the requests that miss tensors.
   std::string describe_queued() const { return queues_.describe(); }
 
  private:
@@ -65,7 +65,7 @@ class Callee {
     Header header;
     int caller = -1;  ///< global rank
     Call call;
-    Route::Hops hops;  ///< where results go, without being told
+    Route::Hops hops;  ///< destinations of results, known beforehand
   };
 
   void run(Request& request);

@@ -69,7 +69,7 @@ mailbox::Message Caller::wait_for_meta(int owner, const Header& header,
   return scheduler_.wait(*slot, waits_for, owner);
 }
 
-// Before anything is noted as sent.
+// Checks the arguments before anything is noted as sent.
 void Caller::check_arguments(int64_t module_id,
                              const std::vector<at::Tensor>& inputs) const {
   SMP_CHECK_VALUE(static_cast<int64_t>(inputs.size()) < kMaxResults, "module '",
@@ -137,7 +137,7 @@ IssuedCall Caller::call_forward(int owner_rank, int64_t module_id,
   return call;
 }
 
-// Null where the result is a view of an argument.
+// Names the results; null where the result is a view of an argument.
 std::vector<RemoteRefPtr> Caller::name_results(
     Context& context, const Header& header, const IssuedCall& call,
     const std::shared_ptr<Route>& route, const Route::Hops& hops) {
@@ -208,7 +208,8 @@ std::vector<RemoteRefPtr> Caller::call_backward(
 RemoteRefPtr Caller::call_operation(const Operation& operation,
                                     const std::vector<RemoteRefPtr>& inputs) {
   Context& context = calling_context("arithmetic on another rank");
-  // Where the youngest tensor is: the others have most likely arrived.
+  // The rank with the youngest tensor computes: the others have most likely
+  // arrived there.
   RemoteRefPtr youngest = inputs.at(0);
   for (const RemoteRefPtr& input : inputs) {
     if (input->ref.id > youngest->ref.id) youngest = input;

@@ -30,9 +30,9 @@ struct IssuedCall {
   std::vector<RemoteRefPtr> results;
 };
 
-/// What contexts of this rank ask of other ranks: requests, the answers to
-/// them, and what is expected of a call that was seen before. Belongs to
-/// the thread that holds the baton, but for `take` and `clear`.
+/// Makes the requests of this rank's contexts to other ranks, receives the
+/// answers, and predicts the results of calls that were seen before. Belongs to
+/// the thread that holds the baton, except for `take` and `clear`.
 class Caller {
  public:
   /// @param runs_ahead  whether a call that was seen before returns at once.
@@ -41,10 +41,10 @@ class Caller {
   Caller(bool runs_ahead, const ModuleTable& modules, Messenger& messenger,
          Scheduler& scheduler, TensorDirectory& tensors);
 
-  /// Asks the owner of a module to run it. Returns as soon as it is known what
-  /// will come: at once, unless nothing like this call was seen before.
-  /// @param mode  what the result depends on besides module, structure and
-  ///     tensors (autocast, frozen parameters ...)
+  /// Asks the owner of a module to run it. Returns as soon as the kind of the
+  /// result is known: at once if a call like this one was seen before.
+  /// @param mode  state besides module, structure and tensors on which the
+  ///     result depends (autocast, frozen parameters ...)
   IssuedCall call_forward(int owner_rank, int64_t module_id, int64_t flags,
                           const std::string& structure, const std::string& mode,
                           const std::vector<at::Tensor>& inputs);
@@ -53,22 +53,23 @@ class Caller {
   std::vector<RemoteRefPtr> call_backward(const IssuedCall& call,
                                           const std::vector<TensorMeta>& inputs,
                                           const std::vector<at::Tensor>& grads);
-  /// Computes where the tensors are; all are refs of one shape and dtype.
+  /// Computes an operation where the tensors are; all are refs of one shape and
+  /// dtype.
   RemoteRefPtr call_operation(const Operation& operation,
                               const std::vector<RemoteRefPtr>& inputs);
 
-  /// Seeds of the next calls of this context, if these are modules of other
-  /// ranks that are called one by one.
+  /// Returns the seeds of the next calls of this context, if it calls these
+  /// modules of other ranks one by one.
   std::vector<int64_t> seeds_of_next_calls(
       const std::vector<int64_t>& module_ids) const;
-  /// Counts calls that were made as a part of another one.
+  /// Counts calls that were made as a part of another call.
   void skip_calls(int num_calls);
 
-  /// The end of a context: fetches what outlives it, and waits until the ranks
-  /// that it asked have done all of it.
+  /// Ends a context: fetches the tensors that outlive it, and waits until the
+  /// other ranks have done all its requests.
   void finish(Context& context);
 
-  /// A message of kind kForwardMeta, kBackwardMeta or kRequestsDone.
+  /// Takes a message of kind kForwardMeta, kBackwardMeta or kRequestsDone.
   void take(const Header& header, mailbox::Message&& message);
   void clear();
 
@@ -106,7 +107,7 @@ class Caller {
   ResultCache results_;
   std::atomic<int64_t> next_context_id_{1};
   std::atomic<int64_t> num_requests_{0};
-  std::mutex mutex_;  // guards what follows; before that of the scheduler
+  std::mutex mutex_;  // guards what follows; locked before the scheduler's
   std::unordered_map<int64_t, std::shared_ptr<Slot>> requests_;
   std::unordered_map<int64_t, std::map<int, int64_t>> acks_;  // by context
   std::unordered_map<int64_t, AckWait> ack_waits_;

@@ -11,12 +11,12 @@
 
 namespace smp::pipeline {
 
-/// What a context remembers of the calls it has made to other ranks.
+/// A context's record of the calls it has made to other ranks.
 struct CallerState {
   using WeakTensor =
       c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-  /// A tensor of this rank that was an argument, and the name it got.
+  /// A tensor of this rank that was an argument, and its name.
   struct SentTensor {
     WeakTensor tensor;
     uint32_t version = 0;
@@ -27,15 +27,15 @@ struct CallerState {
   int64_t num_calls = 0;   ///< part of the call path
   /// Last request per owner.
   std::map<int, int64_t> issued;
-  /// How often each kind of call came before, by what is known of it.
+  /// Number of earlier calls by their expected result.
   std::map<const void*, int64_t> visits;
   std::vector<SentTensor> sent;
-  /// Everything named here that may still be asked for.
+  /// Refs named here whose data may still be needed.
   std::vector<std::weak_ptr<RemoteRef>> refs;
 
-  /// Remembers a ref; forgets those that are gone from time to time.
+  /// Remembers a ref; from time to time forgets refs that are gone.
   void add_ref(const RemoteRefPtr& ref);
-  /// The name that `tensor` got when it was sent before, if it has not
+  /// Returns the name that `tensor` got when it was sent before, if it has not
   /// changed since. Forgets tensors that are gone.
   RemoteRefPtr find_sent(const at::Tensor& tensor);
 

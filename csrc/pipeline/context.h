@@ -26,7 +26,8 @@ struct Context {
   enum class State { kNotStarted, kReady, kRunning, kSuspended, kDone };
 
   TaskKey key;
-  /// For errors: "module 'transformer.h.3', microbatch 1, backward".
+  /// Description for errors: "module 'transformer.h.3', microbatch 1,
+  /// backward".
   std::string where;
   /// Seed of the generators at the start, made of (seed, step, mb, call path).
   uint64_t seed = 0;
@@ -35,39 +36,42 @@ struct Context {
   State state = State::kNotStarted;
   int64_t arrival = 0;
   const char* waits_for = "";  ///< while suspended: for tables of waits
-  int waits_for_rank = -1;     ///< global rank, -1 when it is nobody's answer
+  int waits_for_rank = -1;     ///< global rank; -1 when no answer is awaited
   int64_t waits_since_ns = 0;  ///< see Timeline; 0 while nothing is recorded
   std::condition_variable resumed;
   bool is_helping = false;  ///< may have to be woken through the mailbox
-  /// Has asked for the data of a gradient. Written by its own thread while it
-  /// runs, read by others while it does not.
+  /// True once it has asked for the data of a gradient. Written by its own
+  /// thread while it runs, read by others while it does not run.
   bool awaits_gradients = false;
 
-  /// Generators while another context runs.
+  /// State of the generators while another context runs.
   std::optional<memory::RandomState> random_state;
-  /// The calls that it made. Own thread.
+  /// Calls that it made. Own thread.
   CallerState caller;
-  /// Step bodies: how often the model, and backward, were called. Own thread.
+  /// Step bodies: numbers of calls of the model and of backward. Own thread.
   int64_t num_model_calls = 0;
   int64_t num_backward_calls = 0;
 };
 
-/// Where a context waits for one message. It may be filled before anyone waits.
+/// A place where a context waits for one message. It may be filled before a
+/// context waits.
 struct Slot {
   std::optional<mailbox::Message> message;
   Context* waiter = nullptr;
 };
 
-/// A row in tables of waiting contexts.
+/// Returns a row for tables of waiting contexts.
 std::string to_string(const Context& context);
-/// What a context that gets the baton now has waited for, and for which rank.
+/// Returns what a context that gets the baton now has waited for, and the rank
+/// it waited for.
 std::pair<const char*, int> reason_of(const Context& context);
 
-/// The context that the calling thread runs, or null.
+/// Returns the context that the calling thread runs, or null.
 Context* current_context();
-/// Of the scheduler.
+/// Sets the context of the calling thread; called by the scheduler.
 void set_current_context(Context* context);
-/// The same where there must be one. @param what  needs it, for the error
+/// Returns the context that the calling thread runs; there must be one.
+/// @param what  operation that needs the context, for the error
 Context& calling_context(const std::string& what);
 
 /// Makes backward calls of this thread run their nodes on this thread, also

@@ -6,14 +6,14 @@
 
 namespace smp::pipeline {
 
-/// Random generators of this rank, which change hands with the baton, so that
-/// what a context draws does not depend on which contexts ran between. Belongs
-/// to the scheduler's mutex: a cancelled context may end while another one is
-/// here.
+/// Hands the random generators of this rank on with the baton, so that the
+/// numbers a context draws do not depend on which contexts ran between. Guarded
+/// by the scheduler's mutex: a cancelled context may end while another one is
+/// in here.
 class ContextGenerators {
  public:
   explicit ContextGenerators(c10::Device device) : device_(device) {}
-  /// The generators are this context's from now on.
+  /// Gives the generators to this context.
   void give_to(Context& context);
   void forget(const Context& context);
 

@@ -12,8 +12,8 @@ ContextThreads::ContextThreads(Enter enter, mailbox::Mailbox* mailbox)
 
 ContextThreads::~ContextThreads() { join(); }
 
-// Rather the helper: the helper may be the caller, and then nothing has to be
-// woken.
+// Prefers the helper: it may be the calling thread, and then no thread has to
+// be woken.
 ContextThreads::Worker* ContextThreads::take_idle() {
   if (idle_.empty()) return nullptr;
   Worker* const taken = helper_ && !helper_->job ? helper_ : idle_.back();

@@ -23,12 +23,14 @@ class ContextThreads {
   /// `body()` once. The bindings keep a Python thread state alive this way.
   using Enter = std::function<void(const std::function<void()>& body)>;
 
-  /// @param mailbox  an idle thread receives its messages; may be null
+  /// @param mailbox  mailbox whose messages an idle thread receives; may be
+  ///     null
   explicit ContextThreads(Enter enter = {},
                           mailbox::Mailbox* mailbox = nullptr);
   ~ContextThreads();  // calls join()
 
-  /// Whether nothing of this rank computes; before the first `run`.
+  /// Sets a probe that returns whether nothing of this rank computes. Call it
+  /// before the first `run`.
   void set_idle_probe(std::function<bool()> is_idle) {
     is_rank_idle_ = std::move(is_idle);
   }
@@ -62,7 +64,7 @@ class ContextThreads {
   bool closing_ = false;
   std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<Worker*> idle_;  // the one that was used last at the end
-  Worker* helper_ = nullptr;   // one that receives messages while it is idle
+  Worker* helper_ = nullptr;   // receives messages while it is idle
 };
 
 }  // namespace smp::pipeline

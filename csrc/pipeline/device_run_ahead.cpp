@@ -12,9 +12,9 @@
 namespace smp::pipeline {
 namespace {
 
-// One that the device works on, and one behind it.
+// One task on which the device works, and one behind it.
 constexpr size_t kMostTasksAhead = 2;
-// A task is behind the one that ends, so the device works on meanwhile.
+// A queued task keeps the device busy between two questions.
 constexpr std::chrono::microseconds kAskDeviceEvery{50};
 
 }  // namespace
@@ -46,7 +46,7 @@ void DeviceRunAhead::mark() {
   if (!meter_) return;
   memory::Mark mark = meter_->mark();
   const std::lock_guard lock(mutex_);
-  // What belongs to the task before it ends that task later.
+  // Further work of the same task moves the end of that task.
   if (std::exchange(begins_task_, false) || ahead_.empty()) {
     ahead_.push_back(std::move(mark));
   } else {
@@ -62,7 +62,7 @@ bool DeviceRunAhead::is_full() {
 
 bool DeviceRunAhead::is_full_locked() {
   if (ahead_.size() < kMostTasksAhead) return false;
-  // To ask on another device would open a context there.
+  // A question on another device would open a context there.
   const c10::DeviceGuard guard(device_);
   try {
     while (!ahead_.empty() && ahead_.front().is_over()) ahead_.pop_front();

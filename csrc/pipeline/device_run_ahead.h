@@ -14,11 +14,11 @@
 
 namespace smp::pipeline {
 
-/// How many tasks a rank has asked its device for that the device has not done.
-/// A host may ask for more while the device works on one and has another one
-/// behind it: more would leave the policy nothing to choose from, fewer would
-/// let the device run dry. Thread-safe; knows nothing of the CPU, which is done
-/// when it was asked.
+/// Counts the tasks that a rank has asked its device for and that the device
+/// has not done. A host may ask for more while the device works on one task and
+/// has another one behind it: more would leave the policy nothing to choose
+/// from, fewer would let the device run dry. Thread-safe. Never full on the
+/// CPU, which is done when it was asked.
 class DeviceRunAhead {
  public:
   /// @param meter  gets all marks; null: nothing is ever ahead
@@ -27,17 +27,17 @@ class DeviceRunAhead {
                  std::function<void()> go_on);
   ~DeviceRunAhead();
 
-  /// A turn begins. What it asks for is a task of its own, or a part of the one
-  /// before it.
+  /// Begins a turn. Its work is a task of its own, or a part of the task
+  /// before.
   /// @return whether something was held back since the turn before
   bool begin_turn(bool begins_task);
-  /// In the thread of a turn: marks what it has asked for until now.
+  /// Marks the work asked for until now; called in the thread of a turn.
   void mark();
 
-  /// Whether the device has not come to the last task that was asked for.
+  /// Returns whether the device has not come to the last task asked for.
   bool is_full();
-  /// Something is held back: `go_on` is called once the device has room, by a
-  /// thread of this object that holds no lock.
+  /// Notes that something is held back. A thread of this object that holds no
+  /// lock calls `go_on` once the device has room.
   void call_when_free();
 
  private:
@@ -53,9 +53,9 @@ class DeviceRunAhead {
   std::deque<memory::Mark> ahead_;  // ends of tasks
   bool begins_task_ = false;        // with the next mark
   bool holds_back_ = false;
-  bool is_asked_ = false;  // to call `go_on_`
+  bool is_asked_ = false;  // `go_on_` is to be called
   bool stopping_ = false;
-  std::thread thread_;  // from the first time on that the device is full
+  std::thread thread_;  // started when the device is first full
 };
 
 }  // namespace smp::pipeline

@@ -16,10 +16,10 @@
 namespace smp::pipeline {
 
 /// Writes and reads messages of Channel::kPipeline: headers of the open step,
-/// structures that travel once, and what was sent. Thread-safe.
+/// and structures that travel once. Counts what was sent. Thread-safe.
 class Messenger {
  public:
-  /// What was sent since the beginning, without what was sent to oneself.
+  /// Counts since the beginning, without messages to this rank itself.
   struct Stats {
     int64_t headers = 0;
     std::map<int, int64_t> data_bytes;  ///< tensors, by destination
@@ -42,11 +42,12 @@ class Messenger {
 
   void post(int dst, Header header, const std::string& structure = {},
             std::vector<mailbox::MessageTensor> tensors = {});
-  /// To all other ranks of the replica.
+  /// Posts a message to all other ranks of the replica.
   void post_to_others(const Header& header, const std::string& structure = {},
                       const std::vector<mailbox::MessageTensor>& tensors = {});
-  /// Takes a message in: its header; its bytes become the structure that they
-  /// stand for. In the order of arrival, so that no id precedes its bytes.
+  /// Returns the header of a message and replaces the message's bytes by its
+  /// structure. Call it in the order of arrival, so that no id precedes its
+  /// bytes.
   Header open(mailbox::Message& message);
 
   Stats stats() const;

@@ -12,9 +12,9 @@ namespace smp::pipeline {
 /// models. Changes between steps only, in one order on all ranks.
 class ModuleTable {
  public:
-  /// Takes in the modules of a further model.
-  /// @param chunk_idxs  one per module
-  /// @param depth  how many ranks the data pass before this one
+  /// Adds the modules of a further model.
+  /// @param chunk_idxs  chunk of each module
+  /// @param depth  number of ranks that the data pass before this one
   /// @return the id of its first module, the others follow
   int64_t add(const std::vector<std::string>& names,
               const std::vector<int>& chunk_idxs, int depth);
@@ -22,12 +22,12 @@ class ModuleTable {
   const std::vector<std::string>& names() const { return names_; }
   const std::vector<int>& chunk_idxs() const { return chunk_idxs_; }
   int num_models() const { return num_models_; }
-  int depth() const { return depth_; }  ///< of the model that came last
+  int depth() const { return depth_; }  ///< of the model added last
 
   int64_t chunk_of(int64_t module_id) const;
-  /// For people, also of what only stands for a module.
+  /// Returns a name for people, also for the ids of wire.h that are no modules.
   std::string name_of(int64_t module_id) const;
-  /// "module 'h.3', microbatch 1, backward"
+  /// Returns a text like "module 'h.3', microbatch 1, backward".
   std::string describe(schedule::Phase phase, int64_t mb,
                        int64_t module_id) const;
 

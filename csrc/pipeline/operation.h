@@ -9,8 +9,8 @@ namespace smp::pipeline {
 
 /// Arithmetic that is done where the tensors are, because bringing them to the
 /// caller costs more: sums and scalings of results of other ranks, as in the
-/// residual connections of a block that is split. Tensors of one shape and
-/// dtype; works on data only (autograd has recorded it at the caller).
+/// residual connections of a block that is split. All tensors have one shape
+/// and dtype. It works on data only: autograd has recorded it at the caller.
 struct Operation {
   enum class Code : char { kAdd, kSub, kMul, kMulScalar, kDivScalar, kNeg };
 
@@ -22,7 +22,7 @@ struct Operation {
 
   std::string encode() const;
   static Operation decode(const std::string& bytes);
-  /// @param name  of the ATen operator: "add", "sub", "mul", "div", "neg"
+  /// @param name  name of the ATen operator: "add", "sub", "mul", "div", "neg"
   static Operation named(const std::string& name, bool with_scalar,
                          double scalar);
 };

@@ -58,14 +58,15 @@ class RemoteCallNode : public torch::autograd::Node {
   const std::vector<TensorMeta> inputs_;
 };
 
-// The driver runs the real backward; here it ends.
+// Ends the backward on a rank that is not the driver; the driver runs the real
+// backward.
 class UnusedGradNode : public torch::autograd::Node {
  public:
   std::string name() const override { return "SmpModelOutputBackward"; }
   variable_list apply(variable_list&&) override { return {}; }
 };
 
-// Between a handle and its data.
+// Connects a handle to its data.
 class FetchNode : public torch::autograd::Node {
  public:
   using Node::Node;
@@ -75,8 +76,8 @@ class FetchNode : public torch::autograd::Node {
   }
 };
 
-// A view that autograd meets as it is (custom functions bypass the Python
-// function protocol, through which views become local ones).
+// The node of a view that stays a view of a handle (custom functions bypass the
+// Python function protocol, through which views become local ones).
 class AwayViewNode : public torch::autograd::Node {
  public:
   using Spread = std::function<at::Tensor(const at::Tensor&)>;

@@ -10,8 +10,8 @@
 namespace smp::pipeline {
 namespace {
 
-// Rides on the handle's TensorImpl, so that C++ finds the ref of any tensor
-// that autograd hands over, without asking Python.
+// A ref in the handle's TensorImpl. C++ finds the ref of any tensor that
+// autograd hands over, without asking Python.
 struct RefMeta final : c10::BackendMeta {
   explicit RefMeta(RemoteRefPtr the_ref) : ref(std::move(the_ref)) {}
   RemoteRefPtr ref;
@@ -94,7 +94,7 @@ Route::Hops take_hops(std::string& bytes) {
 }
 
 RemoteRef::~RemoteRef() {
-  if (route) {  // sent for nothing: not again
+  if (route) {  // unused data are not sent again
     for (const int rank : foreseen) route->remove(result_idx, rank);
   }
   if (!releases) return;

@@ -13,7 +13,7 @@
 
 namespace smp::pipeline {
 
-/// What is known of a tensor without having its data.
+/// Properties of a tensor that are known without its data.
 struct TensorMeta {
   std::vector<int64_t> sizes;
   at::ScalarType dtype = at::kFloat;
@@ -24,8 +24,8 @@ struct TensorMeta {
   void append_to(std::string& bytes) const;
 };
 
-/// Refs that nobody of this rank holds any more, with the ranks that have
-/// their data. Thread-safe; handles may end in any thread.
+/// Refs that this rank does not hold any more, with the ranks that have their
+/// data. Thread-safe; handles may end in any thread.
 class ReleaseList {
  public:
   struct Released {
@@ -41,8 +41,8 @@ class ReleaseList {
   std::vector<Released> released_;
 };
 
-/// Where the results of one call of a module went the last time, so that its
-/// owner can send them on without being told. Thread-safe.
+/// Ranks to which the results of one call of a module were sent the last time.
+/// Its owner can send the next results there unasked. Thread-safe.
 class Route {
  public:
   using Hops = std::vector<std::pair<int, int>>;  // result index, global rank
@@ -55,31 +55,32 @@ class Route {
   Hops hops_;
 };
 
-/// Hops and a structure as one byte string, which travels once
-/// (StructureCache), and the hops taken off it again.
+/// Returns hops and a structure as one byte string, which travels once
+/// (StructureCache).
 std::string with_hops(const Route::Hops& hops, const std::string& structure);
+/// Takes the hops off such a byte string and returns them.
 /// @throws Error when the bytes do not begin with hops
 Route::Hops take_hops(std::string& bytes);
 
-/// One tensor of a step as the rank that named it sees it, wherever the data
-/// are. Its members belong to the thread that holds the rank's baton.
+/// A tensor of a step, wherever its data are, as the rank that named it sees
+/// it. Its members belong to the thread that holds the rank's baton.
 struct RemoteRef {
   ~RemoteRef();
 
   mailbox::Ref ref;
   int home_rank = -1;  ///< global rank that has the data first
-  /// An ordinary tensor of this rank, which got a name as an argument.
+  /// True for an ordinary tensor of this rank that got a name as an argument.
   bool is_argument = false;
   bool is_gradient = false;  ///< came out of a backward
   int64_t mb = 0;
   TensorMeta meta;
   /// Other ranks which have the data or will get them.
   std::vector<int> copies;
-  std::vector<int> foreseen;  ///< of `copies`, those not asked for yet
-  /// The handle has the data already, and may have changed them.
+  std::vector<int> foreseen;  ///< those of `copies` not asked for yet
+  /// True if the handle has the data already; it may have changed them.
   bool is_local = false;
-  int num_published = 0;  ///< owners of this that only keep it for other ranks
-  /// The data, when the tensor is to outlive its microbatch.
+  int num_published = 0;  ///< owners that only keep it for other ranks
+  /// Data of a tensor that is to outlive its microbatch.
   at::Tensor kept;
   std::shared_ptr<Route> route;  ///< null: not learned
   int result_idx = 0;
@@ -89,9 +90,9 @@ struct RemoteRef {
 
 using RemoteRefPtr = std::shared_ptr<RemoteRef>;
 
-/// The ref behind a handle; null for an ordinary tensor.
+/// Returns the ref of a handle, or null for an ordinary tensor.
 RemoteRefPtr remote_ref_of(const at::Tensor& tensor);
-/// Makes `handle` stand for the ref, for as long as the handle lives.
+/// Attaches the ref to `handle`, for as long as the handle lives.
 void attach_remote_ref(const at::Tensor& handle, RemoteRefPtr ref);
 
 }  // namespace smp::pipeline

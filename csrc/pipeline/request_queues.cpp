@@ -76,7 +76,7 @@ std::string RequestQueues::describe() const {
   std::string text;
   for (const auto& [key, queue] : queues_) {
     const Service& head = *queue.front();
-    if (head.num_missing <= 0) continue;  // the scheduler tells of it
+    if (head.num_missing <= 0) continue;  // the scheduler describes it
     if (!text.empty()) text += "; ";
     text += head.where + ": waiting for " + std::to_string(head.num_missing) +
             " tensors";

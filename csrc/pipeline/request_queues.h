@@ -12,40 +12,42 @@
 
 namespace smp::pipeline {
 
-/// One request at its owner, from its arrival to its end.
+/// A request at its owner, from its arrival to its end.
 struct Service {
   int caller_rank = -1;
   int64_t caller_context = 0;
   int64_t request_id = 0;
-  /// Puts the service where the scheduler finds it.
+  /// Adds the service to the scheduler.
   std::function<void()> make_ready;
   std::string where;  ///< for errors: module, microbatch, phase
-  /// Tensors still to come, plus one while the request is being read.
+  /// Number of tensors still to come, plus one while the request is read.
   int num_missing = 1;
 };
 
-/// Requests of one caller context run in the order in which they were issued,
-/// one after the other; that is a program order, so no circle of waiting can
-/// arise, and neither arrival nor speed changes what a stateful module sees or
-/// the order in which gradients add up. Thread-safe.
+/// Runs the requests of one caller context one after the other, in the order in
+/// which they were issued. This is a program order, so no circle of waiting can
+/// arise. Neither arrival nor speed changes what a stateful module sees or the
+/// order in which gradients add up. Thread-safe.
 class RequestQueues {
  public:
   void add(std::shared_ptr<Service> service);
-  /// The service needs one more tensor.
+  /// Notes that the service needs one more tensor.
   void expect(Service& service);
-  /// One of the missing tensors is there (or the request is read).
+  /// Notes that a missing tensor is here (or that the request is read).
   void arrived(const std::shared_ptr<Service>& service);
-  /// Ends a service. @return its id when nothing of its caller context is left
+  /// Ends a service. @return its request id when nothing of its caller context
+  /// is left
   std::optional<int64_t> finish(const Service& service);
   void clear();
   int64_t size() const;
-  /// What the first request of each caller context waits for.
+  /// Returns a text about what the first request of each caller context waits
+  /// for.
   std::string describe() const;
 
  private:
   using Key = std::pair<int, int64_t>;  // caller's rank and context
 
-  // The head of a queue, if all it needs is there.
+  // Returns the head of a queue if all it needs is here, else null.
   std::shared_ptr<Service> ready_head_locked(const Key& key);
 
   mutable std::mutex mutex_;

@@ -20,7 +20,7 @@ class Reader {
     offset_ += sizeof(T);
     return value;
   }
-  /// A number of things that take at least `bytes_each`.
+  /// Reads the number of items that take at least `bytes_each`.
   template <typename T>
   size_t next_count(size_t bytes_each) {
     const size_t count = next<T>();

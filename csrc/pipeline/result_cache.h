@@ -12,8 +12,8 @@
 
 namespace smp::pipeline {
 
-/// A result that is a view of an argument. The caller makes it again from what
-/// it gave, so that writing to one shows in the other as it should.
+/// A result that is a view of an argument. The caller makes the view of its own
+/// argument, so that writing to one shows in the other as it should.
 struct ViewOfArgument {
   int result_idx = 0;
   int argument_idx = 0;
@@ -22,46 +22,47 @@ struct ViewOfArgument {
   int64_t offset = 0;  ///< from the first element of the argument
 };
 
-/// What a module returns: everything but the data.
+/// A module's result without the data.
 struct ResultMeta {
   std::vector<TensorMeta> tensors;
-  /// Arguments that the module changed in place, by their index; what they are
-  /// now are the last of `tensors`, in this order.
+  /// Indices of the arguments that the module changed in place; their new
+  /// values are the last of `tensors`, in this order.
   std::vector<int> changed_args;
   std::string structure;  ///< pickled results without tensors
-  /// The structure holds values (numbers, strings) that may change from call
-  /// to call, so the caller must wait for it each time.
+  /// True if the structure holds values (numbers, strings) that may change from
+  /// call to call: the caller must wait for it each time.
   bool has_values = false;
 
   std::vector<ViewOfArgument> views;  ///< their data do not travel
-  /// Results share memory with arguments, in other ways than as views, or with
-  /// each other.
+  /// True if results share memory with arguments in other ways than as views,
+  /// or with each other.
   bool shares_memory = false;
 
   std::string encode() const;
   static ResultMeta decode(const std::string& bytes);
-  /// Equal on all ranks; never 0.
+  /// Returns a hash of the result, equal on all ranks; never 0.
   int64_t digest() const;
 };
 
-/// What a caller may expect of a call: results depend on the module, the
-/// arguments' structure, shapes and dtypes, and modes only. Belongs to the
-/// thread that holds the baton.
+/// Predicts the result of a call, which depends on the module, the arguments'
+/// structure, shapes and dtypes, and modes only. Belongs to the thread that
+/// holds the baton.
 class ResultCache {
  public:
   struct Forward {
     ResultMeta result;
     int64_t digest = 0;
-    /// By how often the key came before in a context: a module called twice
-    /// sends its results to different places.
+    /// Routes by the number of earlier calls with this key in a context: a
+    /// module called twice sends its results to different places.
     std::map<int64_t, std::shared_ptr<Route>> routes;
-    /// By which results get gradients ("1" or "0" each): which arguments do.
+    /// Arguments that get gradients, by the results that get them ("1" or "0"
+    /// each).
     std::unordered_map<std::string, std::string> grads;
     std::map<std::pair<std::string, int64_t>, std::shared_ptr<Route>>
         grad_routes;
   };
 
-  /// Null when the call was not seen before.
+  /// Returns the entry of a call, or null when it was not seen before.
   std::shared_ptr<Forward> find(const std::string& key) const;
   std::shared_ptr<Forward> put(const std::string& key, ResultMeta result);
   size_t size() const { return entries_.size(); }
@@ -73,7 +74,8 @@ class ResultCache {
   std::unordered_map<std::string, std::shared_ptr<Forward>> entries_;
 };
 
-/// @param routes  of one call; the entry for `visit` is made if it is missing
+/// Returns the route of a visit, and makes it if it is missing.
+/// @param routes  routes of one call
 template <typename Map, typename Key>
 std::shared_ptr<Route> route_of(Map& routes, const Key& visit) {
   auto& route = routes[visit];

@@ -9,9 +9,9 @@
 namespace smp::pipeline {
 namespace {
 
-// Of a context that only waits for the baton.
+// Reason of a context that only waits for the baton.
 const char* const kItsTurn = "its turn";
-// Of one that waits for nothing else.
+// Reason of a context that only waits until the device has room.
 const char* const kBusyDevice = "the device, which had enough to do";
 
 }  // namespace
@@ -108,8 +108,8 @@ void Scheduler::dispatch_locked() {
   if (Context* chosen = take_next_locked()) switch_to_locked(chosen);
 }
 
-// A choice is made when the device needs it, with all that has come by then.
-// Nobody waits here: the baton stays free, and messages come in.
+// Makes a choice when the device needs it, with all tasks that have come by
+// then. Does not wait: the baton stays free, and messages come in.
 Context* Scheduler::take_next_locked() {
   if (!choice_.is_bound_by_device() || !run_ahead_.is_full()) {
     return choice_.take_next();
@@ -138,18 +138,20 @@ void Scheduler::release_baton_locked() {
 }
 
 void Scheduler::throw_if_cancelled_locked() const {
-  // Not the reason itself: a Python exception can be raised in one thread only.
+  // The reason itself is not raised: a Python exception can be raised in one
+  // thread only.
   SMP_THROW_IF_NOT(PeerFailure, !cancel_reason_,
                    "this step was cancelled after a failure elsewhere");
 }
 
-// A thread that receives what it waits for needs nobody to wake it.
+// Waits for the baton. A thread that receives its own messages needs no other
+// thread to wake it.
 void Scheduler::wait_for_baton(Lock& lock, Context* context) {
   const auto done = [&] {
     return context->state == Context::State::kRunning || cancel_reason_;
   };
-  // The bodies of other ranks wait for the driver, all the time; there the
-  // threads that serve its requests receive them.
+  // The bodies of other ranks wait for the driver all the time. On those ranks
+  // the threads that serve requests receive the messages.
   const bool follows = !choice_.options().is_driver &&
                        context->key.module_id == TaskKey::kStepBody;
   if (mailbox_ != nullptr && !follows && !done()) {
@@ -238,7 +240,8 @@ void Scheduler::fill(Slot& slot, mailbox::Message message) {
 }
 
 void Scheduler::cancel(std::exception_ptr reason) {
-  // Ended without the lock: their work may hold graphs and Python objects.
+  // Contexts end without the lock: their work may hold graphs and Python
+  // objects.
   std::vector<std::unique_ptr<Context>> dropped;
   Lock lock(mutex_);
   if (!in_step_ || cancel_reason_) return;
@@ -264,7 +267,7 @@ void Scheduler::add_agreed(int64_t step, const TaskKey& key) {
 
 void Scheduler::run_context(Context* context) {
   while (context) {
-    // Of each context anew: a body may leave another device current.
+    // The device is set for each context: a body may leave another one current.
     const memory::DeviceScope place(stream());
     set_current_context(context);
     keep_backward_on_this_thread();
@@ -288,8 +291,8 @@ void Scheduler::run_context(Context* context) {
   }
 }
 
-// Ends a context and, when the policy chooses one that has no thread yet,
-// hands it to the calling thread, which saves a wake-up.
+// Ends a context. If the policy chooses a context that has no thread yet, the
+// calling thread gets it, which saves a wake-up.
 Context* Scheduler::finish(Context* context) {
   Lock lock(mutex_);
   context->state = Context::State::kDone;
@@ -317,7 +320,7 @@ Context* Scheduler::finish(Context* context) {
 std::string Scheduler::run_held_back() {
   Lock lock(mutex_);
   if (baton_.holder() || !in_step_ || cancel_reason_) return {};
-  // Then the policy has not even been asked.
+  // In this case the policy has not even been asked.
   if (choice_.is_bound_by_device() && run_ahead_.is_full()) return {};
   Context* chosen = choice_.take_held_back();
   if (!chosen) return {};

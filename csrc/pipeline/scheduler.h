@@ -41,20 +41,21 @@ class Scheduler {
             Timeline* timeline = nullptr, mailbox::Mailbox* mailbox = nullptr,
             std::shared_ptr<memory::DeviceMeter> meter = nullptr);
 
-  /// Called under the mutex.
+  /// Sets a function that is called under the mutex.
   void set_order_sink(TaskChoice::OrderSink sink) {
     choice_.set_order_sink(std::move(sink));
   }
-  /// Called in the thread of a context whose work raised, before cancelling.
+  /// Sets a function that is called in the thread of a context whose work
+  /// raised, before cancelling.
   void set_error_sink(ErrorSink sink) { error_sink_ = std::move(sink); }
-  /// Called without locks when the last context has ended or was cancelled.
+  /// Sets a function that is called without locks when the last context has
+  /// ended or was cancelled.
   void set_idle_sink(std::function<void()> sink) {
     idle_sink_ = std::move(sink);
   }
 
   /// Opens a step; contexts may be added from now on. They work on the device
-  /// of this rank, in the order of the stream that is the caller's current one
-  /// now.
+  /// of this rank, in the order of the caller's current stream.
   void begin_step(const StepOptions& options);
   /// Closes a step in which all contexts have ended. @throws InternalError
   void end_step();
@@ -67,32 +68,32 @@ class Scheduler {
   void add_service(const TaskKey& key, std::string where, uint64_t seed,
                    std::function<void()> work);
 
-  /// Called by a running context: gives the baton back until `slot` is filled.
+  /// Gives the baton back until `slot` is filled; called by a running context.
   /// @throws PeerFailure when the step is cancelled meanwhile
   mailbox::Message wait(Slot& slot, const char* waits_for, int waits_for_rank);
-  /// Called by the context of a step body when its phase changes: the policy
-  /// may let others go first.
+  /// Changes the phase of a step body; called by its context. The policy may
+  /// let others go first.
   void enter_phase(Phase phase);
   /// Fills a slot from any thread.
   void fill(Slot& slot, mailbox::Message message);
 
-  /// Ends the step early: every waiting context raises `reason`, contexts not
-  /// yet started never start. First reason wins; from any thread.
+  /// Ends the step early: every waiting context raises `reason`, and contexts
+  /// not yet started never start. The first reason wins; from any thread.
   void cancel(std::exception_ptr reason);
 
   /// Adds the next task that the leader published.
   void add_agreed(int64_t step, const TaskKey& key);
 
-  /// No module of a microbatch has a backward to come, on any rank. Gradients
-  /// of weights that were put off may still be to come.
+  /// Notes that no module of a microbatch has a backward to come, on any rank.
+  /// Delayed gradients of weights may still come.
   void end_backward(int64_t mb);
-  /// Nothing of a microbatch is kept on any rank any more.
+  /// Notes that no rank keeps anything of a microbatch any more.
   void end_microbatch(int64_t mb);
-  /// An action of the schedule has nothing to do here.
+  /// Skips an action of the schedule that has nothing to do here.
   void skip_action(const Action& action);
   /// Starts the best of the ready tasks although the policy waits for another
-  /// one. @return what was started; empty if nothing is held back or an agreed
-  ///     order counts
+  /// one. @return name of the started task; empty if nothing is held back or an
+  /// agreed order counts
   std::string run_held_back();
   std::chrono::nanoseconds longest_turn() const;  ///< with the baton
 
@@ -100,25 +101,26 @@ class Scheduler {
   /// @return true when it has ended, cancelled or not; false after `timeout`.
   bool wait_until_idle(std::chrono::milliseconds timeout);
   bool is_idle() const;
-  /// Null unless the step was cancelled.
+  /// Returns the reason if the step was cancelled, else null.
   std::exception_ptr cancel_reason() const;
 
   bool baton_is_free() const;
-  /// Grows with each turn, but not with those of tasks that `run_held_back` has
-  /// begun: what this rank waits for has not come with them.
+  /// Returns the number of turns, except those of tasks that `run_held_back`
+  /// has begun: these do not bring what this rank waits for.
   int64_t num_due_turns() const;
-  /// Where contexts of the open step, and what is done for them in threads that
-  /// bring messages, use the device; none on the CPU.
+  /// Returns the stream on which contexts of the open step use the device, as
+  /// do threads that bring messages for them; none on the CPU.
   std::optional<c10::Stream> stream() const;
-  /// Global ranks whose answers suspended contexts wait for.
+  /// Returns the global ranks whose answers suspended contexts wait for.
   std::vector<int> awaited_ranks() const;
-  /// One line per context that has not ended, for timeouts.
+  /// Returns one line per context that has not ended, for timeouts.
   std::string describe() const;
   Stats stats() const;
-  /// Tasks in the order in which they first ran in the last step.
+  /// Returns the tasks in the order in which they first ran in the last step.
   std::vector<TaskKey> executed_order() const;
-  /// The last step in the text form of a schedule. The driver's backward stands
-  /// where its own gradients came, and not where it asked others for theirs.
+  /// Returns the last step in the text form of a schedule. The driver's
+  /// backward is listed where its own gradients came, not where it asked others
+  /// for theirs.
   std::string executed_actions() const;
 
  private:
@@ -150,7 +152,7 @@ class Scheduler {
   StepDevice device_;
   Baton baton_;
   std::exception_ptr cancel_reason_;
-  DeviceRunAhead run_ahead_;  // its thread uses all others
+  DeviceRunAhead run_ahead_;  // its thread uses all members above
 };
 
 }  // namespace smp::pipeline

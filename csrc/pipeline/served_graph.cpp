@@ -18,8 +18,8 @@ const void* storage_of(const at::Tensor& tensor) {
              : nullptr;
 }
 
-// Gives the gradients of results to their graph, and keeps none of them while
-// it runs, as code that calls the engine with gradients does.
+// Gives the gradients of results to their graph and keeps none of them while
+// the graph runs, as code that calls the engine with gradients does.
 class ResultGradsNode : public torch::autograd::Node {
  public:
   ResultGradsNode(torch::autograd::variable_list grads,

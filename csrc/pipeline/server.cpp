@@ -125,7 +125,7 @@ void Server::on_message(mailbox::Message&& message) {
     steps_.receive(std::move(message));
   } catch (...) {
     scheduler_.cancel(std::current_exception());
-    throw;  // the mailbox tells the others
+    throw;  // the mailbox informs the other ranks
   }
 }
 
@@ -143,7 +143,7 @@ void Server::on_context_error(const Context& context,
   try {
     std::rethrow_exception(error);
   } catch (const PeerFailure&) {
-    // Somebody else's failure; it has been told already.
+    // The failure came from another rank, which has reported it already.
   } catch (const std::exception& e) {
     error_reporter_(context.where, e.what());
   }

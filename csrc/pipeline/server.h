@@ -28,15 +28,15 @@ namespace smp::pipeline {
 /// One rank's part in the pipeline: makes its owners and connects them to
 /// mailbox and fault board. It runs step bodies and serves the requests of
 /// other ranks, both as contexts that take turns (see Scheduler). Calls of
-/// modules elsewhere return at once; their results are refs until somebody
-/// needs the data (docs/design/pipeline.md, docs/design/server.md).
+/// modules elsewhere return at once; their results are refs until the data are
+/// needed (docs/design/pipeline.md, docs/design/server.md).
 /// Source: the module server of the public smp v1 guide ("core features");
 /// contexts, messages, refs and order are our design.
 class Server {
  public:
   using Options = ServerOptions;
 
-  /// What was sent since the beginning, without what was sent to oneself.
+  /// Counts since the beginning, without messages to this rank itself.
   struct Stats {
     int64_t headers = 0;  ///< messages of this server
     int64_t requests = 0;
@@ -45,7 +45,7 @@ class Server {
     std::map<int, int64_t> data_bytes;  ///< tensors, by destination
   };
 
-  /// Tells the other ranks of an exception in a context.
+  /// Reports an exception in a context to the other ranks.
   using ErrorReporter =
       std::function<void(const std::string& where, const std::string& what)>;
 
@@ -55,11 +55,11 @@ class Server {
   ~Server();  // calls close()
 
   void set_error_reporter(ErrorReporter reporter);
-  /// Takes in the modules of a further model; between steps, and in one order
-  /// on all ranks of the replica.
-  /// @param chunk_idxs  one per module
-  /// @param depth  how many ranks the data pass before this one; -1: as many as
-  ///     there are in front of it in `pp_ranks`
+  /// Adds the modules of a further model; between steps, and in one order on
+  /// all ranks of the replica.
+  /// @param chunk_idxs  chunk of each module
+  /// @param depth  number of ranks that the data pass before this one; -1: the
+  ///     number of ranks before it in `pp_ranks`
   /// @return the id of its first module, the others follow
   int64_t add_modules(const std::vector<std::string>& names,
                       const std::vector<int>& chunk_idxs, int depth = -1);
@@ -101,7 +101,7 @@ class Server {
   int fault_subscription_ = -1;
   std::atomic<bool> closed_{false};
 
-  // Each knows those above it.
+  // Each member may use those above it.
   ModuleTable modules_;
   Messenger messenger_;
   ContextThreads threads_;

@@ -21,15 +21,15 @@ using torch::autograd::Engine;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-/// What lies below a node.
+/// The kinds of ends of the graph that lie below a node.
 struct Reach {
   bool input = false;
   bool param = false;
 };
 
-// Nodes of this library send requests, or suspend their context; nodes with
-// hooks would call them twice; a reentrant checkpoint refuses to run for some
-// gradients only.
+// Returns whether a node may run in two parts. Nodes of this library send
+// requests, or suspend their context; nodes with hooks would call them twice; a
+// reentrant checkpoint refuses to run for some gradients only.
 bool may_run_in_two_parts(Node& node) {
   if (dynamic_cast<AccumulateGrad*>(&node)) return true;
   if (!node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() ||
@@ -41,8 +41,8 @@ bool may_run_in_two_parts(Node& node) {
          (!name.starts_with("Smp") && name != "CheckpointFunctionBackward");
 }
 
-// Nodes of Python functions, and so those of torch.compile, raise instead of an
-// answer: their class does not say.
+// Returns whether a node computes only the gradients asked for. Nodes of Python
+// functions, and so those of torch.compile, raise instead of answering.
 bool computes_what_is_asked(Node& node) {
   try {
     return node.is_traceable();
@@ -51,7 +51,7 @@ bool computes_what_is_asked(Node& node) {
   }
 }
 
-/// The local graph below some edges, and what is where in it.
+/// The local graph below some edges, with the reach of each node.
 class Graph {
  public:
   Graph(const edge_list& roots, const edge_list& inputs) {
@@ -64,10 +64,10 @@ class Graph {
   bool may_be_split() const { return may_be_split_ && has_param_; }
   Reach reach(const Node* node) const { return reach_.at(node); }
   bool contains(const Node* node) const { return reach_.contains(node); }
-  /// Children before parents.
+  /// Returns the nodes, children before parents.
   const std::vector<Node*>& nodes() const { return nodes_; }
 
-  /// Leads to parameters and not to inputs.
+  /// Returns whether an edge leads to parameters and not to inputs.
   bool is_for_weights(const Edge& edge) const {
     if (!edge.is_valid()) return false;
     const Reach below = reach(edge.function.get());
@@ -75,7 +75,7 @@ class Graph {
   }
 
  private:
-  // Depth first without recursion: graphs are as deep as models are.
+  // Visits depth first without recursion: graphs are as deep as models are.
   void visit(Node* root) {
     if (reach_.contains(root)) return;
     std::vector<std::pair<Node*, size_t>> path{{root, 0}};
@@ -120,7 +120,7 @@ class Graph {
   bool has_param_ = false;
 };
 
-/// Where the second part begins, and with which gradients.
+/// The beginning of the second part: its edges and their gradients.
 struct Rest {
   edge_list edges;
   variable_list grads;
@@ -132,12 +132,13 @@ struct Rest {
   }
 };
 
-/// Where the two parts meet.
+/// The place where the two parts meet.
 ///
-/// A node of PyTorch computes only what is asked of it, so one that is shared
-/// runs twice, each time for other gradients: the second part begins with what
-/// came in. A node of somebody else computes everything at once; it runs in
-/// the first part, and the second one begins with what came out.
+/// A node of PyTorch computes only the gradients asked for, so a shared node
+/// runs twice, each time for other gradients: the second part begins with the
+/// gradients that came in. A node of other code computes everything at once: it
+/// runs in the first part, and the second part begins with the gradients that
+/// came out.
 class Meeting {
  public:
   explicit Meeting(const Graph& graph) {
@@ -151,8 +152,8 @@ class Meeting {
       if (behind.empty()) continue;
       if (!computes_what_is_asked(*node)) {
         for (const std::shared_ptr<Node>& first : behind) {
-          // Hooks of a parameter would see what comes out, and again what goes
-          // into the second part.
+          // Hooks of a parameter would see the gradients that come out, and see
+          // them again when they enter the second part.
           is_clear_ &= first->tensor_pre_hooks().empty();
           if (begun.insert(first.get()).second) add_edges(first);
         }
@@ -165,8 +166,8 @@ class Meeting {
     for (Node* node : graph.nodes()) {
       const bool runs_second = !graph.reach(node).input || is_shared(node);
       for (const Edge& edge : node->next_edges()) {
-        // Else the first part would run, for the sake of what came out, a node
-        // that the second part runs as well.
+        // Otherwise the first part would run a node for the gradients that it
+        // passes on, and the second part would run the same node.
         is_clear_ &= !runs_second || !graph.is_for_weights(edge) ||
                      !begun.contains(edge.function.get());
       }
@@ -177,7 +178,7 @@ class Meeting {
   const edge_list& edges() const { return edges_; }
   bool is_shared(Node* node) const { return shared_.contains(node); }
 
-  // The second part shall neither run nor keep what the first one has done.
+  // Makes the second part neither run nor keep what the first part has done.
   void cut(const Graph& graph) {
     for (Node* node : graph.nodes()) {
       if (graph.reach(node).input && !is_shared(node)) {

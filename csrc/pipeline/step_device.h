@@ -10,17 +10,16 @@
 
 namespace smp::pipeline {
 
-/// The device of a rank as contexts use it: on which stream, and with which
-/// random numbers. Belongs to the scheduler's mutex.
+/// The device of a rank as contexts use it: its stream and its random
+/// generators. Guarded by the scheduler's mutex.
 class StepDevice {
  public:
   explicit StepDevice(c10::Device device)
       : device_(device), generators_(device) {}
 
-  /// Contexts work in the order of the stream that is the caller's current one
-  /// now.
+  /// Begins a step: contexts work in the order of the caller's current stream.
   void begin_step() { stream_ = memory::current_stream(device_); }
-  /// None on the CPU, and before the first step.
+  /// Returns the stream; no stream on the CPU, and before the first step.
   const std::optional<c10::Stream>& stream() const { return stream_; }
   ContextGenerators& generators() { return generators_; }
 

@@ -16,7 +16,7 @@ using SteadyClock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kPoll{200};
 
-// Afterwards nothing of the pipeline is going on.
+// Clears the activity on leaving: nothing of the pipeline is going on then.
 struct ActivityEnd {
   explicit ActivityEnd(health::WaitRegistry& registry) : registry(registry) {}
   ~ActivityEnd() { registry.set_activity({}); }
@@ -48,7 +48,7 @@ void StepWait::until(std::unique_lock<std::mutex>& lock,
     if (questions.is_over()) return;
     lock.unlock();
     faults_->check_interrupt();
-    // This rank's own failure arrives with its context, as the real exception.
+    // A failure of this rank arrives with its context, as the real exception.
     if (const auto fault = faults_->fault();
         fault && !fault->is_raised_by(options_.global_rank)) {
       faults_->raise_if_faulted();
@@ -87,12 +87,14 @@ void StepWait::until(std::unique_lock<std::mutex>& lock,
   }
 }
 
-// Others may wait for what the device of this rank still has to compute.
+// Returns the progress of this rank's device, for whose results other ranks may
+// wait.
 int64_t StepWait::device_progress() const {
   return options_.device_meter ? options_.device_meter->look() : 0;
 }
 
-// A schedule that waits for what does not come costs time, and not the step.
+// Runs a task that is held back. A schedule that waits for a task that never
+// comes costs time, but not the step.
 void StepWait::run_held_back() {
   const std::string what = scheduler_.run_held_back();
   if (what.empty()) return;

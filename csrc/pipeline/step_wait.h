@@ -14,8 +14,8 @@
 
 namespace smp::pipeline {
 
-/// How the user's thread waits for a step, what ends the wait early, and what
-/// people read of it.
+/// Waits in the user's thread for a step, ends the wait early after a failure,
+/// and describes the wait for people.
 class StepWait {
  public:
   struct Questions {
@@ -28,7 +28,7 @@ class StepWait {
            std::shared_ptr<mailbox::Mailbox> mailbox,
            std::shared_ptr<health::FaultBoard> faults, Scheduler& scheduler);
 
-  /// Waits on `changed` until it is over.
+  /// Waits on `changed` until `is_over` returns true.
   /// @throws whatever ends it early: a fault or the departure of a rank of this
   ///     replica, Ctrl-C, `timeout` without any progress
   void until(std::unique_lock<std::mutex>& lock,

@@ -62,8 +62,9 @@ void Steps::receive(mailbox::Message&& message) {
   dispatch(header, std::move(message));
 }
 
-// Frees graphs and adds gradients: not under the mutex. Whichever thread brings
-// the message, tensors are sent and added behind what has computed them.
+// Handles a message. Not under the mutex, because it frees graphs and adds
+// gradients. Whichever thread brings the message, tensors are sent and added
+// behind the work that has computed them.
 void Steps::dispatch(const Header& header, mailbox::Message&& message) {
   const memory::DeviceScope place(parts_.scheduler.stream());
   switch (header.kind) {
@@ -94,8 +95,8 @@ void Steps::dispatch(const Header& header, mailbox::Message&& message) {
   }
 }
 
-// Handles messages that were faster than this rank's script, in their order,
-// and then opens the gate: newer ones must not overtake them.
+// Handles messages that came before this rank's script was ready, in their
+// order, and then opens the gate: newer ones must not overtake them.
 void Steps::take_early_messages() {
   std::deque<mailbox::Message> later;
   while (true) {
@@ -205,7 +206,7 @@ void Steps::begin_backward() {
   parts_.scheduler.enter_phase(Phase::kBackward);
 }
 
-// Closes the step. Null unless it was cancelled.
+// Closes the step. Returns null unless it was cancelled.
 std::exception_ptr Steps::await_end(int num_microbatches) {
   Lock lock(mutex_);
   wait_until(lock, [this, num_microbatches] {
@@ -246,8 +247,8 @@ StepOptions Steps::step_options(int num_microbatches) const {
   return step;
 }
 
-// Ends all contexts after a failure and raises it. The first reason counts:
-// a context's own exception rather than what the others made of it.
+// Ends all contexts after a failure and raises it. The first reason counts: a
+// context's own exception comes before the failures that it caused.
 void Steps::abandon(std::exception_ptr failure) {
   Scheduler& scheduler = parts_.scheduler;
   scheduler.cancel(failure);
@@ -257,7 +258,7 @@ void Steps::abandon(std::exception_ptr failure) {
     std::lock_guard<std::mutex> lock(mutex_);
     in_step_ = false;
   }
-  // What a message of this step is just bringing would come after the clearing.
+  // Work of a message that is being handled must not come after the clearing.
   {
     const std::unique_lock none_is_handled(handling_);
   }
@@ -271,7 +272,7 @@ void Steps::abandon(std::exception_ptr failure) {
 
 // ------------------------------------------------------------ microbatches
 
-// Driver: a body is over, here or on another rank.
+// Driver: notes that a body is over, here or on another rank.
 void Steps::end_body(int mb) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -285,10 +286,10 @@ void Steps::end_body(int mb) {
   changed_.notify_all();
 }
 
-// A message comes at any time. Gradients that waited for it leave for their
-// sums then, and on a device these have to lie between the same gathers of
-// parameters on all replicas: where they follow one order, the end of a
-// microbatch is a task in it.
+// Takes the end of a microbatch, which a message brings at any time. Gradients
+// that waited for it are then sent to their sums. On a device these have to lie
+// between the same gathers of parameters on all replicas: where replicas follow
+// one order, the end of a microbatch is a task in it.
 void Steps::take_end(int mb) {
   if (!options_.has_order()) return finish_microbatch(mb);
   parts_.scheduler.add_service({Phase::kBackward, mb, kMicrobatchEndId, 0, 0},
@@ -298,7 +299,8 @@ void Steps::take_end(int mb) {
 }
 
 void Steps::finish_microbatch(int mb) {
-  // Forwards may wait for it, and with them gradients of weights.
+  // Forwards may wait for this end, and gradients of weights for those
+  // forwards.
   parts_.scheduler.end_backward(mb);
   if (parts_.weights.puts_off_end(mb)) return;
   parts_.announcements.end_microbatch(mb);
@@ -327,8 +329,8 @@ void Steps::wait_until(Lock& lock, const std::function<bool()>& is_over) {
                .describe = [this] { return describe_wait(); }});
 }
 
-// Ranks without which the wait cannot end. Other ranks may have left: they are
-// done.
+// Returns the ranks without which the wait cannot end. Other ranks may have
+// left: they are done.
 std::vector<int> Steps::ranks_needed() const {
   std::vector<int> ranks = parts_.scheduler.awaited_ranks();
   if (!is_driver() && !end_seen_) {

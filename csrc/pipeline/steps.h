@@ -22,12 +22,12 @@
 
 namespace smp::pipeline {
 
-/// Steps of this rank: opens and closes them together with the other ranks of
-/// the replica, runs their bodies, says when a microbatch has ended, and lets
-/// messages of the open step in to the owners that they concern.
+/// Opens and closes the steps of this rank together with the other ranks of the
+/// replica, runs their bodies, ends microbatches, and passes messages of the
+/// open step to the owners that they concern.
 class Steps {
  public:
-  /// What has a part in every step.
+  /// The objects that take part in every step.
   struct Parts {
     const ModuleTable& modules;
     const Policy& policy;
@@ -45,42 +45,43 @@ class Steps {
         std::shared_ptr<mailbox::Mailbox> mailbox,
         std::shared_ptr<health::FaultBoard> faults);
 
-  /// Objects that hear of the end of microbatches, in this order and without
-  /// delay.
+  /// Sets the objects that are told the end of microbatches, in this order and
+  /// without delay.
   void set_listeners(Listeners listeners);
-  /// Called (from any thread) after them.
+  /// Sets a function that is called (from any thread) after them.
   void set_microbatch_done(std::function<void(int mb)> done);
 
-  /// The number of microbatches of the driver, which counts, and its words.
+  /// The driver's number of microbatches, which counts, and its words.
   struct Begun {
     int num_microbatches;
     std::string words;
   };
   /// Opens the next step on all ranks of the replica. Blocks on other ranks
   /// until the driver has come as far.
-  /// @param name   of the step function; must agree on all ranks
-  /// @param num_microbatches  how many pieces the batch has here
-  /// @param words  what the driver's script tells the other ranks
+  /// @param name   name of the step function; must agree on all ranks
+  /// @param num_microbatches  number of pieces of the batch here
+  /// @param words  text from the driver's script for the other ranks
   Begun begin(const std::string& name, int num_microbatches,
               const std::string& words = "");
-  /// Runs `body` once per microbatch and serves until the driver ends the
-  /// step. @param seed  of this step, the same on all ranks of the replica
+  /// Runs `body` once per microbatch and serves until the driver ends the step.
+  /// @param seed  seed of this step, the same on all ranks of the replica
   /// Raises what a body raised, or PeerFailure when another rank failed.
   void run(int num_microbatches, uint64_t seed,
            std::function<void(int mb)> body);
-  /// Driver, in a body: the policy may let others run before this backward.
+  /// Begins a backward in a body of the driver: the policy may let others run
+  /// first.
   void begin_backward();
 
-  /// Takes a message of Channel::kPipeline in: at once if it is of the open
-  /// step, else when that begins.
+  /// Takes in a message of Channel::kPipeline: at once if it belongs to the
+  /// open step, else when its step begins.
   void receive(mailbox::Message&& message);
-  /// All backward work of a microbatch is over, but for weight gradients that
-  /// are put off: the last of those calls this again.
+  /// Ends the backward work of a microbatch, except weight gradients that are
+  /// put off: the last of these calls this function again.
   void finish_microbatch(int mb);
-  /// Something that `begin` or `run` may wait for has changed.
+  /// Wakes `begin` and `run`: something that they may wait for has changed.
   void wake();
   bool is_open() const { return in_step_; }
-  /// No step begins any more; forgets the listeners.
+  /// Closes this object: no step begins any more; forgets the listeners.
   void close();
 
  private:
@@ -105,11 +106,11 @@ class Steps {
   const std::shared_ptr<health::FaultBoard> faults_;
   StepWait wait_;
 
-  // Shared while a message is handled, which goes on without `mutex_`.
+  // Shared while a message is handled, which happens without `mutex_`.
   std::shared_mutex handling_;
-  std::mutex mutex_;  // guards what follows; before that of the scheduler
+  std::mutex mutex_;  // guards what follows; locked before the scheduler's
   std::condition_variable changed_;
-  std::atomic<bool> in_step_{false};  // between run's begin and end
+  std::atomic<bool> in_step_{false};  // while `run` runs
   bool closed_ = false;
   std::deque<mailbox::Message> early_;  // of steps that have not begun here
   std::map<int64_t, mailbox::Message> begins_;

@@ -23,7 +23,7 @@ class StructureCache {
   /// @return the id to send (0: not kept) and whether the bytes must go along.
   std::pair<int64_t, bool> on_send(int peer, const std::string& bytes);
 
-  /// @return the structure that `id` and `bytes` of a message stand for.
+  /// @return the structure that `id` and `bytes` of a message mean.
   /// @throws Error when `id` was never announced by `peer`
   std::string on_receive(int peer, int64_t id, std::string bytes);
 

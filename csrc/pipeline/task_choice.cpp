@@ -60,10 +60,11 @@ bool TaskChoice::note_turn(const Context& context) {
   return begins_task;
 }
 
-// A backward of several modules frees the last of its activations with the
-// last of them, and its requests come one by one: between two of them this rank
-// may have nothing to do but a forward. How many will come, the microbatches
-// before have told; where one has fewer, its end counts.
+// Counts the backwards of a microbatch. A backward of several modules frees its
+// last activations with the last of these modules, and its requests come one by
+// one: between two of them this rank may have nothing to do but a forward. The
+// number to expect was learned from earlier microbatches; where a microbatch
+// has fewer, its end counts.
 void TaskChoice::count_backward(int64_t mb) {
   const int count = ++num_backwards_[mb];
   std::erase(going_back_, mb);
@@ -95,9 +96,9 @@ bool TaskChoice::body_may_start() const {
              options_.active_microbatches;
 }
 
-// What comes first in a backward is issuing requests that other ranks wait for;
-// a longer task of an older microbatch must not hold that up. Turns are taken
-// again when this context has to wait.
+// Returns whether a body may begin its backward. A backward first issues
+// requests that other ranks wait for; a longer task of an older microbatch must
+// not hold those up. Turns are taken again when this context has to wait.
 bool TaskChoice::may_begin_backward(const char* its_turn) const {
   const bool others_were_first = std::any_of(
       ready_.begin(), ready_.end(), [its_turn](const Context* other) {
@@ -131,11 +132,11 @@ StepProgress TaskChoice::progress() const {
   return progress;
 }
 
-// The action of a schedule to which the next turn of a context belongs. Bodies
-// of other ranks follow the driver and compute nothing of the model. The
-// driver's body is the forward of its first chunk; then it waits for what
-// others return and asks them for gradients, which is nobody's action; from
-// when its own gradients come it is the backward of that chunk.
+// Returns the action of a schedule to which the next turn of a context belongs.
+// Bodies of other ranks follow the driver and compute nothing of the model. The
+// driver's body is the forward of its first chunk. Then it waits for the
+// results of others and asks them for gradients, which belongs to no action.
+// Once its own gradients come it is the backward of that chunk.
 std::optional<Action> TaskChoice::action_of(const Context& context) const {
   const TaskKey& key = context.key;
   if (key.module_id < TaskKey::kStepBody) return std::nullopt;
@@ -152,7 +153,7 @@ std::optional<Action> TaskChoice::action_of(const Context& context) const {
   return Action{key.phase, key.mb, is_known ? (*options_.chunk_idxs)[idx] : 0};
 }
 
-// Those in `ready_`, and the next body if it may start.
+// Returns the tasks in `ready_`, and the next body if it may start.
 std::vector<ReadyTask> TaskChoice::ready_tasks() const {
   std::vector<ReadyTask> tasks;
   tasks.reserve(ready_.size() + 1);
@@ -180,8 +181,9 @@ std::optional<size_t> TaskChoice::find_agreed(
   return std::nullopt;
 }
 
-// What belongs to no action is short and others wait for it; an action of
-// several modules is not interrupted; all else is the policy's.
+// Picks the next task. A task that belongs to no action is short and others
+// wait for it; an action of several modules is not interrupted; the policy
+// picks among all else.
 std::optional<size_t> TaskChoice::pick(
     const std::vector<ReadyTask>& tasks) const {
   if (const auto at_once = pick_at_once(tasks)) return at_once;

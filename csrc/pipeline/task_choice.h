@@ -22,9 +22,10 @@ using schedule::Policy;
 using schedule::ReadyTask;
 using schedule::StepProgress;
 
-/// Which data-parallel peer of a rank decides the order of tasks.
+/// The part of a rank in deciding the order of tasks among its data-parallel
+/// peers.
 enum class OrderRole {
-  kFree,      ///< every rank for itself
+  kFree,      ///< every rank decides for itself
   kLeader,    ///< this rank decides and publishes
   kFollower,  ///< this rank runs what the leader published
 };
@@ -41,70 +42,73 @@ struct StepOptions {
   int depth = 0;  ///< see schedule::StepProgress
   /// Chunk by module id; null: all are chunk 0. Must outlive the step.
   const std::vector<int>* chunk_idxs = nullptr;
-  /// Whether the policy is told what is under way, so that it may let
-  /// forwards wait. Then what belongs to no action runs at once.
+  /// True if the policy sees what is under way, so that it may let forwards
+  /// wait. Tasks that belong to no action then run at once.
   bool lets_wait = false;
 };
 
-/// The contexts that could run, and which of them does next: the policy's
-/// choice, or the one that was agreed on. Belongs to the scheduler's mutex, and
-/// so do the contexts.
+/// The contexts that could run, and the choice of the next one, by the policy
+/// or by the agreed order. Guarded by the scheduler's mutex, and so are the
+/// contexts.
 class TaskChoice {
  public:
-  /// Told of each choice of a leader; must not block nor call back.
+  /// Receives each choice of a leader; must not block nor call back.
   using OrderSink = std::function<void(int64_t step, const TaskKey&)>;
 
   void set_order_sink(OrderSink sink) { order_sink_ = std::move(sink); }
   void begin_step(const StepOptions& options);
   const StepOptions& options() const { return options_; }
 
-  /// The body of a microbatch: it starts when `active_microbatches` allows, in
-  /// the order of these calls.
+  /// Adds the body of a microbatch: it starts when `active_microbatches`
+  /// allows, in the order of these calls.
   void add_body(Context* context);
-  /// A new service, or a context that can go on.
+  /// Adds a new service, or a context that can go on.
   void add_ready(Context* context);
-  /// The next task that the leader published.
+  /// Adds the next task that the leader published.
   void add_agreed(int64_t step, const TaskKey& key);
-  /// Nothing is to run any more.
+  /// Drops ready tasks, bodies not started, and agreed tasks.
   void clear();
 
-  /// Null when it is better to wait, or nothing is ready.
+  /// Returns the next context; null when it is better to wait, or nothing is
+  /// ready.
   Context* take_next();
-  /// The same while the device has enough to do: only what the policy does not
-  /// choose, since it belongs to no action or to the one that was begun last.
+  /// Returns the next context while the device has enough to do: only tasks
+  /// that the policy does not choose, since they belong to no action or to the
+  /// action begun last.
   Context* take_at_once();
-  /// Whether `take_next` would take something that is the policy's choice.
+  /// Returns whether `take_next` would take a task of the policy's choice.
   bool has_choice() const;
-  /// Whether a choice has to wait until the device has come to the last task.
-  /// Not where the order is given or agreed on: there is no choice, and a
+  /// Returns whether a choice has to wait until the device has come to the last
+  /// task. Where the order is given or agreed on there is no choice, and a
   /// follower that waits would make its leader's collectives wait.
   bool is_bound_by_device() const {
     return options_.order != OrderRole::kFollower &&
            !options_.policy->has_fixed_order();
   }
-  /// The best of the ready tasks although the policy waits for another one.
-  /// Null if nothing is held back or an agreed order counts.
+  /// Returns the best of the ready tasks although the policy waits for another
+  /// one. Null if nothing is held back or an agreed order counts.
   Context* take_held_back();
-  /// Whether a body may go on with its backward without waiting for its turn.
-  /// @param its_turn  what those wait for that did
+  /// Returns whether a body may go on with its backward without waiting for its
+  /// turn.
+  /// @param its_turn  reason of contexts that wait for their turn
   bool may_begin_backward(const char* its_turn) const;
 
-  /// A turn of a context begins.
-  /// @return whether a task of the schedule begins with it: not with what
-  ///     belongs to no action, nor with a further part of the last action
+  /// Notes that a turn of a context begins.
+  /// @return whether a task of the schedule begins with it: false for work that
+  ///     belongs to no action, and for a further part of the last action
   bool note_turn(const Context& context);
   void note_end(const Context& context);
-  /// Turns of this object, but for those of microbatches that
-  /// `take_held_back` has begun since the last one that counts.
+  /// Returns the number of turns, except those of microbatches that
+  /// `take_held_back` has begun since the last turn that counts.
   int64_t num_due_turns() const { return num_due_turns_; }
-  /// No module of a microbatch has a backward to come.
+  /// Notes that no module of a microbatch has a backward to come.
   void end_backward(int64_t mb);
-  /// Nothing of a microbatch is kept on any rank any more.
+  /// Notes that no rank keeps anything of a microbatch any more.
   void end_microbatch(int64_t mb) { ended_microbatches_.push_back(mb); }
-  /// An action of the schedule has nothing to do here.
+  /// Skips an action of the schedule that has nothing to do here.
   void skip_action(const Action& action) { order_.skip(action); }
 
-  /// Tasks in the order in which they first ran in the last step.
+  /// Returns the tasks in the order in which they first ran in the last step.
   const std::vector<TaskKey>& executed() const { return executed_; }
   std::string executed_actions() const;
 
@@ -135,7 +139,7 @@ class TaskChoice {
   std::vector<int64_t> ended_microbatches_;
   std::map<int64_t, int> num_backwards_;  // modules, by microbatch
   std::vector<int64_t> going_back_;
-  // Of a microbatch: as many as the last one had, also of earlier steps.
+  // Number of backwards of the last microbatch, also of an earlier step.
   int expected_backwards_ = 0;
 };
 

@@ -118,7 +118,7 @@ RemoteRefPtr TensorDirectory::keep(Context& context, const at::Tensor& tensor) {
   return ref;
 }
 
-// Sorts what was released meanwhile by the ranks that hold it.
+// Sorts refs that were released meanwhile by the ranks that hold their data.
 void TensorDirectory::drain_releases(int64_t mb) {
   const int here = messenger_.global_rank();
   std::vector<mailbox::MessageTensor> own;
@@ -134,8 +134,8 @@ void TensorDirectory::drain_releases(int64_t mb) {
       }
     }
   }
-  // Must not overtake the requests that a rank with several stages sends to
-  // itself.
+  // Releases must not overtake the requests that a rank with several stages
+  // sends to itself.
   if (!own.empty()) {
     messenger_.post(here, messenger_.header_of(Kind::kRelease, mb), {},
                     std::move(own));
@@ -237,7 +237,7 @@ void TensorDirectory::settle(Context& context) {
   for (const auto& weak : std::exchange(context.caller.refs, {})) {
     const RemoteRefPtr ref = weak.lock();
     if (!ref || ref->kept.defined() || ref->is_local) continue;
-    // Besides this one, and those that keep it for other ranks.
+    // There are owners besides this one and those that keep it for other ranks.
     if (ref.use_count() > 1 + ref->num_published) ref->kept = fetch_to_own(ref);
   }
 }
@@ -265,7 +265,8 @@ void TensorDirectory::offer(const Header& request, int caller,
     if (!results[i].defined()) continue;
     const mailbox::Ref ref{
         caller, request.request_id * kMaxResults + static_cast<int64_t>(i)};
-    // Before the data are: they may be released as soon as they are stored.
+    // Pushes come before the data: data may be released as soon as they are
+    // stored.
     for (const auto& [idx, rank] : hops) {
       if (idx == static_cast<int>(i)) push(ref, request.mb, rank);
     }
@@ -277,7 +278,7 @@ void TensorDirectory::offer(const Header& request, int caller,
 void TensorDirectory::push(const mailbox::Ref& ref, int64_t mb, int dst) {
   store_.when_available(
       ref, mb, [this, ref, mb, dst](memory::MarkedTensor made) {
-        // On the stream that made them: what writes to them later comes after.
+        // Later writes on the stream that made the data come after the sending.
         const c10::OptionalStreamGuard guard(made.stream);
         std::vector<mailbox::MessageTensor> tensors(1);
         tensors[0].ref = ref;
@@ -295,10 +296,10 @@ void TensorDirectory::take(const Header& header, mailbox::Message&& message) {
     for (const mailbox::MessageTensor& tensor : message.tensors) {
       store_.release(tensor.ref, header.mb);
     }
-    // Nothing orders it before the end of its microbatch.
+    // A release may come after the end of its microbatch.
     if (has_ended(header.mb)) store_.drop_microbatch(header.mb);
   } else if (!has_ended(header.mb)) {
-    // Else sent on the way that it took last time, for nobody this time.
+    // Otherwise the data took the route of an earlier call, and are not needed.
     for (mailbox::MessageTensor& tensor : message.tensors) {
       store_.put(tensor.ref, header.mb,
                  {std::move(tensor.data), std::move(tensor.mark)});

@@ -20,14 +20,14 @@
 
 namespace smp::pipeline {
 
-/// Where the tensors of a step are: names of arguments and results, their data
-/// on this rank, and orders that bring data from rank to rank.
+/// Locates the tensors of a step: names of arguments and results, their data on
+/// this rank, and orders that bring data from rank to rank.
 ///
 /// Functions that get a context, and those that fetch, belong to the thread
 /// that holds the baton; the others are thread-safe and wait for nothing.
 class TensorDirectory {
  public:
-  /// Makes tensors without data that stand for tensors elsewhere.
+  /// Makes tensors without data for tensors elsewhere.
   using HandleFactory =
       std::function<std::vector<at::Tensor>(const std::vector<TensorMeta>&)>;
   struct Stats {
@@ -40,62 +40,67 @@ class TensorDirectory {
   TensorDirectory(c10::Device device, bool calls_itself, Messenger& messenger,
                   Scheduler& scheduler);
 
-  /// Without one, results of remote calls are fetched at once.
+  /// Sets the factory. Without one, results of remote calls are fetched at
+  /// once.
   void set_handle_factory(HandleFactory factory);
 
   // Names that contexts of this rank give.
 
-  /// The number of a request, or of a tensor that becomes an argument.
+  /// Returns a new number for a request, or for a tensor that becomes an
+  /// argument.
   int64_t next_id() { return next_id_++; }
-  /// Names an argument of a request and sees to it that its data get to `dst`.
+  /// Names an argument of a request and has its data sent to `dst`.
   mailbox::MessageTensor address(Context& context, int dst,
                                  const at::Tensor& tensor);
   mailbox::MessageTensor address_ref(Context& context, int dst, RemoteRef& ref);
   /// Names a result of a request.
-  /// @param hops  where its owner sends it without being told
+  /// @param hops  ranks to which its owner sends it unasked
   RemoteRefPtr name_result(Context& context, const Header& request, int owner,
                            int idx, const TensorMeta& meta,
                            const std::shared_ptr<Route>& route,
                            const Route::Hops& hops);
   /// Keeps a copy of a tensor made here for ranks that want to see it.
   RemoteRefPtr keep(Context& context, const at::Tensor& tensor);
-  /// What `holder` has and nobody here names any more; for the next request.
+  /// Returns refs that `holder` has and this rank names no more; for the next
+  /// request.
   std::vector<mailbox::Ref> take_released(int holder, int64_t mb);
 
   // Data behind names.
 
-  /// The data of a ref, on the device; waits for them.
+  /// Returns the data of a ref, on the device; waits for them.
   at::Tensor fetch(const RemoteRefPtr& ref);
-  /// The same, and the caller may write to the result.
+  /// Returns the data of a ref for a caller that may write to them.
   at::Tensor fetch_to_own(const RemoteRefPtr& ref);
-  /// Tensors for Python that stand for the refs (without a factory: their
+  /// Makes tensors for Python that represent the refs (without a factory: their
   /// data); undefined for null.
   std::vector<at::Tensor> make_handles(const std::vector<RemoteRefPtr>& refs);
   at::Tensor make_handle(const RemoteRefPtr& ref) {
     return make_handles({ref}).front();
   }
-  /// What outlives a context must not depend on other ranks: fetches it.
+  /// Fetches the tensors that outlive a context: they must not depend on other
+  /// ranks.
   void settle(Context& context);
-  /// The data for the current stream, which waits for them, on the device.
+  /// Returns the data on the device, for the current stream, which waits for
+  /// them.
   at::Tensor use(memory::MarkedTensor tensor) const;
 
-  // What requests of other ranks name.
+  // Data that requests of other ranks name.
 
   void put(const mailbox::Ref& ref, int64_t mb, memory::MarkedTensor tensor);
   void when_available(const mailbox::Ref& ref, int64_t mb,
                       TensorStore::Callback callback);
   void release(const mailbox::Ref& ref, int64_t mb);
   /// Stores results under the names that the caller gave them and sends them
-  /// on. Undefined ones are left out.
+  /// on. Undefined results are left out.
   void offer(const Header& request, int caller,
              const std::vector<at::Tensor>& results, const Route::Hops& hops);
 
-  /// A message of kind kPush, kRelease or kData.
+  /// Takes a message of kind kPush, kRelease or kData.
   void take(const Header& header, mailbox::Message&& message);
   void begin_step();
   void end_microbatch(int mb);
   void clear();
-  /// Lets go of the factory as well.
+  /// Clears the store and drops the factory.
   void close();
 
   Stats stats() const { return {num_pushes_, num_fetches_}; }

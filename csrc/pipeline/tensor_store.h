@@ -13,24 +13,26 @@
 
 namespace smp::pipeline {
 
-/// The data of refs on one rank, and the callbacks that wait for data which are
+/// Stores the data of refs on one rank, and the callbacks that wait for data
 /// still to be made or to arrive. Thread-safe; callbacks run without its lock,
 /// in the order in which they were given, in the thread that brings the data.
-/// That thread keeps no reference behind: the callback that gets the data last
-/// may free them. Data are here as soon as it is known when a stream has made
-/// them: only code that reads them waits for their marks.
+/// That thread keeps no reference: the callback that gets the data last may
+/// free them. Data are here as soon as they are marked on a stream: only code
+/// that reads them waits for their marks.
 class TensorStore {
  public:
   using Callback = std::function<void(memory::MarkedTensor)>;
 
-  /// Brings the data of a ref. A second time is ignored.
+  /// Stores the data of a ref. A second call is ignored.
   void put(const mailbox::Ref& ref, int64_t mb, memory::MarkedTensor tensor);
   /// Calls back when the data are here, at once if they are.
   void when_available(const mailbox::Ref& ref, int64_t mb, Callback callback);
-  /// The data if they are here, else an undefined tensor.
+  /// Returns the data if they are here, else an undefined tensor.
   memory::MarkedTensor find(const mailbox::Ref& ref) const;
-  /// No code will ask for the ref again; callbacks that wait are served first.
-  /// @param mb  until this one ends an unknown ref is remembered as released
+  /// Notes that no code will ask for the ref again; callbacks that wait are
+  /// served first.
+  /// @param mb  microbatch until whose end an unknown ref is remembered as
+  ///     released
   void release(const mailbox::Ref& ref, int64_t mb);
   /// Forgets all refs of a microbatch that is over.
   void drop_microbatch(int64_t mb);

@@ -10,7 +10,7 @@
 namespace smp::pipeline {
 namespace {
 
-// The baton changes hands in less; such gaps say nothing.
+// Passing the baton on takes less; shorter gaps mean nothing.
 constexpr int64_t kShortestIdleNs = 2000;
 
 }  // namespace
@@ -69,8 +69,8 @@ void Timeline::discard() {
   if (copies_) copies_->discard();
 }
 
-// A stream does one thing after the other, however wrong the offset of a step
-// may be.
+// Reads the times of the device. A stream does one thing after the other, even
+// where the offset of a step is wrong.
 void Timeline::read_device(Recording& recording) {
   std::shared_ptr<memory::DeviceClock> clock;
   {
@@ -197,8 +197,8 @@ void Timeline::end_run() {
   end_device_locked();
 }
 
-// What the task that runs has asked of the stream of its step lies between two
-// points of that stream.
+// Records what the task that runs has asked of its step's stream: the work lies
+// between two points of that stream.
 void Timeline::end_device_locked() {
   if (!clock_ || !device_since_) return;
   TimelineEvent event;
@@ -240,7 +240,7 @@ void Timeline::record_tensors(TimelineEvent::Kind kind, int global_rank,
     event.what = to_string(header.kind);
     event.peer = peer;
     event.begin_ns = event.end_ns = now;
-    // Small tensors have no name; their message has.
+    // Small tensors have no name; their message has a name.
     event.ref =
         tensor.ref.id >= 0
             ? tensor.ref

@@ -23,7 +23,7 @@ std::optional<std::vector<at::Tensor>> WeightTasks::begin_backward(
   for (const auto& input : record.inputs) inputs.push_back({input, 0});
   auto first = run_input_backward(roots, root_grads, inputs);
   if (!first) {
-    // A list must not wait for what will not come.
+    // A list must not wait for an action that will not come.
     scheduler_.skip_action({Phase::kWeight, header.mb, chunk});
     return std::nullopt;
   }

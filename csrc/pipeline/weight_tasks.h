@@ -17,7 +17,7 @@
 
 namespace smp::pipeline {
 
-/// Gradients of weights that the schedule puts off: tasks of their own.
+/// Makes tasks of the gradients of weights that the schedule puts off.
 /// Thread-safe.
 class WeightTasks {
  public:
@@ -26,22 +26,23 @@ class WeightTasks {
               Scheduler& scheduler,
               std::function<void(int mb)> finish_microbatch);
 
-  /// Gradients of the inputs, if the schedule wants the backward in two parts
-  /// and the graph can be run so; the other part becomes a task.
+  /// Returns the gradients of the inputs, if the schedule wants the backward in
+  /// two parts and the graph can be run so; the other part becomes a task.
   std::optional<std::vector<at::Tensor>> begin_backward(
       const Header& header, int64_t module_id, const CallRecord& record,
       const std::vector<GraphEdge>& roots,
       const std::vector<at::Tensor>& root_grads);
 
-  /// Whether some of the microbatch's are left. Then the last of them ends it:
-  /// the driver does not wait for them before it lets the next one in.
+  /// Returns whether weight gradients of the microbatch are left. The last of
+  /// them then ends it: the driver does not wait for them before it lets the
+  /// next one in.
   bool puts_off_end(int mb);
   void begin_step();
 
  private:
   struct Pending {
     int num_tasks = 0;
-    bool others_are_done = false;  // the microbatch is over but for these
+    bool others_are_done = false;  // the rest of the microbatch is over
   };
 
   void add(const Header& header, int64_t module_id,

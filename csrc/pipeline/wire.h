@@ -7,7 +7,7 @@
 
 namespace smp::pipeline {
 
-/// What a message of Channel::kPipeline says.
+/// The meaning of a message of Channel::kPipeline.
 enum class Kind : int64_t {
   kStepBegin,        ///< driver → others: microbatches, name of the step, words
   kForwardRequest,   ///< caller → owner: run a module
@@ -31,15 +31,15 @@ const char* to_string(Kind kind);
 enum Flags : int64_t {
   kGradEnabled = 1,
   kTraining = 2,
-  kWantsMeta = 4,  ///< the caller waits to be told what comes
+  kWantsMeta = 4,  ///< the caller waits for the metadata
   kStrided = 8,    ///< an argument has gaps or another order at its caller
 };
 
-/// Above the flags: how many of the last tensors are only released.
+/// Shift above the flags for the number of last tensors that are only released.
 constexpr int kFlagBits = 8;
 
-/// Stand for a module where arithmetic, a function of Python, or the end of a
-/// microbatch is meant.
+/// Module ids for arithmetic, for a function of Python, and for the end of a
+/// microbatch.
 constexpr int64_t kOperationId = -2;
 constexpr int64_t kFunctionId = -3;
 constexpr int64_t kMicrobatchEndId = -4;
@@ -62,19 +62,20 @@ struct Header {
   /// 0: the bytes come along and are not kept. Else the id of the structure;
   /// its bytes come along the first time only (see StructureCache).
   int64_t structure_id = 0;
-  /// Random seed that stands for (seed, step, microbatch, call path).
+  /// Random seed made of (seed, step, microbatch, call path).
   int64_t path = 0;
-  /// Requests: the caller's context. Notices: which call of the model, or of
-  /// backward, within the step body. Push: where to.
+  /// Requests: the caller's context. Notices: number of the call of the model,
+  /// or of backward, within the step body. Push: destination.
   int64_t index = 0;
 
   void write_to(mailbox::Message& message) const;
   static Header read_from(const mailbox::Message& message);
 };
 
-/// How many of the last tensors of a request are only released.
+/// Returns how many of the last tensors of a request are only released.
 size_t num_released_of(const Header& header);
-/// The seed of a forward. @param seed  of its caller's context
+/// Returns the seed of a forward.
+/// @param seed  seed of its caller's context
 int64_t call_path(int64_t seed, int64_t call_idx, int64_t module_id);
 
 }  // namespace smp::pipeline

@@ -70,7 +70,7 @@ std::string ChainState::reason(const Task& task, const Policy& policy) const {
 
 std::string ChainState::next_of_rank(int rank, const Policy& policy,
                                      const ActionList* list) const {
-  // The first entry that is not done; without a list the oldest task.
+  // Takes the first entry that is not done; without a list the oldest task.
   std::vector<Task> tasks;
   if (list) {
     for (const Action& a : *list) {

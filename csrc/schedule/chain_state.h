@@ -8,7 +8,7 @@
 
 namespace smp::schedule {
 
-/// What of a simulated step has been done, and what each task still needs. A
+/// The state of a simulated step: finished tasks, and the needs of each task. A
 /// task is (stage, action of this stage and its rank).
 class ChainState {
  public:
@@ -35,7 +35,7 @@ class ChainState {
   const std::vector<int>& stages_of_rank(int rank) const {
     return stages_of_rank_[rank];
   }
-  /// How many ranks the chain meets before this one.
+  /// Returns the number of ranks that the chain meets before this one.
   int depth(int rank) const { return depth_[rank]; }
 
   Action action(const Task& task) const {
@@ -50,22 +50,23 @@ class ChainState {
     return status({stage, Phase::kWeight, mb}) != Status::kAbsent;
   }
 
-  /// Microbatches whose body has begun; they begin in order.
+  /// Number of microbatches whose body has begun; they begin in order.
   int num_begun = 0;
-  /// Microbatches that have begun and are not yet over.
+  /// Number of microbatches that have begun and are not yet over.
   int num_in_flight = 0;
-  /// Microbatches whose forward has left the last stage.
+  /// Number of microbatches whose forward has left the last stage.
   int num_forwards_done = 0;
-  /// Per microbatch: the driver has sent it into its backward.
+  /// Per microbatch: whether the driver has sent it into its backward.
   std::vector<bool> may_go_back;
 
   bool may_begin_body() const {
     return num_begun < num_microbatches_ &&
            num_in_flight < active_microbatches_;
   }
-  /// Whether nothing is left to do; otherwise `describe_stop` has a text.
+  /// Returns whether nothing is left to do; otherwise `describe_stop` has a
+  /// text.
   bool is_finished() const;
-  /// One line per rank: its next action and what that waits for.
+  /// Returns one line per rank: its next action and what that waits for.
   std::string describe_stop(const std::vector<const Policy*>& policies,
                             const Schedule* lists) const;
 

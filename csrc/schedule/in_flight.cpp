@@ -9,8 +9,8 @@ namespace smp::schedule {
 
 bool is_beyond_1f1b(const ReadyTask& forward, const StepProgress& progress) {
   if (progress.active_microbatches == 0) return false;
-  // A number of active microbatches below the number of ranks is the driver's
-  // business: there is nothing to save behind it.
+  // The driver alone keeps a number of active microbatches below the number of
+  // ranks: the ranks behind it have nothing to save.
   const int limit = std::max(
       1, std::max(progress.active_microbatches, progress.num_partitions) -
              progress.depth);

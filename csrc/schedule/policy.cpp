@@ -15,7 +15,8 @@ Makers& makers() {
   return all;
 }
 
-// "'a', 'b' or 'c'", of those that have `min_chunks` stages per rank or more.
+// Returns a text like "'a', 'b' or 'c'": policies that have `min_chunks` stages
+// per rank or more.
 std::string choices(int min_chunks) {
   std::vector<std::string> names;
   for (const auto& [name, make] : makers()) {

@@ -8,7 +8,7 @@
 namespace smp::schedule {
 namespace {
 
-// Backward first, so that activations are freed early; then the oldest
+// Runs backward first, so that activations are freed early; then the oldest
 // microbatch; then the order of arrival. A rank behind the driver keeps one
 // microbatch less for each rank in front of it: with equal stages and as many
 // active microbatches as ranks this is 1F1B, action by action.
@@ -26,7 +26,7 @@ class InterleavedPolicy final : public Policy {
       if (!best || rank(ready[i]) < rank(ready[*best])) best = i;
     }
     if (!best || ready[*best].key.phase != Phase::kForward) return best;
-    // The oldest forward waits: then all of them would.
+    // The oldest forward waits: then all forwards would wait.
     return is_beyond_1f1b(ready[*best], progress) ? std::nullopt : best;
   }
 
@@ -34,14 +34,14 @@ class InterleavedPolicy final : public Policy {
     return num_partitions + 2;
   }
 
-  // One less for each rank in front; see `is_beyond_1f1b`.
+  // Returns one less for each rank in front; see `is_beyond_1f1b`.
   int kept_microbatches(const PipelineSize& size, int active_microbatches,
                         int depth) const override {
     return std::min(active_microbatches,
                     std::max(active_microbatches, size.num_partitions) - depth);
   }
 
-  // Where nothing is kept there is nothing to wait for.
+  // Without kept activations no limit is needed.
   bool limits_forwards(bool keeps_activations) const override {
     return keeps_activations;
   }

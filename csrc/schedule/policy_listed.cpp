@@ -53,7 +53,8 @@ class ListedPolicy final : public Policy {
   }
 
  private:
-  // Place in the list; its length for what the list does not name.
+  // Returns the place in the list; the list's length for tasks it does not
+  // name.
   size_t place(const ReadyTask& task) const {
     const auto it = place_.find(task.action());
     return it == place_.end() ? actions_.size() : it->second;

@@ -5,10 +5,10 @@
 namespace smp::schedule {
 namespace {
 
-// All forwards, then all backwards (GPipe). A backward waits while the driver
-// still has forwards to do among the microbatches that may be in flight; with
-// fewer active microbatches than microbatches, each one that ends lets in
-// another, whose forward goes first.
+// Runs all forwards, then all backwards (GPipe). A backward waits while the
+// driver still has forwards to do among the microbatches that may be in flight.
+// With fewer active microbatches than microbatches, the end of a microbatch
+// lets in another, whose forward runs first.
 class SimplePolicy final : public Policy {
  public:
   const std::string& name() const override {

@@ -8,7 +8,8 @@
 namespace smp::schedule {
 namespace {
 
-// Forwards that rank `depth` does before its first backward.
+// Returns the number of forwards that rank `depth` does before its first
+// backward.
 int num_warmup(int num_partitions, int num_chunks, int depth) {
   if (num_chunks == 1) return num_partitions - 1 - depth;
   return (num_chunks - 1) * num_partitions + 2 * (num_partitions - 1 - depth);
@@ -41,7 +42,7 @@ class VirtualInterleavedPolicy final : public Policy {
 
   int default_chunks() const override { return 2; }
 
-  // Parts of microbatches, rounded up.
+  // Counts parts of microbatches, rounded up.
   int kept_microbatches(const PipelineSize& size, int active_microbatches,
                         int depth) const override {
     const int num_units =
@@ -50,8 +51,8 @@ class VirtualInterleavedPolicy final : public Policy {
                     (num_units + size.num_chunks - 1) / size.num_chunks);
   }
 
-  // The list of the article. Beyond 4 ranks it waits for a forward where `pick`
-  // runs a backward that is ready, in the same time.
+  // Returns the list of the article. Beyond 4 ranks it waits for a forward
+  // where `pick` runs a backward that is ready, in the same time.
   Schedule plan(const PipelineSize& size) const override {
     SMP_CHECK_VALUE(size.num_microbatches % size.num_partitions == 0,
                     "virtual stages need a number of microbatches (",
@@ -96,7 +97,8 @@ class VirtualInterleavedPolicy final : public Policy {
                                  progress.num_partitions, progress) >= limit;
   }
 
-  // In the order of units; backward meets the chunks the other way round.
+  // Returns the first task in the order of units; backward meets the chunks in
+  // reverse.
   static std::optional<size_t> first(const std::vector<ReadyTask>& ready,
                                      const StepProgress& progress,
                                      bool is_forward) {

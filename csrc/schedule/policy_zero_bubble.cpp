@@ -56,8 +56,8 @@ class ZeroBubblePolicy final : public Policy {
 
   bool splits_backward(int64_t, int64_t) const override { return true; }
 
-  // The list of the article. With fewer microbatches than ranks `pick` also
-  // fills gaps of a pipeline that is never full.
+  // Returns the list of the article. With fewer microbatches than ranks `pick`
+  // also fills gaps of a pipeline that is never full.
   Schedule plan(const PipelineSize& size) const override {
     Schedule schedule;
     for (int depth = 0; depth < size.num_partitions; ++depth) {

@@ -8,7 +8,7 @@
 namespace smp::schedule {
 namespace {
 
-// The actions from here to the end of the line.
+// Reads the actions from here to the end of the line.
 ActionList read_actions(TextReader& reader) {
   ActionList actions;
   reader.skip_spaces();

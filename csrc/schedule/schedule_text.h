@@ -15,11 +15,11 @@ namespace smp::schedule {
 /// One list per rank.
 using Schedule = std::vector<ActionList>;
 
-/// `"F3"`, with the chunk if it is not the first: `"B3.1"`.
+/// Returns `"F3"`, with the chunk if it is not the first: `"B3.1"`.
 std::string to_string(const Action& action);
-/// `"F0 F1 B0"`.
+/// Returns a text like `"F0 F1 B0"`.
 std::string to_string(const ActionList& actions);
-/// One line `"2: F0 F1 B0"` per rank, each ended by a newline.
+/// Returns a line like `"2: F0 F1 B0"` per rank, each ended by a newline.
 std::string to_string(const Schedule& schedule);
 
 /// Reads actions that are separated by blanks.
@@ -27,7 +27,7 @@ std::string to_string(const Schedule& schedule);
 ActionList parse_actions(const std::string& text);
 
 /// Reads lines `"<rank>: <actions>"`, ranks counted from 0 without gaps. Empty
-/// lines and what follows a `#` do not matter.
+/// lines and text after a `#` do not matter.
 /// @throws ValueError with line and column
 Schedule parse_schedule(const std::string& text);
 
@@ -38,24 +38,24 @@ Schedule parse_schedule(const std::string& text);
 /// action makes a further entry, so an interruption shows.
 class ExecutedOrder {
  public:
-  /// Chunk of a task among the chunks of this rank; nothing if it belongs to no
-  /// action and is left out.
+  /// Returns the chunk of a task among the chunks of this rank; nothing if it
+  /// belongs to no action and is left out.
   using ChunkOf = std::function<std::optional<int64_t>(const TaskKey&)>;
 
   explicit ExecutedOrder(ChunkOf chunk_of = {})
       : chunk_of_(std::move(chunk_of)) {}
 
-  /// Takes note of a task that begins or goes on.
+  /// Notes a task that begins or goes on.
   void add(const TaskKey& key);
-  /// The same for code that knows the action.
-  /// @param goes_on  after a suspension
+  /// Notes an action, for code that knows it.
+  /// @param goes_on  whether it goes on after a suspension
   void add(const Action& action, bool goes_on);
-  /// Takes note of an action that will not run: `begun` has it, the text not.
+  /// Notes an action that will not run: `begun` has it, the text does not.
   void skip(const Action& action);
 
-  /// For the text form.
+  /// Returns the entries of the text form.
   const ActionList& entries() const { return entries_; }
-  /// Each action once: `StepProgress::begun`.
+  /// Returns each action once: `StepProgress::begun`.
   const ActionList& begun() const { return begun_; }
 
  private:
@@ -65,10 +65,10 @@ class ExecutedOrder {
   std::set<Action> seen_;
 };
 
+/// Returns the actions of the tasks that a rank has executed.
 /// @param chunk_of_module chunk by module id; bodies (`TaskKey::kStepBody`) are
-///        chunk 0 unless the map says otherwise. What has a lower id
-///        (arithmetic and functions at the home of their tensors) belongs to no
-///        action.
+///     chunk 0 unless the map says otherwise. Lower ids (arithmetic and
+///     functions at the home of their tensors) belong to no action.
 /// @throws ValueError if a module is missing in the map
 ActionList executed_actions(const std::vector<TaskKey>& executed,
                             const std::map<int64_t, int64_t>& chunk_of_module);

@@ -17,7 +17,8 @@ namespace {
 using Task = ChainState::Task;
 using Status = ChainState::Status;
 
-// Whole nanoseconds: sums are exact, so what should coincide does.
+// Converts to whole nanoseconds: sums are exact, so events that should coincide
+// do.
 int64_t to_ns(double ms) { return std::llround(ms * 1e6); }
 double to_ms(int64_t ns) { return static_cast<double>(ns) * 1e-6; }
 
@@ -83,7 +84,8 @@ class Simulation {
   }
 
  private:
-  // As the server does: the body of the next microbatch is one of the tasks.
+  // Offers the body of the next microbatch as one of the tasks, as the server
+  // does.
   void offer_body() {
     const Task body{0, Phase::kForward, chain_.num_begun};
     if (chain_.may_begin_body() && chain_.status(body) == Status::kWaiting) {
@@ -91,8 +93,8 @@ class Simulation {
     }
   }
 
-  // Microbatches that are at the end of the chain turn round when the driver
-  // says so.
+  // Sends microbatches at the end of the chain into their backward when the
+  // driver allows it.
   void open_backwards() {
     const int last = chain_.num_stages() - 1;
     for (int mb = 0; mb < chain_.num_begun; ++mb) {

@@ -9,7 +9,7 @@
 
 namespace smp::schedule {
 
-/// One link of the chain that a microbatch passes forward and back. A rank may
+/// A stage of the chain that a microbatch passes forward and back. A rank may
 /// have several: its chunks, counted in the order of the chain. (A loss on the
 /// driver is a last stage on the rank of the first.)
 struct StageCost {
@@ -18,13 +18,13 @@ struct StageCost {
   /// The whole backward, or its input-gradient part if `weight_ms` is not 0.
   double backward_ms = 0;
   double weight_ms = 0;
-  /// Kept per microbatch from the begin of the forward to the end of the
-  /// backward (of the weight gradients, if they are a task of their own).
+  /// Bytes kept per microbatch from the beginning of the forward to the end of
+  /// the backward (of the weight gradients, if they are a task of their own).
   int64_t activation_bytes = 0;
 };
 
-/// What lies between a stage and the next. Bytes of one ordered pair of ranks
-/// pass one after the other; between stages of one rank nothing is sent.
+/// The transfer between a stage and the next. Bytes of one ordered pair of
+/// ranks pass one after the other; between stages of one rank nothing is sent.
 struct BoundaryCost {
   double latency_ms = 0;
   double ms_per_byte = 0;
@@ -36,8 +36,9 @@ struct SimulationInput {
   std::vector<StageCost> stages;
   std::vector<BoundaryCost> boundaries;  ///< stages - 1, or none: all free
   int num_microbatches = 1;
-  /// In flight at once; 0 asks the policy of the driver, which is the rank of
-  /// the first stage. One is over when its backward has left the first stage.
+  /// Microbatches in flight at once; 0 asks the policy of the driver, which is
+  /// the rank of the first stage. One is over when its backward has left the
+  /// first stage.
   int active_microbatches = 0;
 };
 
@@ -63,27 +64,27 @@ struct SimulationResult {
   std::vector<TimelineEntry> timeline;  ///< by start, then rank
 };
 
-/// Runs a step without processes: as in the server, a task is ready when its
-/// data are there, a rank runs one at a time, and its policy picks among the
-/// ready ones. Deterministic; times are kept in whole nanoseconds.
+/// Runs a step without processes. As in the server, a task is ready when its
+/// data are there, a rank runs one task at a time, and its policy picks among
+/// the ready tasks. Deterministic; times are kept in whole nanoseconds.
 /// @param policies one per rank; ranks are counted from 0 without gaps
 /// @throws ValueError for costs that make no sense
 /// @throws Error if the step cannot finish: names what each rank waits for
 SimulationResult simulate(const SimulationInput& input,
                           const std::vector<const Policy*>& policies);
 
-/// The same policy on all ranks, by name.
+/// Runs a step with the same policy on all ranks, by name.
 SimulationResult simulate(const SimulationInput& input,
                           const std::string& policy_name);
 
-/// What each rank does under the policy if all stages, forwards, backwards and
-/// weight gradients take the same time, and transfers none. Ranks have every
-/// `num_partitions`-th stage of the chain.
+/// Returns the actions of each rank under the policy if all stages, forwards,
+/// backwards and weight gradients take the same time, and transfers none. Ranks
+/// have every `num_partitions`-th stage of the chain.
 Schedule executed_by_equal_stages(const Policy& policy,
                                   const PipelineSize& size,
                                   int active_microbatches);
 
-/// Each rank runs its list.
+/// Runs a step in which each rank runs its list.
 /// @throws ValueError also if a list lacks an action or names one too many
 SimulationResult simulate_lists(const SimulationInput& input,
                                 const Schedule& schedule);

@@ -9,7 +9,8 @@
 namespace smp::schedule {
 namespace {
 
-// Far above any step, far below the range of nanoseconds in 64 bits.
+// The limit is far above any step, far below the range of nanoseconds in 64
+// bits.
 constexpr double kMaxMs = 1e6;
 
 void check_ms(double ms, const std::string& what) {

@@ -6,7 +6,7 @@
 
 namespace smp::schedule {
 
-/// One more than the largest rank of a stage.
+/// Returns one more than the largest rank of a stage.
 /// @throws ValueError if some rank cannot be one of so many stages
 size_t num_ranks(const SimulationInput& input);
 

@@ -26,16 +26,16 @@ struct TaskKey {
   auto operator<=>(const TaskKey&) const = default;
 };
 
-/// `"F3"` for the body of microbatch 3, `"B3:m17.1"` for the second backward of
-/// module 17; `"/2"` is appended at the second resumption.
+/// Returns `"F3"` for the body of microbatch 3, `"B3:m17.1"` for the second
+/// backward of module 17; `"/2"` is appended at the second resumption.
 std::string to_string(const TaskKey& key);
 
 /// Reads the text of `to_string(TaskKey)`. @throws ValueError with the position
 TaskKey parse_task_key(const std::string& text);
 
-/// What a rank does for one microbatch and one of its chunks: the unit of plans
-/// and of the compact text form. A chunk is a part of the model that runs as a
-/// whole; with virtual stages a rank has several.
+/// The work of a rank for one microbatch and one of its chunks: the unit of
+/// plans and of the compact text form. A chunk is a part of the model that runs
+/// as a whole; with virtual stages a rank has several.
 struct Action {
   Phase phase = Phase::kForward;
   int64_t mb = 0;
@@ -44,7 +44,7 @@ struct Action {
   auto operator<=>(const Action&) const = default;
 };
 
-/// What one rank does, in order.
+/// Actions of one rank, in order.
 using ActionList = std::vector<Action>;
 
 /// A task that could run now.
@@ -57,28 +57,30 @@ struct ReadyTask {
   Action action() const { return {key.phase, key.mb, chunk}; }
 };
 
-/// What a policy may know of the step besides the ready tasks. A field that is
-/// left at its default switches off what depends on it.
+/// The state of a step that a policy may use besides the ready tasks. A field
+/// that is left at its default switches off what depends on it.
 struct StepProgress {
   int num_microbatches = 1;
-  /// Step bodies that run here for real (driver) and have not yet reached
-  /// their backward or end, among those that may start now; 0 on other ranks.
+  /// Number of step bodies that run here for real (driver) and have not yet
+  /// reached their backward or end, among those that may start now; 0 on other
+  /// ranks.
   int num_forwards_pending = 0;
 
   int num_partitions = 1;
   int num_chunks = 1;  ///< of this rank
-  /// How many ranks the data pass before they reach this one.
+  /// Number of ranks that the data pass before they reach this one.
   int depth = 0;
-  /// How many microbatches the driver lets in; 0 if not known: then policies
-  /// with a name let no forward wait, and do not look at the two lists below.
+  /// Number of microbatches that the driver lets in; 0 if not known: then
+  /// policies with a name let no forward wait, and do not look at the two lists
+  /// below.
   int active_microbatches = 0;
-  /// Actions begun on this rank, in order, each once (`ExecutedOrder`); those
+  /// Actions begun on this rank, in order, each once (`ExecutedOrder`); actions
   /// of microbatches that are over may be left out.
   std::span<const Action> begun = {};
-  /// Microbatches that are over: nothing of them is kept on any rank.
+  /// Microbatches that are over: no rank keeps anything of them.
   std::span<const int64_t> ended = {};
-  /// Those whose backward has begun here, and of which more modules are to
-  /// come: they are still kept.
+  /// Microbatches whose backward has begun here, and of which more modules are
+  /// to come: they are still kept.
   std::span<const int64_t> going_back = {};
 };
 

@@ -8,11 +8,11 @@
 
 namespace smp::schedule {
 
-/// `'F'`, `'B'` or `'W'`.
+/// Returns `'F'`, `'B'` or `'W'`.
 char phase_letter(Phase phase);
 
-/// Walks over one line of a text form; every error says what was expected, what
-/// stands there and at which column (from 1).
+/// Walks over one line of a text form; every error names the expected text, the
+/// text found and its column (from 1).
 class TextReader {
  public:
   /// @param what names the text in errors: "task", "schedule, line 3"
@@ -20,7 +20,7 @@ class TextReader {
       : text_(text), what_(std::move(what)) {}
 
   bool at_end() const { return pos_ == text_.size(); }
-  /// @return whether there were any
+  /// @return whether there were any spaces
   bool skip_spaces();
   /// Takes `c` if it comes next.
   bool skip(char c);
@@ -30,7 +30,7 @@ class TextReader {
   Phase phase();
 
   [[noreturn]] void fail(const std::string& expected) const;
-  /// Complains about what starts at `column` (from 1).
+  /// Raises an error about the text that starts at `column` (from 1).
   [[noreturn]] void fail_at(size_t column, const std::string& complaint) const;
   size_t column() const { return pos_ + 1; }
 

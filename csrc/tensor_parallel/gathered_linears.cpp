@@ -34,7 +34,7 @@ struct LinearsCall {
 
 at::Tensor flat(const at::Tensor& x) { return x.reshape({-1, x.size(-1)}); }
 
-// Arguments whose gradients are wanted; edges stand in the order of the
+// The arguments whose gradients are wanted; edges are in the order of the
 // arguments.
 struct Needs {
   Needs(AutogradContext* context, const LinearsCall& call)
@@ -57,7 +57,7 @@ struct Needs {
   const LinearsCall& call;
 };
 
-// The sum over the products, of this rank.
+// Returns the sum over the products, of this rank.
 at::Tensor input_grad(const variable_list& grads, const variable_list& saved) {
   at::Tensor sum;
   std::vector<int64_t> shape;
@@ -85,7 +85,8 @@ Pending begin_input_grad(const LinearsCall& call, const at::Tensor& dx) {
                                       /*may_overwrite=*/true);
 }
 
-// Both transfers are on their way while products that do not need them run.
+// Runs the backward. Both transfers are on their way while products that do not
+// need them run.
 variable_list run_backward(const LinearsCall& call, const Needs& needs,
                            const variable_list& grads,
                            const variable_list& saved) {
@@ -156,7 +157,7 @@ struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
   }
 };
 
-// What `torch.autocast` would do to the arguments of a product.
+// Casts the argument of a product as `torch.autocast` would do.
 at::Tensor cast(const at::Tensor& tensor, at::DeviceType device) {
   return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device),
                                    tensor, device);

@@ -51,14 +51,15 @@ std::vector<int64_t> with_front(int64_t size, at::IntArrayRef shape) {
   return result;
 }
 
-// Parts along this dim lie one after the other in a contiguous tensor.
+// Returns whether parts along this dim lie one after the other in a contiguous
+// tensor.
 bool leads(const at::Tensor& x, int64_t dim) {
   const at::IntArrayRef shape = x.sizes();
   return std::all_of(shape.begin(), shape.begin() + dim,
                      [](int64_t size) { return size == 1; });
 }
 
-// As if all ranks held what this one does.
+// Repeats a part as if all ranks held the same part as this one.
 at::Tensor repeated(const at::Tensor& x, int64_t dim, int64_t total) {
   if (x.size(dim) == total) return x;
   if (x.size(dim) == 0) return x.new_zeros(shape_with(x, dim, total));
@@ -74,7 +75,7 @@ at::Tensor to_tensor(const std::vector<int64_t>& numbers) {
   return tensor;
 }
 
-// A block of each rank, padded to one shape: [t, ...].
+// Packs the parts into a block of each rank, padded to one shape: [t, ...].
 at::Tensor packed(const at::Tensor& x, int64_t dim, const Sizes& sizes,
                   std::vector<int64_t> block_shape) {
   if (all_equal(sizes) && leads(x, dim) &&
@@ -99,7 +100,7 @@ at::Tensor packed(const at::Tensor& x, int64_t dim, const Sizes& sizes,
   return blocks;
 }
 
-// The inverse of `packed`: parts of the blocks, along `dim` side by side.
+// Inverts `packed`: puts parts of the blocks side by side along `dim`.
 at::Tensor unpacked(const at::Tensor& blocks, int64_t dim, const Sizes& sizes) {
   const at::Tensor first = blocks.select(0, 0);
   if (all_equal(sizes) && leads(first, dim)) {
@@ -122,7 +123,8 @@ bool alone() { return is_alone_here; }
 
 bool has_no_data(const at::Tensor& x) {
   if (x.is_meta()) return true;
-  // Fake ones lie upon storage of the meta device, whatever they say.
+  // Fake tensors lie upon storage of the meta device, whatever their device
+  // says.
   return x.key_set().has(c10::DispatchKey::Python) && x.has_storage() &&
          x.storage().device().is_meta();
 }

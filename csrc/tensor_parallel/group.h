@@ -17,10 +17,10 @@ namespace smp::tensor_parallel {
 /// Extents of the parts of the ranks along a dim; empty: all alike.
 using Sizes = std::vector<int64_t>;
 
-/// What a group has done since it was made.
+/// Counts of a group since it was made.
 struct Traffic {
   int64_t num_calls = 0;
-  /// That this rank must send at the least, whatever carries them: for n bytes
+  /// Bytes that this rank must send at the least, by any transport: for n bytes
   /// of a whole tensor n (t - 1) / t, twice that for an all-reduce.
   int64_t bytes_sent = 0;
 };
@@ -36,13 +36,14 @@ class Pending {
   Pending(const Group& group, const Header& header, comm::WorkPtr work,
           Finish finish);
 
-  /// Waits for it, or lets the current stream of the device wait; once.
+  /// Waits for the result, or makes the current stream of the device wait;
+  /// once.
   /// @throws ValueError on every rank when shapes disagree; Error and
-  ///         PeerFailure as `comm::wait_for`
+  ///     PeerFailure as `comm::wait_for`
   at::Tensor take();
 
  private:
-  const Group* group_ = nullptr;  // null: the result is there
+  const Group* group_ = nullptr;  // null: the result is in `ready_`
   Header header_{};
   comm::WorkPtr work_;
   Finish finish_;
@@ -51,17 +52,18 @@ class Pending {
 
 /// The ranks that split layers, as the regions see them: collectives along any
 /// dim, with parts of any size. All ranks issue them in one order; when they
-/// disagree on a shape, each raises an error that names both.
+/// disagree on a shape, each raises an error that names both shapes.
 ///
-/// Nothing is communicated when the group is one rank, for tensors without
-/// data (meta, fake), and where `Alone` lives: results have the right shapes
-/// then, and values as if all ranks held the same.
+/// Nothing is communicated when the group is one rank, for tensors without data
+/// (meta, fake), and while `alone` is set: results then have the right shapes,
+/// and values as if all ranks held the same.
 class Group {
  public:
   /// @param communicator  null in a group of one
   /// @param control  for host tensors; null: the communicator serves these.
-  ///     The ranks compare there what they are about to call on a device: one
-  ///     that has begun with different arguments can only be aborted
+  ///     There the ranks compare calls that they are about to issue on a
+  ///     device: a device call that has begun with different arguments can only
+  ///     be aborted
   Group(comm::CommunicatorPtr communicator, comm::CommunicatorPtr control,
         int group_rank, int size, comm::Patience patience);
 
@@ -69,45 +71,48 @@ class Group {
   int size() const { return size_; }
   Traffic traffic() const { return {num_calls_, bytes_sent_}; }
 
-  /// Parts of all ranks; `sizes` or, without them, an even split of `extent`.
-  /// @throws ValueError when there is none
+  /// Returns the parts of all ranks; `sizes` or, without them, an even split of
+  /// `extent`.
+  /// @throws ValueError when there is no even split
   Sizes even_or(const Sizes& sizes, int64_t extent, const char* what) const;
 
-  /// The sum (maximum, minimum) of all ranks.
+  /// Begins the sum (maximum, minimum) of all ranks.
   /// @param may_overwrite  false: the result is a new tensor
   Pending begin_all_reduce(const at::Tensor& x, comm::ReduceOp op,
                            const char* what, bool may_overwrite = false);
-  /// The parts of all ranks, concatenated along `dim`.
+  /// Begins to concatenate the parts of all ranks along `dim`.
   Pending begin_all_gather(const at::Tensor& x, int64_t dim, const Sizes& sizes,
                            const char* what);
-  /// The part of this rank, along `dim`, of the sum of all ranks.
+  /// Begins to sum over all ranks; the result is the part of this rank, along
+  /// `dim`.
   Pending begin_reduce_scatter(const at::Tensor& x, int64_t dim,
                                const Sizes& sizes, const char* what);
-  /// Sends part i along `split_dim` to group rank i, and concatenates what
-  /// comes along `concat_dim`.
+  /// Sends part i along `split_dim` to group rank i, and concatenates the parts
+  /// received along `concat_dim`.
   Pending begin_exchange(const at::Tensor& x, int64_t split_dim,
                          int64_t concat_dim, const Sizes& split_sizes,
                          const Sizes& concat_sizes, const char* what);
 
-  /// Sends rows of dim 0, the first `sent[0]` to group rank 0 and so on, and
-  /// has those that come, `received[i]` from group rank i, one after the other.
+  /// Sends rows of dim 0, the first `sent[0]` to group rank 0 and so on. Puts
+  /// the rows received, `received[i]` from group rank i, one after the other.
   Pending begin_row_exchange(const at::Tensor& x, const Sizes& sent,
                              const Sizes& received, const char* what);
-  /// Numbers for each rank, as many for each, by group rank; returns those that
-  /// the others have for this one. Only hosts talk.
-  /// @param header  that all ranks must have
+  /// Sends numbers to each rank, as many to each, by group rank; returns the
+  /// numbers that the others have for this rank. Only hosts exchange messages.
+  /// @param header  header that all ranks must have
   Sizes exchange_counts(const Sizes& sent, const Header& header);
 
-  /// The part of this rank, a view. Communicates nothing.
+  /// Returns the part of this rank, a view. Communicates nothing.
   at::Tensor own_part(const at::Tensor& x, int64_t dim, const Sizes& sizes,
                       const char* what) const;
 
-  /// The value of group rank 0.
+  /// Returns the value of group rank 0.
   int64_t broadcast_from_first(int64_t value, const char* what);
-  /// Does every rank say so? Only hosts talk.
+  /// Returns whether `says` is true on every rank. Only hosts exchange
+  /// messages.
   bool all_say(bool says, const char* what);
 
-  /// Is nothing communicated for a tensor?
+  /// Returns whether nothing is communicated for a tensor.
   bool is_alone(const at::Tensor& tensor) const;
 
  private:
@@ -120,7 +125,7 @@ class Group {
   void finish(comm::Work& work, const comm::Communicator& on,
               const Header& header) const;
   void compare(const Header& header) const;
-  /// The same, and what each sends to each, in elements.
+  /// Compares also the numbers that each rank sends to each rank, in elements.
   void compare(const Header& header, const Sizes& sent,
                const Sizes& received) const;
   [[noreturn]] void raise_disagreement(const Header& header) const;

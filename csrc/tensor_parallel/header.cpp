@@ -12,7 +12,8 @@
 namespace smp::tensor_parallel {
 namespace {
 
-// FNV-1a, eight bytes at a time: the same on every machine.
+// Mixes data into a hash, FNV-1a, eight bytes at a time: the same on every
+// machine.
 uint64_t mix(uint64_t hash, const void* data, size_t num_bytes) {
   const auto* bytes = static_cast<const char*>(data);
   for (size_t i = 0; i + sizeof(uint64_t) <= num_bytes; i += sizeof(uint64_t)) {
@@ -26,7 +27,8 @@ uint64_t mix(uint64_t hash, const void* data, size_t num_bytes) {
 
 constexpr uint64_t kSeed = 0xcbf29ce484222325ULL;
 
-// Names of layers differ at their ends; what is cut off counts as a hash.
+// Sets the layer. Names of layers differ at their ends; the part cut off counts
+// as a hash.
 void set_layer(Header& header, std::string_view name) {
   const size_t num_kept = std::min(name.size(), header.layer.size() - 1);
   std::copy_n(name.end() - static_cast<std::ptrdiff_t>(num_kept), num_kept,

@@ -10,8 +10,8 @@
 
 namespace smp::tensor_parallel {
 
-/// What the ranks must have equal in one collective. Plain bytes, so that it
-/// can be sent.
+/// The values that all ranks must have equal in one collective. Plain bytes, so
+/// that it can be sent.
 struct Header {
   static constexpr int kMaxDims = 8;
 
@@ -24,14 +24,15 @@ struct Header {
   int64_t extras = 0;  ///< a hash of everything else
 
   static Header of(const char* what);
-  /// @param shape  that all ranks must have
+  /// @param shape  shape that all ranks must have
   static Header of(const char* what, const at::Tensor& x, at::IntArrayRef shape,
                    int64_t dim = -1, int64_t other_dim = -1);
 
   Header& add(const std::vector<int64_t>& sizes);
 
   uint64_t hash() const;
-  /// For instance "gather of Float[4, 12, 64] along dim 1 in 'h.0.mlp'".
+  /// Returns for instance "gather of Float[4, 12, 64] along dim 1 in
+  /// 'h.0.mlp'".
   std::string describe() const;
 
  private:

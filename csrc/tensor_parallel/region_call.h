@@ -8,12 +8,12 @@ struct AutogradContext;
 
 namespace smp::tensor_parallel {
 
-/// Lets an autograd context keep something that is no tensor.
+/// Makes an autograd context keep an object that is no tensor.
 void keep_any(torch::autograd::AutogradContext* context,
               std::shared_ptr<const void> thing);
 const void* kept_any(torch::autograd::AutogradContext* context);
 
-/// Arguments of a region that are not differentiable, as one thing.
+/// Keeps the arguments of a region that are not differentiable, as one object.
 template <typename Call>
 void keep(torch::autograd::AutogradContext* context, const Call& call) {
   keep_any(context, std::make_shared<const Call>(call));

@@ -18,7 +18,7 @@ using torch::autograd::variable_list;
 
 enum class Kind { kCopy, kReduce, kGather, kReduceScatter, kScatter };
 
-// A region along one dim. Which ranks communicate was decided in forward.
+// A region along one dim. Forward decided which ranks communicate.
 struct RegionCall {
   GroupPtr group;
   Kind kind;

@@ -23,7 +23,7 @@ int64_t not_negative(uint64_t seed) {
 }  // namespace
 
 int64_t own_seed(const Group& group) {
-  // Ranks often have one seed, or neighbouring ones.
+  // Ranks often have equal or neighbouring seeds.
   return not_negative(
       memory::mix_seed(draw(), static_cast<uint64_t>(group.group_rank()) + 1));
 }

@@ -31,7 +31,7 @@ int64_t total(const Sizes& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
 }
 
-// Rows of tokens [tokens, *] on the ranks they go to: [rows, *].
+// Returns rows of tokens [tokens, *] on the ranks they are sent to: [rows, *].
 at::Tensor to_experts(const TokenCall& call, const at::Tensor& x,
                       const char* what) {
   const Routes& routes = *call.routes;
@@ -39,16 +39,16 @@ at::Tensor to_experts(const TokenCall& call, const at::Tensor& x,
                   ": expected ", routes.num_tokens,
                   " tokens in dim 0, as the routes have, got shape ",
                   x.sizes());
-  if (routes.was_alone) return x;  // all stay, in their order
+  if (routes.was_alone) return x;  // all tokens stay, in their order
   return call.group
       ->begin_row_exchange(x.index_select(0, routes.order), routes.sent,
                            routes.received, what)
       .take();
 }
 
-// The sum of the rows [rows, *] of each token: [tokens, *]. A token has one row
-// of a rank at the most, so the order of a sum is that of the ranks, also where
-// threads of a device add.
+// Returns the sum of the rows [rows, *] of each token: [tokens, *]. A token has
+// at most one row of a rank, so the order of a sum is that of the ranks, also
+// where threads of a device add.
 at::Tensor to_tokens(const TokenCall& call, const at::Tensor& y,
                      const char* what) {
   const Routes& routes = *call.routes;
@@ -92,7 +92,7 @@ struct Dispatch : torch::autograd::Function<Dispatch> {
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto& call = kept<TokenCall>(context);
     const SameCompany company(call.routes->was_alone);
-    variable_list dx{at::Tensor()};  // of the call
+    variable_list dx{at::Tensor()};  // gradients of the call
     {
       at::NoGradGuard no_grad;
       for (size_t i = 0; i < grads.size(); ++i) {
@@ -125,7 +125,8 @@ struct Combine : torch::autograd::Function<Combine> {
   }
 };
 
-// As if every rank had what this one has, and each expert were here.
+// Makes routes as if every rank had the tokens of this one, and each expert
+// were here.
 RoutesPtr routes_alone(const Group& group, const at::Tensor& experts) {
   const int64_t num_tokens = experts.size(0);
   Sizes to_self(static_cast<size_t>(group.size()), 0);
@@ -155,13 +156,13 @@ RoutesPtr route(const GroupPtr& group, const at::Tensor& experts,
   const at::Tensor ranks =
       at::bucketize(experts, at::tensor(ends, experts.options()),
                     /*out_int32=*/false, /*right=*/true);
-  // [ranks + 1, tokens]: how many experts of a rank a token has chosen; the
-  // last row is of numbers that no rank has.
+  // Experts of a rank that a token has chosen, [ranks + 1, tokens]; the last
+  // row counts numbers that no rank has.
   const at::Tensor pairs =
       experts.new_zeros({num_ranks + 1, experts.size(0)})
           .scatter_add_(0, ranks.t(), at::ones_like(experts.t()));
   const at::Tensor hits = pairs.narrow(0, 0, num_ranks).gt(0);
-  // The one wait for a device.
+  // The host waits for a device here only.
   const at::Tensor counts =
       at::cat({hits.sum(1), pairs.sum(1), experts.lt(0).sum().reshape({1})})
           .cpu();

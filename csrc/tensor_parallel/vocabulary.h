@@ -8,9 +8,10 @@
 
 namespace smp::tensor_parallel {
 
-/// Rows [begin, begin + rows of `table`) of a table that is split along the
-/// vocabulary, for ids of any shape; others give rows of zeros and no gradient.
-/// Not summed over the ranks. The backward is deterministic on the host.
+/// Looks up ids of any shape in rows [begin, begin + rows of `table`) of a
+/// table that is split along the vocabulary; other ids give rows of zeros and
+/// no gradient. Not summed over the ranks. The backward is deterministic on the
+/// host.
 /// @param padding_id  has its row, but no gradient; -1: none
 at::Tensor vocabulary_embedding(const at::Tensor& ids, const at::Tensor& table,
                                 int64_t begin, int64_t padding_id);
@@ -22,10 +23,10 @@ struct CrossEntropyOptions {
   double label_smoothing = 0.0;  ///< as in torch's cross_entropy
 };
 
-/// Cross entropy of logits [tokens, entries of this rank] whose vocabulary is
-/// split, per token; 0 where the target is ignored. Computed in float32, or
-/// float64 for such logits. Three numbers per token are exchanged in forward,
-/// nothing in backward, and nothing as large as the logits is kept.
+/// Returns, per token, the cross entropy of logits [tokens, entries of this
+/// rank] whose vocabulary is split; 0 where the target is ignored. Computed in
+/// float32, or float64 for such logits. Three numbers per token are exchanged
+/// in forward, nothing in backward, and nothing as large as the logits is kept.
 at::Tensor vocabulary_cross_entropy(const GroupPtr& group,
                                     const at::Tensor& logits,
                                     const at::Tensor& targets,

@@ -25,7 +25,7 @@ using Backward = at::Tensor(const at::Tensor&, const at::Tensor&,
                             const at::Tensor&, int64_t, int64_t, int64_t,
                             double);
 
-// The pieces of the fused operator in csrc/nn/cross_entropy.cpp.
+// Returns a piece of the fused operator in csrc/nn/cross_entropy.cpp.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> operator_of(const char* name) {
   return c10::Dispatcher::singleton()
@@ -48,7 +48,7 @@ at::Tensor all_reduced(const CrossEntropyCall& call, const at::Tensor& x,
 
 void check_targets(const at::Tensor& targets,
                    const CrossEntropyOptions& options) {
-  // Reading them would stall a device.
+  // Reading the targets would stall a device.
   if (!targets.is_cpu() || has_no_data(targets)) return;
   const at::Tensor bad = targets.lt(0)
                              .logical_or_(targets.ge(options.vocab_size))
@@ -59,7 +59,7 @@ void check_targets(const at::Tensor& targets,
                   " or ignore_index, ", options.ignore_index);
 }
 
-// Which targets are entries of this rank.
+// Returns whether each target is an entry of this rank.
 at::Tensor are_here(const CrossEntropyCall& call, int64_t num_entries) {
   return call.targets.ge(call.options.begin)
       .logical_and_(call.targets.lt(call.options.begin + num_entries));
@@ -74,8 +74,9 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     const CrossEntropyOptions& options = call.options;
     const bool is_smoothed = options.label_smoothing > 0;
     at::AutoDispatchBelowADInplaceOrView below;
-    // Rows: maximum; relative to it the sum of exponentials, the logit of the
-    // target (0 if that is elsewhere) and, if smoothed, the sum of all.
+    // Rows: the maximum; relative to it the sum of exponentials, the logit of
+    // the target (0 if it is elsewhere) and, if smoothed, the sum of all
+    // logits.
     at::Tensor rows =
         statistics.call(logits, call.targets, options.begin, options.vocab_size,
                         options.ignore_index, is_smoothed);

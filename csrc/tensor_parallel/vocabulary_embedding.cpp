@@ -45,7 +45,7 @@ struct Embedding : torch::autograd::Function<Embedding> {
       if (call.padding_id >= 0) {
         nowhere.logical_or_(call.ids.eq(call.padding_id));
       }
-      // One row more, which takes no gradient.
+      // There is one row more, which takes no gradient.
       const at::Tensor rows =
           call.ids.sub(call.begin).masked_fill_(nowhere, call.num_rows);
       d_table = at::embedding_dense_backward(with_data(grads[0]), rows,

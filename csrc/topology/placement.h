@@ -18,7 +18,7 @@ using AxisOrder = std::array<Axis, kNumAxes>;
 /// @throws ValueError for anything else
 AxisOrder parse_placement(const std::string& strategy);
 
-/// The three letters of an order, for instance "DPT".
+/// Returns the three letters of an order, for instance "DPT".
 std::string placement_letters(const AxisOrder& order);
 
 }  // namespace smp::topology

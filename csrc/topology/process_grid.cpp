@@ -11,7 +11,7 @@ namespace {
 constexpr const char* kGroupKindNames[kNumGroupKinds] = {"world", "mp", "dp",
                                                          "pp",    "tp", "rdp"};
 
-/// Whether members of one group may differ along `axis`.
+/// Returns whether members of one group may differ along `axis`.
 bool varies(GroupKind kind, Axis axis) {
   switch (kind) {
     case GroupKind::kWorld:

@@ -20,10 +20,10 @@ enum class GroupKind {
 
 inline constexpr int kNumGroupKinds = 6;
 
-/// "world", "mp", "dp", "pp", "tp", "rdp".
+/// Returns "world", "mp", "dp", "pp", "tp" or "rdp".
 const char* group_kind_name(GroupKind kind);
 
-/// Inverse of `group_kind_name`. @throws ValueError for another word
+/// Inverts `group_kind_name`. @throws ValueError for another word
 GroupKind parse_group_kind(const std::string& name);
 
 struct Coordinates {
@@ -32,8 +32,8 @@ struct Coordinates {
   int rdp = 0;
 };
 
-/// Which global rank has which place: `world = pp * tp * rdp`. Pure and
-/// immutable; the same object on every rank.
+/// The place of each global rank: `world = pp * tp * rdp`. Pure and immutable;
+/// the same object on every rank.
 ///
 /// With order L1 L2 L3 and sizes n(L):
 /// `global_rank = (i(L1) * n(L2) + i(L2)) * n(L3) + i(L3)`.
@@ -44,22 +44,22 @@ class ProcessGrid {
               const std::string& placement_strategy);
 
   int world_size() const { return world_size_; }
-  /// Letters such as "DPT", names already resolved.
+  /// Returns letters such as "DPT", names already resolved.
   std::string placement() const { return placement_letters(order_); }
 
   Coordinates coordinates(int global_rank) const;
   int global_rank(const Coordinates& coordinates) const;
 
-  /// Members of the caller's group, ascending.
+  /// Returns the members of the group of `global_rank`, ascending.
   std::vector<int> group(GroupKind kind, int global_rank) const;
-  /// All groups of a kind, ordered by their first member; a partition of the
-  /// world.
+  /// Returns all groups of a kind, ordered by their first member; a partition
+  /// of the world.
   std::vector<std::vector<int>> groups(GroupKind kind) const;
   int group_size(GroupKind kind) const;
-  /// Position of `global_rank` inside its group.
+  /// Returns the position of `global_rank` inside its group.
   int group_rank(GroupKind kind, int global_rank) const;
 
-  /// "pp 1 tp 0 rdp 1", the words that errors use.
+  /// Returns "pp 1 tp 0 rdp 1", the words that errors use.
   std::string describe(int global_rank) const;
 
  private:

@@ -6,9 +6,9 @@
 
 namespace smp::topology {
 
-/// The slice of a tensor that somebody holds: indices `[begin, end)` of one
-/// dim, or of the flattened tensor. Parameters, flat buckets, optimizer shards
-/// and checkpoints all describe their part with it.
+/// The slice of a tensor that a rank holds: indices `[begin, end)` of one dim,
+/// or of the flattened tensor. Parameters, flat buckets, optimizer shards and
+/// checkpoints all describe their part with it.
 struct ShardInterval {
   static constexpr int kFlat = -1;  ///< `dim` of a cut through the flat tensor
 
@@ -17,34 +17,34 @@ struct ShardInterval {
   int64_t end = 0;     ///< one past the last index held
   int64_t extent = 0;  ///< size of the whole dim (of the whole tensor if flat)
 
-  /// All of a dim.
+  /// Returns all of a dim.
   static ShardInterval whole(int64_t extent, int dim = 0);
 
-  /// Part `shard_idx` of `num_shards` equal parts.
+  /// Returns part `shard_idx` of `num_shards` equal parts.
   /// @throws ValueError when `num_shards` does not divide `extent`
   static ShardInterval even(int64_t extent, int num_shards, int shard_idx,
                             int dim = 0);
 
-  /// Part `shard_idx` of a flat tensor in parts of `ceil(numel / num_shards)`
-  /// elements; the last ones may be shorter or empty.
+  /// Returns part `shard_idx` of a flat tensor in parts of `ceil(numel /
+  /// num_shards)` elements; the last parts may be shorter or empty.
   static ShardInterval flat(int64_t numel, int num_shards, int shard_idx);
 
   int64_t size() const { return end - begin; }
   bool empty() const { return begin == end; }
   bool is_whole() const { return begin == 0 && end == extent; }
 
-  /// The indices that both hold (possibly none).
+  /// Returns the indices that both hold (possibly none).
   /// @throws ValueError when dim or extent differ
   ShardInterval intersect(const ShardInterval& other) const;
 
-  /// "dim 0 [4, 8) of 16" or "flat [0, 100) of 400".
+  /// Returns "dim 0 [4, 8) of 16" or "flat [0, 100) of 400".
   std::string describe() const;
 
   bool operator==(const ShardInterval&) const = default;
 };
 
-/// Sizes of the held slice of a tensor of sizes `shape`; one dim, the number
-/// of elements, when the cut is flat.
+/// Returns the sizes of the held slice of a tensor of sizes `shape`; one dim,
+/// the number of elements, when the cut is flat.
 /// @throws ValueError when the interval does not belong to such a tensor
 std::vector<int64_t> shard_shape(const std::vector<int64_t>& shape,
                                  const ShardInterval& shard);

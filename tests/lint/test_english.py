@@ -9,13 +9,6 @@ from tests.lint.layers import REPO
 
 PACKAGES = REPO / "python"
 ROOMS = sorted(p.name for p in (PACKAGES / "smp").iterdir() if p.is_dir() and p.name[0] != "_")
-#: rooms of csrc that are not rewritten yet; a room that is leaves the list
-UNWRITTEN = frozenset(
-    """
-    pipeline gradients partition schedule parameters kernels
-    tensor_parallel common checkpoint topology bindings optim nn
-    """.split()
-)
 FOLDERS = {room: PACKAGES / "smp" / room for room in ROOMS} | {"smp_cli": PACKAGES / "smp_cli"}
 
 
@@ -28,10 +21,7 @@ def test_docstrings_and_comments_are_plain(room: str) -> None:
 @pytest.mark.parametrize("room", sorted(p.name for p in (REPO / "csrc").iterdir()))
 def test_comments_of_cpp_are_plain(room: str) -> None:
     problems = problems_below(REPO / "csrc" / room)
-    if room in UNWRITTEN:
-        assert problems, f"{room} is plain: take it out of UNWRITTEN"
-    else:
-        assert not problems, "\n".join(problems)
+    assert not problems, "\n".join(problems)
 
 
 SOURCE = '''

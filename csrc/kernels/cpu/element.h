@@ -5,7 +5,7 @@
 
 namespace smp::kernels::cpu {
 
-/// How elements of a dtype are computed with: load to `Compute`, store from it.
+/// The arithmetic of a dtype's elements: load to `Compute`, store from it.
 template <typename T>
 struct Element {
   using Compute = T;

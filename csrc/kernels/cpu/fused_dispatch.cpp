@@ -3,7 +3,7 @@
 
 #include "csrc/kernels/cpu/fused_table.h"
 
-// Which instruction set the fused kernels use.
+// The choice of the instruction set of the fused kernels.
 
 namespace smp::kernels::cpu {
 

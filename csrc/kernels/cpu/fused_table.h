@@ -44,7 +44,8 @@ const FusedTable& avx2_table();
 const FusedTable& avx512_table();
 const FusedTable& avx512_bf16_table();
 
-/// Tables that this processor can run, the fastest first; null after the last.
+/// Returns the tables that this processor can run, the fastest first; null
+/// after the last.
 const FusedTable* const* usable_tables();
 
 /// Returns the fastest usable table within a value of PyTorch's variable

@@ -9,8 +9,8 @@ namespace smp::kernels::cuda {
 __device__ inline float root_of(float x) { return sqrtf(x); }
 __device__ inline double root_of(double x) { return sqrt(x); }
 
-/// The factors of a parameter's update; computed by one thread of the block.
-/// All threads call this.
+/// Returns the factors of a parameter's update, computed by one thread of the
+/// block. All threads call this.
 __device__ inline AdamFactors block_factors(const AdamOptions& options,
                                             const UpdateItem& item,
                                             const UpdateScalars& scalars) {

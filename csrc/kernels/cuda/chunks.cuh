@@ -33,7 +33,7 @@ constexpr int kDriverOfLists = has_long_lists() ? 12010 : 0;
 constexpr bool has_long_lists() { return false; }
 constexpr int kDriverOfLists = 0;
 #endif
-// These leave room for other parameters.
+// The limits leave room for other parameters.
 constexpr int kMaxListBytes = has_long_lists() ? 32000 : 3840;
 constexpr int kMaxBlocks = has_long_lists() ? 4000 : 320;
 
@@ -44,8 +44,8 @@ constexpr int kMaxBlocks = has_long_lists() ? 4000 : 320;
 #define SMP_LIST(List) const List
 #endif
 
-/// Block b does chunk `chunk_idxs[b]` of array `array_idxs[b]`. What is known
-/// of an array of type Item is in `items`.
+/// A list of chunks: block b does chunk `chunk_idxs[b]` of array
+/// `array_idxs[b]`. The properties of an array, of type Item, are in `items`.
 template <typename Item, int kMaxItems>
 struct ChunkListOf {
   static_assert(kMaxItems <= 256, "array_idxs have 8 bits");
@@ -88,8 +88,8 @@ __device__ inline Range block_range(const List& list) {
   return {begin, end < size ? end : size};
 }
 
-/// body(integral_constant, i) for the elements of this block: kNum neighbours
-/// at a time where the arrays are aligned, then one.
+/// Calls body(integral_constant, i) for the elements of this block: kNum
+/// neighbours at a time where the arrays are aligned, then one.
 template <int kNum, typename Body>
 __device__ inline void for_elements(Range range, bool is_aligned, Body&& body) {
   int64_t rest = range.begin;
@@ -105,7 +105,8 @@ __device__ inline void for_elements(Range range, bool is_aligned, Body&& body) {
   }
 }
 
-/// Sum over the threads of a block, in a fixed order; valid in thread 0.
+/// Returns the sum over the threads of a block, in a fixed order; valid in
+/// thread 0.
 __device__ inline double block_sum(double value) {
   __shared__ double values[kNumThreads];
   __syncthreads();  // the values before may still be read
@@ -118,7 +119,7 @@ __device__ inline double block_sum(double value) {
   return values[0];
 }
 
-/// Null, or why lists of this length cannot be passed.
+/// Returns null, or the reason why lists of this length cannot be passed.
 inline const char* list_error() {
   int version = 0;
   if (const char* error = error_text(cudaDriverGetVersion(&version))) {

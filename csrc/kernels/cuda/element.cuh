@@ -7,7 +7,7 @@
 
 namespace smp::kernels::cuda {
 
-/// How elements of a dtype are computed with: load to `Compute`, store from it.
+/// The arithmetic of a dtype's elements: load to `Compute`, store from it.
 template <typename T>
 struct Element {
   using Compute = T;

@@ -36,7 +36,7 @@ __device__ C gelu_slope(C x, bool is_tanh) {
   return s + x * s * (e * s) * du;
 }
 
-// Forward and backward: result = gelu(x + bias), or dy * its slope.
+// Computes forward and backward: result = gelu(x + bias), or dy * its slope.
 template <typename T, int kNum, bool kIsBackward>
 struct GeluBody {
   using C = Compute<T>;
@@ -172,7 +172,8 @@ const char* gelu(const BiasGelu& op, void* partial_sums, void* stream) {
   });
 }
 
-// function(T*, Y*): the types of x and y, one or 16 bits and float.
+// Calls function(T*, Y*) with the types of x and y: one type, or 16 bits and
+// float.
 template <typename Function>
 const char* with_types(Dtype dtype, Dtype y_dtype, Function&& function) {
   return with_type(dtype, [&](auto* type) {
@@ -282,7 +283,8 @@ __global__ void rotary_kernel(Rotary op, RotaryParts parts) {
   }
 }
 
-// Whether each group of pairs of each head can be read 16 bytes at a time.
+// Returns whether each group of pairs of each head can be read 16 bytes at a
+// time.
 template <typename T>
 bool are_rotary_packs(const Rotary& op) {
   const int64_t rotated_part =

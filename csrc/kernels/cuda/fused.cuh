@@ -8,8 +8,8 @@
 
 #include "csrc/kernels/cuda/element.cuh"
 
-// What the fused kernels share: 16-byte accesses, sums over the threads of a
-// row, launches.
+// Code that the fused kernels share: 16-byte accesses, sums over the threads of
+// a row, launches.
 
 namespace smp::kernels::cuda {
 
@@ -21,7 +21,7 @@ inline const char* launch_error() {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-/// kNum neighbouring elements in the type that is computed in.
+/// A pack of kNum neighbouring elements in the type that is computed in.
 template <typename C, int kNum>
 struct Values {
   C v[kNum];
@@ -38,8 +38,9 @@ __device__ inline Pack<T, kNum> load_pack(const T* p) {
   return *reinterpret_cast<const Pack<T, kNum>*>(p);
 }
 
-// Where elements are computed one by one the compiler takes the assignment of a
-// pack apart, into stores of 4 bytes. These stores it leaves whole.
+// Stores a pack. Where elements are computed one by one, the compiler takes the
+// assignment of a pack apart, into stores of 4 bytes, but leaves these stores
+// whole.
 template <int kNum, typename T>
 __device__ inline void store_pack(T* p, const Pack<T, kNum>& pack) {
   using Word = std::conditional_t<sizeof(pack) % 16 == 0, uint4, uint2>;
@@ -73,8 +74,8 @@ __device__ inline void store_values(T* p,
   store_pack<kNum>(p, pack);
 }
 
-// The same at an address that the choice of kNum has not asked for: that of
-// what all rows share. All threads take the same way.
+// Returns whether data that all rows share can be accessed as packs; the choice
+// of kNum has not checked their address. All threads get the same answer.
 template <int kNum, typename C>
 __device__ inline bool is_pack(const C* p) {
   return reinterpret_cast<uintptr_t>(p) % alignof(Pack<C, kNum>) == 0;
@@ -99,8 +100,8 @@ __device__ inline void store_shared(C* p, const Values<C, kNum>& values) {
 template <typename T>
 constexpr int kPack = 16 / sizeof(T);
 
-/// Whether rows of `columns` elements of type T at these addresses can be read
-/// 16 bytes at a time.
+/// Returns whether rows of `columns` elements of type T at these addresses can
+/// be read 16 bytes at a time.
 template <typename T, typename... Pointers>
 bool are_packs(int64_t columns, Pointers... pointers) {
   const bool aligned =
@@ -113,7 +114,7 @@ bool are_packs(int64_t columns, Pointers... pointers) {
 constexpr int kWarp = 32;
 constexpr int kWarpsPerBlock = 8;  // where a warp has a row
 
-/// function(integral_constant) with the number of threads for a row.
+/// Calls function(integral_constant) with the number of threads for a row.
 template <typename Function>
 const char* with_threads(int64_t columns, Function&& function) {
   if (columns <= 1024) return function(std::integral_constant<int, kWarp>());
@@ -121,14 +122,14 @@ const char* with_threads(int64_t columns, Function&& function) {
   return function(std::integral_constant<int, 1024>());
 }
 
-/// function(integral_constant) with the number of elements per access.
+/// Calls function(integral_constant) with the number of elements per access.
 template <typename T, typename Function>
 const char* with_packs(bool are_packs, Function&& function) {
   if (are_packs) return function(std::integral_constant<int, kPack<T>>());
   return function(std::integral_constant<int, 1>());
 }
 
-/// function(T*) with a null pointer of the element type.
+/// Calls function(T*) with a null pointer of the element type.
 template <typename Function>
 const char* with_type(Dtype dtype, Function&& function) {
   switch (dtype) {
@@ -159,7 +160,7 @@ RowLaunch row_launch(int64_t rows) {
           dim3(kThreads, kRows)};
 }
 
-/// The row of this thread; rows past the end have nothing to do.
+/// The row of this thread; rows past the end have no work.
 template <int kThreads>
 __device__ inline int64_t own_row() {
   return static_cast<int64_t>(blockIdx.x) * kRowsPerBlock<kThreads> +
@@ -179,7 +180,8 @@ struct Larger {
   }
 };
 
-/// Combines one value per thread of the row, in a fixed order; all get it.
+/// Combines one value per thread of the row, in a fixed order; all threads get
+/// the result.
 template <int kThreads, typename C, typename Combine>
 __device__ inline C over_row(C value, Combine combine) {
 #pragma unroll
@@ -226,8 +228,8 @@ inline int64_t column_blocks(int64_t columns, int num) {
   return (columns + kWarp * num - 1) / (kWarp * num);
 }
 
-/// Number of blocks down the rows, and of the partial sums that they make:
-/// enough to fill a large GPU when a thread has four columns.
+/// Returns the number of blocks down the rows, and of the partial sums that
+/// they make: enough to fill a large GPU when a thread has four columns.
 inline int64_t partial_rows(int64_t rows, int64_t columns) {
   const int64_t wanted = kColumnBlocks / column_blocks(columns, 4) + 1;
   const int64_t possible = (rows + kColumnRows - 1) / kColumnRows;

@@ -11,7 +11,7 @@ namespace smp::kernels::cuda {
 
 namespace {
 
-// body(integral_constant, i) for the elements of this block.
+// Calls body(integral_constant, i) for the elements of this block.
 template <typename T, typename Body>
 __device__ void for_array(const ChunkList& list, Body&& body) {
   const ChunkedPair& item = list.items[list.array_idxs[blockIdx.x]];
@@ -101,7 +101,7 @@ __global__ void add_scaled_kernel(SMP_LIST(ChunkList) list, double a) {
   });
 }
 
-// launch(T*, list, num_blocks) for the chunks of each dtype.
+// Calls launch(T*, list, num_blocks) for the chunks of each dtype.
 template <typename Launch>
 const char* for_each_array_list(const Array* arrays, int64_t num_arrays,
                                 Launch&& launch) {
@@ -122,7 +122,7 @@ const char* for_each_array_list(const Array* arrays, int64_t num_arrays,
   });
 }
 
-// What the slots of each array come to.
+// Combines the slots of each array into one number.
 template <typename Combine>
 const char* combine(const Array* arrays, int64_t num_arrays,
                     const double* slots, double* results, cudaStream_t stream) {

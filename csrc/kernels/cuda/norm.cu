@@ -145,8 +145,8 @@ constexpr int kMaxThreads = 1024;
 // Threads that a large GPU runs at a time when each has 64 registers.
 constexpr int64_t kRunningThreads = 132 * 1024;
 
-// The sums over a block, for all threads. `shared` is not that of the call
-// before, which may still be read.
+// Returns the sums over a block, for all threads. `shared` must not be that of
+// the call before, which may still be read.
 template <typename C>
 __device__ inline void sum_over_block(C& a, C& b, C (&shared)[2][kWarp]) {
   const auto sum_over_warp = [](C value) {
@@ -218,7 +218,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   store_shared<kNum>(sums + gridDim.x * n, dbias);
 }
 
-// Threads per block of the kernel that reads once; 0 where it does not fit.
+// Returns the threads per block of the kernel that reads once; 0 where it does
+// not fit.
 template <typename T>
 int64_t once_threads(const NormBackward& norm) {
   const int64_t packs = norm.num_columns / kPack<T>;

@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kMaxNorms = 128;
 
-// The running norms of some arrays, and where they are in the caller's list.
+// The running norms of some arrays, and their places in the caller's list.
 struct NormList {
   struct {
     void* running;

@@ -28,7 +28,7 @@ struct TakeMax {
 
 constexpr int kSlotThreads = 128;
 
-/// Block b writes what the slots of array b come to, in a fixed order.
+/// Combines in block b the slots of array b, in a fixed order.
 template <typename Combine>
 __global__ void combine_slots_kernel(SlotList list, const double* slots,
                                      double* results) {
@@ -51,8 +51,8 @@ __global__ void combine_slots_kernel(SlotList list, const double* slots,
   if (threadIdx.x == 0) results[blockIdx.x] = values[0];
 }
 
-/// Totals of all arrays: `results[i]` from the slots of array i.
-/// @param num_slots  num_slots(i): how many slots array i has
+/// Computes the totals of all arrays: `results[i]` from the slots of array i.
+/// @param num_slots  num_slots(i): number of slots of array i
 template <typename Combine, typename NumSlots>
 const char* combine_slots(int64_t num_arrays, NumSlots&& num_slots,
                           const double* slots, double* results,

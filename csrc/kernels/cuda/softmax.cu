@@ -8,7 +8,7 @@ namespace smp::kernels::cuda {
 
 namespace {
 
-// Maximum and sum of exponentials of what was seen so far.
+// Maximum and sum of exponentials of the elements seen so far.
 template <typename C>
 struct Online {
   C max = -INFINITY;
@@ -25,7 +25,7 @@ struct Online {
   }
 };
 
-// The row's maximum, and its sum relative to that.
+// Returns the row's maximum, and its sum relative to that.
 template <int kThreads, typename C>
 __device__ Online<C> over_row(Online<C> own) {
   Online<C> row;
@@ -43,7 +43,7 @@ __device__ C drop(C v, const Dropout& dropout, RowKey key, int64_t column) {
   return stays(dropout, key, hash) ? v * static_cast<C>(dropout.scale) : C(0);
 }
 
-// Attention probabilities. Elements out of sight are passed over kNum at a
+// Computes attention probabilities. Elements out of sight are skipped kNum at a
 // time, so a group of them may hold both kinds.
 template <typename T>
 struct ScoreReader {

@@ -7,8 +7,8 @@
 #include "csrc/kernels/cuda/fused.cuh"
 #include "csrc/kernels/optimizers.h"
 
-// What the updates of parameters share on a GPU. Numbers of the step are read
-// on the device, so nothing waits for it.
+// Code that the updates of parameters share on a GPU. Numbers of the step are
+// read on the device, so nothing waits for them.
 
 namespace smp::kernels::cuda {
 
@@ -41,8 +41,8 @@ __device__ inline double divisor_of(const UpdateScalars& scalars) {
   return scalars.divisor == nullptr ? 1 : *scalars.divisor;
 }
 
-/// body(integral_constant, i) for the elements of this block, in groups where
-/// the arrays are aligned.
+/// Calls body(integral_constant, i) for the elements of this block, in groups
+/// where the arrays are aligned.
 template <typename C, typename Body>
 __device__ inline void for_updates(const UpdateItem& item, Range range,
                                    Body&& body) {
@@ -92,8 +92,8 @@ inline UpdateItem item_of(const UpdateArrays& arrays, int64_t idx,
           are_aligned(arrays)};
 }
 
-/// launch(C*, G*, list, num_blocks), null pointers of the types of parameters
-/// and gradients, for the chunks of each pair of them.
+/// Calls launch(C*, G*, list, num_blocks), with null pointers of the types of
+/// parameters and gradients, for the chunks of each pair of these types.
 template <typename Launch>
 const char* for_each_update_list(const UpdateArrays* arrays, int64_t num_arrays,
                                  Launch&& launch) {

@@ -13,7 +13,7 @@ SMP_INLINE Word<C> first_columns() {
 }
 
 /// The hashes of columns [0, n), which all rows share. Whole vectors may be
-/// read from any of them.
+/// read from any column.
 template <typename C>
 class ColumnHashes {
  public:
@@ -40,7 +40,7 @@ class ColumnHashes {
   uint32_t* words_;
 };
 
-/// v * scale where the elements of these columns stay, 0 where they go.
+/// Returns v * scale where the elements of these columns stay, 0 where they go.
 template <typename C>
 SMP_INLINE Vec<C> drop(Vec<C> v, const Dropout& dropout, RowKey key,
                        Word<C> column_hashes) {

@@ -141,7 +141,8 @@ void dropout_backward_of(const BiasDropoutResidualBackward& op, int64_t begin,
   }
 }
 
-// function(T{}, Y{}) with the types of x and y: one, or 16 bits and float.
+// Calls function(T{}, Y{}) with the types of x and y: one type, or 16 bits and
+// float.
 template <typename Function>
 SMP_INLINE void with_types(Dtype dtype, Dtype y_dtype, Function&& function) {
   with_type(dtype, [&](auto element) {

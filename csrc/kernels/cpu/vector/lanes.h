@@ -72,7 +72,7 @@ SMP_INLINE Vec<C> splat(C value) {
   return Vec<C>{} + value;
 }
 
-// 0, 1, 2, ... as numbers.
+// Returns 0, 1, 2, ... as numbers.
 template <typename C>
 SMP_INLINE Int<C> lane_numbers() {
   Int<C> result;
@@ -260,7 +260,7 @@ SMP_INLINE void put(T* p, Vec<Compute<T>> v, First first) {
 
 #endif
 
-// v where there are elements, `neutral` elsewhere.
+// Returns v where there are elements, `neutral` elsewhere.
 template <typename C>
 SMP_INLINE Vec<C> keep(Vec<C> v, All, C) {
   return v;
@@ -271,8 +271,9 @@ SMP_INLINE Vec<C> keep(Vec<C> v, First first, C neutral) {
   return lane_numbers<C>() < first.count ? v : splat<C>(neutral);
 }
 
-// Of a and b; b if one of them is NaN. Compilers do not make one instruction of
-// the comparison, because it treats zeros of both signs alike.
+// Returns the larger of a and b; b if one of them is NaN. Compilers do not make
+// one instruction of the comparison, because it treats zeros of both signs
+// alike.
 template <typename C>
 SMP_INLINE Vec<C> larger(Vec<C> a, Vec<C> b) {
 #if SMP_VECTOR_BYTES == 64
@@ -318,7 +319,7 @@ SMP_INLINE C max_of_lanes(Vec<C> v) {
 
 // ---- Walks over n elements.
 
-/// body(j, All{}) for each whole vector, body(j, First{k}) for the rest.
+/// Calls body(j, All{}) for each whole vector, body(j, First{k}) for the rest.
 template <typename C, typename Body>
 SMP_INLINE void sweep(int64_t n, Body&& body) {
   int64_t j = 0;
@@ -326,9 +327,9 @@ SMP_INLINE void sweep(int64_t n, Body&& body) {
   if (j < n) body(j, First{static_cast<int>(n - j)});
 }
 
-/// The same; body(j, count, sums) adds to `sums`, kNumSums vectors. Four sets
-/// of them are summed independently, because one addition has to wait for the
-/// one before it.
+/// Sums over n elements: body(j, count, sums) adds to `sums`, kNumSums vectors.
+/// Four sets of them are summed independently, because an addition has to wait
+/// for the addition before it.
 template <typename C, int kNumSums, typename Body>
 SMP_INLINE void sweep_sums(int64_t n, C* totals, Body&& body) {
   constexpr int kSets = 4;
@@ -349,7 +350,7 @@ SMP_INLINE void sweep_sums(int64_t n, C* totals, Body&& body) {
   }
 }
 
-/// The largest of value(j, count), and `lowest` if n is 0.
+/// Returns the largest of value(j, count), and `lowest` if n is 0.
 template <typename C, typename Value>
 SMP_INLINE C sweep_max(int64_t n, C lowest, Value&& value) {
   constexpr int kStep = kLanes<C>;

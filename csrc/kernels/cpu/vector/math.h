@@ -95,7 +95,7 @@ SMP_INLINE Vec<C> scale_by_power(Vec<C> y, Vec<C> n, Vec<C> shifted) {
 #endif
 }
 
-/// e^x; without kMayBePositive for x <= 0 only.
+/// Returns e^x; without kMayBePositive for x <= 0 only.
 template <typename C, bool kMayBePositive = false>
 SMP_INLINE Vec<C> exp_of(Vec<C> x) {
   using K = ExpConstants<C>;
@@ -112,9 +112,9 @@ SMP_INLINE Vec<C> exp_of(Vec<C> x) {
   return vanishes ? Vec<C>{} : result;
 }
 
-// exp(z^2) erfc(z) = u P(1 - 2 k u) with u = 1 / (z + k), interpolated at
-// Chebyshev nodes to a relative error of 7e-9 for float and 6e-18 for double.
-// 16 bits need less: 2e-5.
+// Coefficients of exp(z^2) erfc(z) = u P(1 - 2 k u) with u = 1 / (z + k),
+// interpolated at Chebyshev nodes to a relative error of 7e-9 for float and
+// 6e-18 for double. 16 bits need less: 2e-5.
 template <typename T>
 struct TailConstants {
   static_assert(sizeof(T) == 2);
@@ -151,8 +151,8 @@ struct TailConstants<double> {
       8.8126830433085195853e-10};
 };
 
-/// The normal distribution function of x, as precise as elements of type T are;
-/// `exponential` becomes exp(-x^2 / 2).
+/// Returns the normal distribution function of x, as precise as elements of
+/// type T are; `exponential` becomes exp(-x^2 / 2).
 template <typename T, typename C = Compute<T>>
 SMP_INLINE Vec<C> normal_cdf(Vec<C> x, Vec<C>* exponential) {
   using K = TailConstants<T>;

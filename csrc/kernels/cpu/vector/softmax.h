@@ -16,8 +16,8 @@ SMP_INLINE void fill_zero(T* row, int64_t begin, int64_t end) {
   if (end > begin) __builtin_memset(row + begin, 0, (end - begin) * sizeof(T));
 }
 
-// Keys that are worked on: those that are seen, up to a whole vector if the row
-// is long enough. Parts of vectors are slow.
+// Returns the number of keys to compute: those seen, up to a whole vector if
+// the row is long enough. Parts of vectors are slow.
 template <typename C>
 SMP_INLINE int64_t num_worked_on(KeyRange range, int64_t num_keys) {
   const int64_t num_seen = range.end - range.begin;
@@ -26,8 +26,8 @@ SMP_INLINE int64_t num_worked_on(KeyRange range, int64_t num_keys) {
   return whole < possible ? whole : possible;
 }
 
-// Scaled and masked scores of `num` keys into `values`, -inf for keys past the
-// range; their maximum.
+// Writes scaled and masked scores of `num` keys into `values`, -inf for keys
+// past the range. Returns their maximum.
 template <typename T>
 SMP_INLINE Compute<T> masked_scores(const ScaledMaskedSoftmax& op, int64_t row,
                                     int64_t query, KeyRange range, int64_t num,

@@ -4,7 +4,7 @@
 #include "csrc/kernels/optimizers.h"
 
 // Updates of parameters. They wait for memory most of the time, so each array
-// is read and written once, and the next page is asked for before it is needed.
+// is read and written once, and the next page is fetched before it is needed.
 
 namespace smp::kernels::cpu::SMP_ISA {
 
@@ -16,7 +16,8 @@ SMP_INLINE void fetch_ahead(Pointers... pointers) {
    ...);
 }
 
-// Of what is read once and not written: it need not stay in the caches.
+// Fetches memory that is read once and not written: it need not stay in the
+// caches.
 template <typename T>
 SMP_INLINE void fetch_once(const T* p) {
   __builtin_prefetch(reinterpret_cast<const char*>(p) + kAheadBytes, 0, 0);
@@ -87,7 +88,7 @@ SMP_INLINE void put_copy(W* p, FloatVec v, Count count) {
   put(p, v, count);
 }
 
-// What was written past the caches becomes visible before what is written next.
+// Makes writes past the caches visible before later writes.
 template <bool kBypass>
 SMP_INLINE void finish_copy() {
 #if SMP_VECTOR_BYTES > 16
@@ -95,7 +96,7 @@ SMP_INLINE void finish_copy() {
 #endif
 }
 
-// The pointers of elements from `begin` on.
+// Returns the pointers of elements from `begin` on.
 template <typename Types>
 struct UpdatePointers {
   using C = typename Types::Param;
