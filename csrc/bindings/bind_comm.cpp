@@ -188,6 +188,29 @@ void bind_agreements(py::module_& m) {
       py::arg("ranks") = std::vector<int>(), py::arg("timeout_s") = 1800.0,
       "The largest of each integer over a group of the host. Collective.");
   m.def(
+      "gather_host_numbers",
+      [](const std::vector<double>& numbers, Communicator& group,
+         const std::string& what, FaultsPtr faults, std::vector<int> ranks,
+         double timeout_s) {
+        const at::Tensor all = comm::gather_numbers(
+            group, at::tensor(numbers, at::kDouble),
+            make_patience(timeout_s, std::move(faults), std::move(ranks)),
+            what);
+        const double* begin = all.const_data_ptr<double>();
+        const auto num_each = static_cast<int64_t>(numbers.size());
+        std::vector<std::vector<double>> by_rank;
+        for (int64_t rank = 0; rank < group.size(); ++rank) {
+          const double* own = begin + rank * num_each;
+          by_rank.emplace_back(own, own + num_each);
+        }
+        return by_rank;
+      },
+      NoGil(), py::arg("numbers"), py::arg("group"), py::kw_only(),
+      py::arg("what"), py::arg("faults") = py::none(),
+      py::arg("ranks") = std::vector<int>(), py::arg("timeout_s") = 1800.0,
+      "Numbers of all ranks of a group of the host, by group rank. "
+      "Collective.");
+  m.def(
       "gather_numbers",
       [](const at::Tensor& numbers, Communicator& group,
          const std::string& what, FaultsPtr faults, std::vector<int> ranks,

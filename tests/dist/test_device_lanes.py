@@ -251,7 +251,8 @@ def test_a_trace_shows_what_lanes_carry(pool: Pool, tmp_path: Path) -> None:
     cases = ((None, None), (FAKE, "fake lane"), (FAKE_RING, "mapped memory"), (FAKE_MEET, "NCCL"))
     for env, lane in cases:
         pool.run(2, trace_lanes, str(tmp_path / "lanes"), env=env)
-        events, data = test_timeline.read(tmp_path / "lanes")
+        trace = test_timeline.read(tmp_path / "lanes")
+        events = trace["traceEvents"]
         names = {
             (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
         }
@@ -272,8 +273,10 @@ def test_a_trace_shows_what_lanes_carry(pool: Pool, tmp_path: Path) -> None:
                 received[way] += 1
             assert e["args"]["lane"] == lane
         assert sent == received
-        ranks = [row["rank"] for row in data["rows"]]
-        ways = Counter((ranks[t[0]], ranks[t[1]], t[4]) for t in data["transfers"])
+        ways = Counter(
+            (begin["pid"], end["pid"], begin["args"]["bytes"])
+            for begin, end in test_timeline.arrows_of(trace)
+        )
         assert sent == ways and {way[:2] for way in sent} == {(0, 1), (1, 0)}
         for kind in ("to", "from"):
             times = [e["dur"] for e in copies if f"lane {kind}" in names[e["pid"], e["tid"]]]

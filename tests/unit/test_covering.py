@@ -9,6 +9,7 @@ import pytest
 
 from tests.dist.grid.cells import CELLS, ILLEGAL, LEGAL, Cell, row_of
 from tests.dist.grid.covering import combinations_of, covering_sample
+from tests.samples import SAMPLES
 
 
 def test_every_triple_of_a_legal_cell_is_in_the_sample() -> None:
@@ -65,7 +66,8 @@ def test_a_product_that_is_sampled(first: int, second: int) -> None:
     assert (first, second) in itertools.product(range(4), range(3))
 
 
+@pytest.mark.sample
 def test_marked_products_are_sampled(request: pytest.FixtureRequest) -> None:
     ran = [i for i in request.session.items if i.name.startswith("test_a_product_that_is_sampled[")]
     takes_all = os.environ.get("SMP_GRID") == "all" or "::" in "".join(request.config.args)
-    assert len(ran) == (12 if takes_all else 4)
+    assert len(ran) == (12 if takes_all else {"some": 1, "others": 3, "all": 4}[SAMPLES])

@@ -248,15 +248,14 @@ def gather_numbers(
         values: values of this rank; every rank gives the same number of them.
         what: words for errors.
     """
-    gathered: list[list[float]] = _C.gather_numbers(
-        torch.tensor(values, dtype=torch.float64),
+    return _C.gather_host_numbers(
+        list(values),
         communicator,
         what=what,
         faults=rank.board,
         ranks=list(rank.groups["dp"]),
         timeout_s=rank.timeout_s,
-    ).tolist()
-    return gathered
+    )
 
 
 def broadcast_from_first(
