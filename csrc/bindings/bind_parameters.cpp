@@ -28,9 +28,9 @@ Store make_store(const std::vector<at::Tensor>& params,
                  std::vector<std::string> names,
                  std::optional<CommunicatorPtr> group, CommunicatorPtr across,
                  CommunicatorPtr within, CommunicatorPtr control,
-                 int64_t max_live_elements,
-                 int64_t persistence_threshold, int num_ahead, FaultsPtr faults,
-                 std::vector<int> ranks, double timeout_s) {
+                 int64_t max_live_elements, int64_t persistence_threshold,
+                 int num_ahead, FaultsPtr faults, std::vector<int> ranks,
+                 double timeout_s) {
   ParameterStore::Options options;
   options.max_live_elements = max_live_elements;
   options.persistence_threshold = persistence_threshold;
