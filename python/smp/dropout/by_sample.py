@@ -9,6 +9,7 @@ samples (a number for each token that an expert gets) are one number.
 from __future__ import annotations
 
 import functools
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ class DrawsBySample(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._samples, self._drawn, self._device = samples, drawn, str(device)
         self._rounds, self._alike, self._on_call = rounds, alike, on_call
-        self._num_drawn = self._num_rounded = 0
+        self._num_drawn = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -205,15 +206,17 @@ class DrawsBySample(TorchDispatchMode):
         if not own or "empty" in func._opname:
             return result
         return pytree.tree_map_only(
-            Tensor, lambda x: x if _storage(x) in own else self._moved(x), result
+            Tensor, lambda x: x if _storage(x) in own else self._moved(x, func), result
         )
 
-    def _moved(self, x: Tensor) -> Tensor:
+    def _moved(self, x: Tensor, func: OpOverload) -> Tensor:
         # A tensor without values represents one of another rank.
         if not _has_values(x) or not x.is_floating_point():
             return x
-        self._num_rounded += 1
-        first = _C.mix_seed(self._rounds or 0, self._num_rounded) % _NUM_ROUNDINGS
+        # By operator and shape, not by count: ranks with other experts run other operators, and
+        # what all ranks compute alike, as routers do, has to stay alike.
+        place = zlib.crc32(f"{func._opname} {tuple(x.shape)}".encode())
+        first = _C.mix_seed(self._rounds or 0, place) % _NUM_ROUNDINGS
         known = _roundings(x.dtype, x.device)
         times = (first + x.numel()) // _NUM_ROUNDINGS + 1
         moved = x * known.repeat(times)[first : first + x.numel()].view(x.shape)
