@@ -1,4 +1,4 @@
-"""What the check of the loss behind a first step costs, in forwards of the batch.
+"""Measures the cost of the check of the loss behind a first step, in forwards of the batch.
 
 Processor time of each rank, by turns: a step with the check, a step without, and a forward of the
 batch without gradients. The processor time of the slowest rank counts.

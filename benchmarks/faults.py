@@ -42,7 +42,7 @@ class Case:
     script: str
     action: str
     place: str = ""
-    """Of ``fault.py``."""
+    """Place of the fault in ``fault.py``."""
     words: str = r"(?<!\[)global_rank {victim}\b"
     limit_s: float | None = None
 

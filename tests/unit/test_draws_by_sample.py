@@ -1,4 +1,4 @@
-"""What operators draw for a batch is what they draw for its pieces."""
+"""Operators draw the same for a batch as for its pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule keeps, from which the partition knows its memory."""
+"""The number of microbatches that a schedule keeps decides on the memory of a partition."""
 
 from __future__ import annotations
 

@@ -398,7 +398,7 @@ def plan(length, **shape):
     places = _C.solve_partition(tree, _C.PartitionOptions(4)).partition_idxs
     return time.process_time() - before, result, places
 
-# As many layers, a ten-thousandth of the parameters.
+# The same number of layers with a ten-thousandth of the parameters.
 small_s = [plan(16, n_embd=64, n_head=4, rotary_dim=16, vocab_size=64)[0] for _ in range(2)][-1]
 resident_before_kb = resident_kb("VmRSS")
 cpu_s, result, places = plan(2048)
