@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import shlex
@@ -23,7 +24,10 @@ from tests.installed import python_path
 from tests.patience import PATIENCE_S
 
 TASK = REPO / "tests" / "hosts" / "task.py"
-PORT = 29511
+# Networks have equal addresses, and jobs of one machine share the folder of their files of stacks,
+# whose names depend on address and port: each job has a port of its own.
+_FIRST_PORT = 20000 + os.getpid() % 100 * 100
+_PORTS = itertools.cycle(range(_FIRST_PORT, _FIRST_PORT + 100))
 TRANSPORTS = ("gloo", "tcp")
 """Between hosts. A sample of cases shows both of each claim, in no more cases than before."""
 
@@ -74,7 +78,7 @@ class HostRanks:
             env: of all ranks, in addition.
             env_of: of one rank, in addition.
         """
-        folder = Path(tempfile.mkdtemp(prefix="smp-hosts-"))
+        folder, port = Path(tempfile.mkdtemp(prefix="smp-hosts-")), next(_PORTS)
         pids = []
         for rank in range(self.world_size):
             host, local_rank = divmod(rank, self._per_host)
@@ -85,7 +89,7 @@ class HostRanks:
                 "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(self._per_host),
                 "MASTER_ADDR": self.network.address(0),
-                "MASTER_PORT": str(PORT),
+                "MASTER_PORT": str(port),
                 **self._env,
                 **(env or {}),
                 **env_of(rank),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 
@@ -11,7 +12,7 @@ import smp
 from tests.dist import test_strangers
 from tests.dist.pool import Pool
 from tests.hosts.network import Network, why_not
-from tests.hosts.ranks import PORT, HostRanks
+from tests.hosts.ranks import HostRanks
 
 pytestmark = [
     pytest.mark.waits,
@@ -20,7 +21,9 @@ pytestmark = [
 
 
 def where_it_listens(rank: int) -> list[str]:
-    found = test_strangers.start(rank, {PORT})  # that of torch's store, at all addresses
+    found = test_strangers.start(
+        rank, {int(os.environ["MASTER_PORT"])}
+    )  # the store has all addresses
     smp.barrier()
     addresses = [struct.pack("<I", int(at, 16)) for at in found.values() if len(at) == 8]
     assert len(addresses) == len(found), f"at addresses of IPv6, or all: {found}"

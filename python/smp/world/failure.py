@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -137,8 +138,8 @@ class FailureFile:
 
 
 def file_of(identity: str) -> Path:
-    """Returns the path of the file of a run."""
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    """Returns the path of the file of a run on this host; hosts may share the folder."""
+    digest = hashlib.sha256(f"{identity} on {socket.gethostname()}".encode()).hexdigest()[:12]
     return Path(tempfile.gettempdir(), f"smp-{os.getuid()}", f"errors-{digest}.txt")
 
 
