@@ -5,7 +5,7 @@ one case, or n with the marker ``sample(keep=n)``, which show as many values of 
 can. `others` runs so many that both together show every value; what a product has beyond that runs
 with ``SMP_GRID=all`` only. With ``covering(times=t)`` both together show each value t times. A test
 with ``sample`` alone divides its work by itself and runs in both. A test without parameters runs in
-`some` only.
+`some`, or in `others` with ``sample(keep=0)``: it takes long, and quicker tests show its claim.
 """
 
 from __future__ import annotations
@@ -74,23 +74,26 @@ def to_run(items: list[pytest.Item]) -> set[pytest.Item]:
 def _by_row(
     items: Iterable[pytest.Item], name: str, default: int | None = None
 ) -> dict[str, tuple[int, dict[Row, pytest.Item]]]:
-    """Returns tests with parameters by function: the number of a marker, and cases by their row.
+    """Returns tests by function: the number of a marker, and cases by their row.
 
     Args:
         items: tests of the session.
         name: name of the marker, whose keyword argument is the number.
-        default: number for tests without the marker; without it they are left out.
+        default: number for tests with parameters and without the marker; None leaves them out.
     """
     products: dict[str, tuple[int, dict[Row, pytest.Item]]] = {}
     rows: dict[str, dict[Row, pytest.Item]] = defaultdict(dict)
     for item in items:
         marker = item.get_closest_marker(name)
-        number = default if marker is None else next(iter(marker.kwargs.values()), None)
-        if number is None or not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+        parameters = getattr(item, "callspec", None)
+        number = default if parameters else None
+        if marker is not None:
+            number = next(iter(marker.kwargs.values()), None)
+        if number is None or not isinstance(item, pytest.Function):
             continue
         function = item.nodeid.split("[")[0]
         # One per decorator. `indices`, which is public, numbers whole tests since pytest 9.
-        rows[function][tuple(item.callspec._idlist)] = item
+        rows[function][tuple(parameters._idlist) if parameters else ()] = item
         products[function] = (number, rows[function])
     return products
 
@@ -122,7 +125,8 @@ def _beyond_values(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     if RUNS_GRID:
         return left_out
     for keep, by_row in _by_row(items, "sample", default=1).values():
-        if any(item.get_closest_marker("covering") for item in by_row.values()):
+        without_parameters = list(by_row) == [()]
+        if without_parameters or any(i.get_closest_marker("covering") for i in by_row.values()):
             continue
         some = spread(list(by_row), keep)
         rest = [row for row in by_row if row not in some]

@@ -98,6 +98,7 @@ def loop(rank: int, folder: str, config: dict[str, Any], batch: int, resumes: bo
     }
 
 
+@pytest.mark.sample(keep=0)
 def test_a_loop_of_accelerate_runs_over_a_pipeline(pool: Pool, tmp_path: Path) -> None:
     (expected,) = pool.run(1, loop, "", {}, 8, False)
     config = {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}

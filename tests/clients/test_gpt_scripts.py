@@ -60,7 +60,7 @@ def test_client_a_trains_with_heads_that_do_not_divide(pool: Pool, tmp_path: Pat
     assert results[0]["num_split"] > 0, "the first rank has two heads, the other one"
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("prescaled", [0, 1])
 def test_client_c_by_tensor_parallelism(pool: Pool, tmp_path: Path, prescaled: int) -> None:
     client = Client(pool, tmp_path, "client_c.py")
@@ -72,6 +72,7 @@ def test_client_c_by_tensor_parallelism(pool: Pool, tmp_path: Path, prescaled: i
     assert results[0]["num_split"] == 1
 
 
+@pytest.mark.sample(keep=0)
 def test_client_c_with_a_pipeline_of_layers_placed_by_hand(pool: Pool, tmp_path: Path) -> None:
     client = Client(pool, tmp_path, "client_c.py")
     argv = {"pipeline_parallel_degree": 2, "microbatches": 2, "manual_partition": 1}

@@ -52,7 +52,7 @@ def test_client_e_without_the_library_asks_for_its_local_rank(pool: Pool, tmp_pa
     assert len(results[0]["losses"]) == 2
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("amp", [0, 1])
 def test_client_f_learns_digits_and_resumes(pool: Pool, tmp_path: Path, amp: int) -> None:
     client = Client(pool, tmp_path, "client_f.py")

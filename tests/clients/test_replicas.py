@@ -29,6 +29,7 @@ def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert found[name] == pytest.approx(values, rel=1e-12, abs=1e-14), name
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("interface", ["old", "backend"])
 @pytest.mark.parametrize("accumulate", [0, 1])
 def test_replicas_equal_one_process(

@@ -154,6 +154,7 @@ def test_trainer_evaluates_uneven_batches(pool: Pool, tmp_path: Path) -> None:
     check_same(pool.run(2, train, Job(str(tmp_path / "two"), PIPELINE, **argv)), expected)
 
 
+@pytest.mark.sample(keep=0)
 def test_trainer_trains_in_16_bits(pool: Pool, tmp_path: Path) -> None:
     from tests.clients.scripts.trainer_models import LAYERS, MASKED
 
@@ -187,6 +188,7 @@ def test_trainer_splits_tensors(pool: Pool, tmp_path: Path) -> None:
     assert results[0]["num_split"] > 0
 
 
+@pytest.mark.sample(keep=0)
 def test_trainer_trains_adapters(pool: Pool, tmp_path: Path) -> None:
     (expected,) = pool.run(1, train, Job(str(tmp_path / "one"), has_adapters=True))
     folder = str(tmp_path / "two")

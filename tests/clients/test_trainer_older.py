@@ -103,6 +103,7 @@ def test_trainer_evaluates_uneven_batches_before_and_after_training(
     check_same(train(trainer_pool, tmp_path / "two", 2, SPREAD, **argv), expected)
 
 
+@pytest.mark.sample(keep=0)
 def test_trainer_trains_in_fp16(trainer_pool: Pool, tmp_path: Path) -> None:
     from tests.clients.scripts.trainer_models import LAYERS, MASKED
 
@@ -123,6 +124,7 @@ def test_trainer_trains_in_fp16(trainer_pool: Pool, tmp_path: Path) -> None:
     assert again["losses"] == result["losses"] and again["evaluated"] == result["evaluated"]
 
 
+@pytest.mark.sample(keep=0)
 def test_trainer_skips_updates_that_overflow(trainer_pool: Pool, tmp_path: Path) -> None:
     half = PIPELINE | {"fp16": True}
     scale = 2.0**17

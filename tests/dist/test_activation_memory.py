@@ -24,7 +24,7 @@ def cases_of(num_ranks: int, microbatches: int) -> list[tuple[str, int, int | No
     ]
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("microbatches", [4, 8])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_peak_of_each_rank_is_the_simulated_number_of_activations(

@@ -96,7 +96,7 @@ def check_reported_first(results: list[Ended], report: str) -> None:
     assert found and "is stuck" not in text[: found.end()], text
 
 
-@pytest.mark.sample(keep=2)
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_stopped_rank_is_reported_by_the_watch(pool: Pool, pp: int, victim: int) -> None:
@@ -145,7 +145,7 @@ def wait_for_others(pool: Pool, started: Started, victim: int) -> list[Ended]:
     return [result for result in wait_for_ranks(pool, started) if result.rank != victim]
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("pp", [2, 1])
 def test_looping_rank_ends_the_run_with_its_lines_in_the_error(pool: Pool, pp: int) -> None:
     results = run_ranks(pool, SCRIPT, 2, ["loop", "1", f"--pp={pp}"], env={"SMP_HANG_S": "2"})
@@ -166,7 +166,7 @@ def test_looping_rank_ends_the_run_with_its_lines_in_the_error(pool: Pool, pp: i
         assert "in misbehave" in own and "PeerFailure" in own, own
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("victim", [1, 0])
 def test_stopped_rank_ends_the_others(pool: Pool, victim: int) -> None:
     started = start_ranks(pool, SCRIPT, 3, ["stop", str(victim), "--pp=3"], env={"SMP_HANG_S": "3"})
@@ -181,6 +181,7 @@ def test_stopped_rank_ends_the_others(pool: Pool, victim: int) -> None:
             assert f"process {pid} is stopped; kill -CONT {pid} lets it go on" in error, text
 
 
+@pytest.mark.sample(keep=0)
 def test_slow_rank_is_not_ended_and_report_alone_ends_nothing(pool: Pool) -> None:
     """The slow one moves within twice 3 s; without an end, a loop is reported again and again."""
     looping = start_ranks(
@@ -212,7 +213,7 @@ def test_rank_that_computes_alone_is_reported_and_not_ended(pool: Pool) -> None:
 # ---- ranks that leave --------------------------------------------------------------
 
 
-@pytest.mark.sample(keep=3)
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("victim", [1, 2])
 @pytest.mark.parametrize("action", ["exit", "leave"])
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (2, 2)], ids=["pp2-dp2", "tp2-pp2"])
@@ -286,12 +287,14 @@ def test_rank_that_fails_while_ranks_connect_ends_the_others(
 # ---- workers that run the script again ---------------------------------------------
 
 
+@pytest.mark.sample(keep=0)
 def test_spawned_worker_reads_and_is_no_rank(pool: Pool) -> None:
     for result in run_ranks(pool, SCRIPT, 2, ["spawn", "0"]):
         assert result.returncode == 0, result.output
         assert "SUM 6.0" in result.output and "FINISHED" in result.output, result.output
 
 
+@pytest.mark.sample(keep=0)
 def test_spawned_worker_that_runs_the_script_again_is_refused(pool: Pool) -> None:
     results = run_ranks(pool, SCRIPT, 2, ["spawn", "0"], env={"ALARM_WITHOUT_GUARD": "1"})
     for result in results:

@@ -56,6 +56,7 @@ def test_shared_memory_abort_ends_waits_and_the_process_can_leave(
         assert "aborted" in output
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.alone
 def test_shared_memory_is_several_times_as_fast_as_gloo(pool: Pool, tmp_path: Path) -> None:
     output = run_gloo(pool, "round_trip", 2, tmp_path, "shared")[0]
@@ -88,6 +89,7 @@ def test_mpi_keeps_every_promise_of_a_communicator(tmp_path: Path) -> None:
     assert ended.stdout.count(" ok ") == 4 * NUM_CHECKS, ended.stdout
 
 
+@pytest.mark.sample(keep=0)
 def test_mpi_abort_ends_waits_and_fails_the_job(tmp_path: Path) -> None:
     ended = launch([*mpirun_or_skip(2), str(SCRIPT), "mpi", "abort", str(tmp_path)])
     assert ended.stdout.count(": aborted") == 2, ended.stdout

@@ -32,7 +32,7 @@ def num_blocks(units: list[str]) -> int:
     return sum(unit.rpartition(".")[2].isdigit() for unit in units)
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ((2, 1), (1, 2)), ids=("pp2", "dp2"))
 def test_compiled_blocks_train_as_in_one_process(
@@ -48,6 +48,7 @@ def test_compiled_blocks_train_as_in_one_process(
     check_against_reference([result.record for result in results], run)
 
 
+@pytest.mark.sample(keep=0)
 def test_attention_that_inductor_cannot_run_in_float64_runs_in_eager_mode(
     pool: Pool, code_folder: Path
 ) -> None:

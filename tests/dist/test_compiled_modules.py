@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.dist.compiled_training import (
@@ -90,6 +91,7 @@ def check_equal(results: list[NetRun], losses: list[float], state: dict[str, Any
             assert relative_difference(result.state[name], value) < 1e-9, name
 
 
+@pytest.mark.sample(keep=0)
 def test_modules_that_are_compiled_before_or_after_wrapping_run_where_they_lie(pool: Pool) -> None:
     """What lies on two ranks is compiled in parts. Nobody sees other names of parameters.
 

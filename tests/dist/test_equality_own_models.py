@@ -23,7 +23,7 @@ CASES = (
 CROSS = tuple(itertools.product(SCHEDULES, MICROBATCHES))
 
 
-@pytest.mark.sample(keep=4)
+@pytest.mark.sample(keep=2)
 @pytest.mark.covering(times=1)
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
@@ -33,7 +33,7 @@ def test_manual_partition_trains_like_one_process_in_fp64(
     check_runs(pool, [Run(case, pp, dp, s, mb, manual=True) for s, mb in CROSS])
 
 
-@pytest.mark.sample(keep=4)
+@pytest.mark.sample(keep=3)
 @pytest.mark.covering(times=1)
 @pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
@@ -50,6 +50,7 @@ def test_own_models_train_like_one_process_in_fp32(pool: Pool, pp: int, dp: int)
     check_runs(pool, runs)
 
 
+@pytest.mark.sample(keep=0)
 def test_large_active_microbatches_change_nothing(pool: Pool) -> None:
     limits = (1, 2, 8)
     runs = [
@@ -59,6 +60,7 @@ def test_large_active_microbatches_change_nothing(pool: Pool) -> None:
     check_runs(pool, runs)
 
 
+@pytest.mark.sample(keep=0)
 def test_gradients_without_overlap_and_with_small_buckets_are_the_same(pool: Pool) -> None:
     variants = (
         (("overlapping_allreduce", False),),

@@ -117,6 +117,7 @@ def collect_masks(rank: int) -> list[list[float]]:
     return masks
 
 
+@pytest.mark.sample(keep=0)
 def test_deterministic_server_executes_one_order_on_all_replicas(pool: Pool) -> None:
     run = replace(DROPPING, config=(("deterministic_server", True),))
     for sleepy in (-1, 1, 2):

@@ -19,13 +19,13 @@ def test_two_ranks_share_the_experts_of_a_family(pool: Pool, case: str) -> None:
     check_runs(pool, [ExpertRun(case, 2, prescaled=prescaled) for prescaled in (False, True)])
 
 
-@pytest.mark.sample(keep=2)
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_four_ranks_share_the_experts_of_a_family(pool: Pool, case: str) -> None:
     check_runs(pool, [ExpertRun(case, 4, prescaled=prescaled) for prescaled in (False, True)])
 
 
-@pytest.mark.sample(keep=2)
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_experts_are_spread_inside_of_a_pipeline(pool: Pool, case: str) -> None:
     check_runs(pool, [ExpertRun(case, 2, pp=2, prescaled=prescaled) for prescaled in (False, True)])

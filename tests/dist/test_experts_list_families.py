@@ -130,7 +130,7 @@ def test_a_family_with_a_dictionary_of_experts(pool: Pool, family: str, prescale
     check(pool, family, 2, prescaled)
 
 
-@pytest.mark.sample(keep=2)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("family", PLANS)
 def test_a_family_of_an_older_transformers(older_pool: Pool, family: str, tp: int) -> None:

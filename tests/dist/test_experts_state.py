@@ -62,6 +62,7 @@ def _held(own: torch.Size, whole: torch.Size) -> str:
     return "features" if own[0] == whole[0] else "experts"
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("case", ["mixtral", "gpt_oss"])
 def test_training_goes_on_with_other_numbers_of_ranks(
     pool: Pool, case: str, tmp_path: Path

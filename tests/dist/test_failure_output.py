@@ -65,6 +65,7 @@ def test_killed_rank_is_named_by_the_box_of_another_one() -> None:
     stacks_in(lines)
 
 
+@pytest.mark.sample(keep=0)
 def test_deadlock_has_its_table_once() -> None:
     done = launch([*SMP_RUN, SCRIPT, "deadlock", "3"])
     lines = without_start(done.stdout)
@@ -74,6 +75,7 @@ def test_deadlock_has_its_table_once() -> None:
     stacks_in(lines)
 
 
+@pytest.mark.sample(keep=0)
 def test_stacks_of_a_hang_go_to_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMP_HANG_S", "2")
     done = launch([*SMP_RUN, SCRIPT, "hang", "1"])
@@ -87,6 +89,7 @@ def test_stacks_of_a_hang_go_to_the_file(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(f"---- global_rank {rank}\n" in text for rank in range(NUM_RANKS))
 
 
+@pytest.mark.sample(keep=0)
 def test_configuration_that_is_wrong_on_all_ranks_is_told_once() -> None:
     done = launch([*SMP_RUN, SCRIPT, "config", "0"])
     lines = without_start(done.stdout)
@@ -95,6 +98,7 @@ def test_configuration_that_is_wrong_on_all_ranks_is_told_once() -> None:
     stacks_in(lines)
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize(
     ("how", "words"), [("raise", "ValueError: no such label"), ("kill", "died")]
 )
@@ -116,6 +120,7 @@ def test_under_torchrun_one_rank_prints(how: str, words: str) -> None:
     stacks_in(first_box)
 
 
+@pytest.mark.sample(keep=0)
 def test_run_that_goes_well_prints_five_lines() -> None:
     for command, mark in ((SMP_RUN, "[0] smp: "), (torchrun(NUM_RANKS), "smp: ")):
         done = launch([*command, SCRIPT, "none", "0"])
@@ -127,6 +132,7 @@ def test_run_that_goes_well_prints_five_lines() -> None:
         assert not re.search(r"\brdp\b|\bDPT\b|[()]|\bbytes\b|inconclusive", text), text
 
 
+@pytest.mark.sample(keep=0)
 def test_check_without_a_verdict_is_told_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SMP_CHECK_FIRST_STEP", raising=False)
     command = [*SMP_RUN, SCRIPT, "dropout", "0"]

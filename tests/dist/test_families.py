@@ -46,7 +46,7 @@ def run_of(case: str, pp: int, schedule: str = "interleaved", **config: Any) -> 
     return Run(case, pp, 1, schedule, config=tuple(config.items()))
 
 
-@pytest.mark.sample(keep=5)
+@pytest.mark.sample(keep=3)
 @pytest.mark.covering(times=1)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,7 +64,7 @@ def test_family_trains_like_one_process_without_attention_cache(
     check_runs(pool, [run_of(f"{family}+nocache", pp)])
 
 
-@pytest.mark.sample(keep=5)
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("family", HYBRID)
 def test_family_with_states_beside_keys_and_values_trains_like_one_process(
@@ -100,7 +100,7 @@ def assert_same_numbers(a: list[RankRecord], b: list[RankRecord], run: Run, what
         assert_bitwise_equal(join_parts(a, run, kind), join_parts(b, run, kind), f"{what}: {kind}")
 
 
-@pytest.mark.sample(keep=2)
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("family", WITH_DROPOUT)
 def test_dropout_depends_on_the_seed_and_not_on_the_schedule(pool: Pool, family: str) -> None:
     case = f"{family}+dropout"

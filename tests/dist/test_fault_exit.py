@@ -127,6 +127,7 @@ def waiting_runs(pool: Pool) -> WaitingRuns:
     return {key: wait_for_ranks(pool, job) for key, job in started.items()}
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("place", ["between", "forward"])
 def test_exiting_rank_is_named_by_all_others(
@@ -177,6 +178,7 @@ def test_slow_rank_is_not_reported(
         assert not re.search("(?i)fault|died|deadlock|error", text), result.output
 
 
+@pytest.mark.sample(keep=0)
 def test_benchmark_of_faults_measures_when_the_victim_is_named(pool: Pool) -> None:
     seconds = [faults.measure(pool, faults.CASES[name], 1) for name in ("raise", "deadlock")]
     assert all(0 < named <= gone for named, gone in seconds)
@@ -185,6 +187,7 @@ def test_benchmark_of_faults_measures_when_the_victim_is_named(pool: Pool) -> No
 
 
 # test_robustness.py kills a rank under torchrun.
+@pytest.mark.sample(keep=0)
 def test_mpirun_shows_the_culprit() -> None:
     command = mpirun(2)
     if command is None:

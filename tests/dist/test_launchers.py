@@ -50,6 +50,7 @@ def test_plain_process_gives_the_reference_losses(pool: Pool) -> None:
 
 
 # test_robustness.py compares the numbers of a job under torchrun.
+@pytest.mark.sample(keep=0)
 def test_mpirun_gives_the_reference_losses() -> None:
     command = mpirun(2)
     if command is None:

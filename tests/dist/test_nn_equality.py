@@ -29,7 +29,7 @@ def compare_all(
     return [compare(case, rank, degree, prescaled) for case in cases]
 
 
-@pytest.mark.sample(keep=4)
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize(("prescaled", "optimize"), MODES, ids=MODE_NAMES)
 @pytest.mark.parametrize("degree", [2, 3, 4])
 def test_split_modules_equal_one_process(

@@ -6,6 +6,7 @@ import os
 import re
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -37,6 +38,7 @@ def train_pipeline(rank: int, limits_mb: tuple[int, int], keys: dict[str, Any]) 
     return "fits"
 
 
+@pytest.mark.sample(keep=0)
 def test_rank_of_a_pipeline_says_what_was_expected_and_fewer_in_flight_fit(
     pool: Pool,
 ) -> None:

@@ -76,6 +76,7 @@ def test_own_layer_has_the_gradients_of_one_process(
     assert_close(whole, expected, torch.float64, f"tp {tp} {optimize} {prescaled}")
 
 
+@pytest.mark.sample(keep=0)
 def test_the_example_runs_as_it_is_described() -> None:
     done = launch([*torchrun(2), str(EXAMPLE / "gated_mlp.py")])
     assert done.returncode == 0, done.stdout

@@ -1,6 +1,6 @@
 """Random module trees with random code on random ranks give the numbers of plain autograd.
 
-``SMP_NUM_PROGRAMS`` sets how many (60 by default, and 240 others in `make test-all`). A failing
+``SMP_NUM_PROGRAMS`` sets how many (24 by default, and 240 others in `make test-all`). A failing
 program is printed in a form that ``python -m tests.dist.programs`` replays; with ``SMP_SHRINK=1``
 hypothesis makes it smaller first, which takes minutes.
 """
@@ -31,7 +31,7 @@ from tests.samples import SAMPLES
 
 pytestmark = pytest.mark.sample
 
-NUM_SOME, NUM_OTHERS = 60, 240
+NUM_SOME, NUM_OTHERS = 24, 240
 DEFAULT = {"some": NUM_SOME, "others": NUM_OTHERS, "all": NUM_SOME + NUM_OTHERS}[SAMPLES]
 NUM_PROGRAMS = int(os.environ.get("SMP_NUM_PROGRAMS", str(DEFAULT)))
 SHRINK = bool(os.environ.get("SMP_SHRINK"))

@@ -115,6 +115,7 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.sample(keep=0)
 def test_precisions_change_without_loss(pool: Pool, tmp_path: Path) -> None:
     """What the optimizer updates is the same, bit by bit; the model is its rounding."""
     for source, target, before, after in run_all(pool, tmp_path, PRECISIONS):

@@ -63,6 +63,7 @@ def save_slowly(rank: int, folder: str) -> str:
     return (Path(folder) / "newest").read_text()
 
 
+@pytest.mark.sample(keep=0)
 def test_a_slow_rank_is_waited_for(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, save_slowly, str(tmp_path)) == ["slow_partial"] * 2
 
@@ -227,7 +228,7 @@ def resume_halves(rank: int, job: Job, folder: str, is_early: bool) -> list[Any]
     return states
 
 
-@pytest.mark.sample(keep=2)
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize(
     ("job", "is_early"),
     ((Job(2, 1, 1), False), (Job(2, 1, 1, "none", "bf16"), False),

@@ -252,6 +252,7 @@ def save_plain(rank: int, job: Job, folder: str) -> Any:
     return state_of(model, optimizer)
 
 
+@pytest.mark.sample(keep=0)
 def test_folders_that_were_written_anew_load(pool: Pool, tmp_path: Path) -> None:
     from tests.dist.test_resume import check_equal
 

@@ -134,6 +134,7 @@ SHARDED = {"shard_optimizer_state": True, "fp16": True}
 LAYOUTS = [(2, {"pipeline_parallel_degree": 2})] + [(2, SHARDED)] * ALL
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize(("num_ranks", "config"), LAYOUTS, ids=lambda value: str(value)[:9])
 def test_a_job_that_is_preempted_again_and_again_ends_as_if_it_were_not(
     pool: Pool, tmp_path: Path, num_ranks: int, config: dict[str, Any]
@@ -297,6 +298,7 @@ def test_hanging_rank_is_named_with_its_microbatch_and_stack(pool: Pool, tmp_pat
 # ---- launchers ---------------------------------------------------------------------
 
 
+@pytest.mark.sample(keep=0)
 def test_torchrun_restarts_all_ranks_and_they_start_cleanly(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +315,7 @@ def test_torchrun_restarts_all_ranks_and_they_start_cleanly(
     trained.check(undisturbed(pool, tmp_path, 2, "--steps", "4"), 1, 4)
 
 
+@pytest.mark.sample(keep=0)
 def test_smp_run_starts_preempted_ranks_again_unless_it_is_preempted(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ def measure(config: dict[str, Any], *arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.alone
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("hosts", ["1", "4"])
 @pytest.mark.parametrize("degree", [1, 2])
 def test_twice_the_ranks_are_a_few_more_descriptors(degree: int, hosts: str) -> None:

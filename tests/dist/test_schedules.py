@@ -144,7 +144,7 @@ def test_each_policy_has_a_slope() -> None:
     assert {schedule for schedule, _, _ in SLOPES} == set(POLICIES)
 
 
-@pytest.mark.sample(keep=4)
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize(("schedule", "pp", "slope"), SLOPES)
 def test_equal_slow_stages_execute_the_plan(
     pool: Pool, schedule: str, pp: int, slope: float, tmp_path: Path
@@ -188,7 +188,7 @@ def test_zero_bubble_fills_gaps_and_puts_off_no_more_than_its_depth(
 # ---- families ----------------------------------------------------------------
 
 
-@pytest.mark.sample(keep=4)
+@pytest.mark.sample(keep=2)
 @pytest.mark.covering(times=1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("schedule", NEW)
@@ -199,7 +199,7 @@ def test_new_schedules_end_and_train_families_like_one_process(
         check_runs(pool, [Run(family, pp, 1, schedule)])
 
 
-@pytest.mark.sample(keep=3)
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_limits_of_interleaved_stop_no_family_whatever_its_graph(pool: Pool, family: str) -> None:
     for pp in (2, 4):

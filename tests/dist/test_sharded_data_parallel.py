@@ -35,6 +35,7 @@ def test_every_microbatch_is_reduced(pool: Pool) -> None:
     check_runs(pool, run_of("gpt2", 1, 2, microbatches=3), 2, tolerance=1e-9)
 
 
+@pytest.mark.sample(keep=0)
 def test_four_ranks_as_two_copies_or_one(pool: Pool) -> None:
     for degree in (2, 4):
         check_runs(pool, run_of("gpt2", 1, 4, microbatches=1), degree, tolerance=1e-9)
@@ -75,6 +76,7 @@ def test_a_block_may_be_cut_inside(pool: Pool) -> None:
         check_runs(pool, run, 2, tolerance=0)
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("pipeline", ["zero_bubble", "virtual_interleaved"])
 def test_with_other_schedules(pool: Pool, pipeline: str) -> None:
     run = Run("gpt2", 2, 2, pipeline, microbatches=4, steps=3)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -117,6 +118,7 @@ def run_long(rank: int) -> tuple[Sample, Sample, list[float]]:
     return before, sample(), losses
 
 
+@pytest.mark.sample(keep=0)
 def test_a_thousand_steps_leave_nothing_behind(pool: Pool) -> None:
     # The rings of shared memory count as resident once all their pages were used: small ones, which
     # is soon.

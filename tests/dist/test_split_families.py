@@ -10,7 +10,7 @@ from tests.dist.split_training import LAYOUTS, MODES, SplitRun, check_runs
 from tests.reference.split_families import SPLIT_FAMILIES
 
 
-@pytest.mark.sample(keep=5)
+@pytest.mark.sample(keep=3)
 @pytest.mark.covering(times=1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "pp{}-tp{}-rdp{}".format(*layout))
 @pytest.mark.parametrize("case", SPLIT_FAMILIES)
@@ -20,7 +20,7 @@ def test_split_family_trains_like_one_process(
     check_runs(pool, [SplitRun(case, *layout, mode, bool(scaled)) for mode, scaled in MODES])
 
 
-@pytest.mark.sample(keep=2)
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("case", SPLIT_FAMILIES)
 def test_split_family_trains_like_one_process_in_fp32(pool: Pool, case: str) -> None:
     runs = [

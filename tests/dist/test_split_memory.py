@@ -32,7 +32,7 @@ def parameter_bytes(shape: dict[str, int], tp: int) -> float:
     return 2 * (split / tp + shape["sequence"] * hidden)
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_bytes_of_a_rank_are_those_of_the_formula(
     metered_pool: Pool, tp: int, tmp_path: Path

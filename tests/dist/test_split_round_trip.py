@@ -100,7 +100,7 @@ def judge(rank: int, run: SplitRun, records: list[SplitRecord]) -> str:
     return str(transformers.__version__)
 
 
-@pytest.mark.sample(keep=2)
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("case", OLDER_SPLIT_FAMILIES)
 def test_split_family_trains_like_one_process_with_transformers_4_30_2(
     older_pool: Pool, case: str

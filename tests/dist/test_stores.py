@@ -97,6 +97,7 @@ def resume_fetching(rank: int, job: Job, env: dict[str, str], address: str) -> A
     ]  # fmt: skip
 
 
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize(
     ("place", "blocking"),
     [("file", True), pytest.param("s3", False, marks=s3_server.NEEDED)],

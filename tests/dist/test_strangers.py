@@ -114,6 +114,7 @@ def train_among_strangers(rank: int, given: str | None) -> tuple[float, list[str
         end()
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.waits
 @pytest.mark.parametrize("given", [None, GIVEN])
 def test_strangers_hear_nothing_and_disturb_nobody(pool: Pool, given: str | None) -> None:

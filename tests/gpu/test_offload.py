@@ -72,6 +72,7 @@ def train(offload: bool) -> tuple[list[torch.Tensor], int, dict[str, int]]:
     return grads, peak, stats
 
 
+@pytest.mark.sample(keep=0)
 def test_same_bits_and_less_memory() -> None:
     plain, plain_peak, _ = train(False)
     offloaded, peak, stats = train(True)

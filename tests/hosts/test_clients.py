@@ -27,6 +27,7 @@ def check_equal(result: dict[str, Any], expected: dict[str, Any]) -> None:
     assert result["correct"] == expected["correct"] and len(result["losses"]) == 6
 
 
+@pytest.mark.sample(keep=0)
 def test_client_f_learns_the_same_over_two_hosts_and_resumes(pool: Pool, tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()

@@ -108,7 +108,7 @@ def test_training_by_hosts_equals_one_process(
         training.check_runs(HostRanks(network, pool, per_host, transport), [by_hosts])
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize(("hosts", "per_host"), LAYOUTS)
 def test_by_hosts_is_faster_on_a_network_of_1_gbit(pool: Pool, hosts: int, per_host: int) -> None:
     """`benchmarks/hosts.py` measures how much on an idle machine."""
@@ -129,7 +129,7 @@ def test_by_hosts_is_faster_on_a_network_of_1_gbit(pool: Pool, hosts: int, per_h
 # ---- faults ------------------------------------------------------------------
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("fault", ["cut", "silence"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_host_that_is_gone_ends_the_job(pool: Pool, fault: str, transport: str) -> None:

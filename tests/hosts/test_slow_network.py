@@ -53,7 +53,7 @@ def check_trained(results: list[Ended], name: str, at_least_s: float) -> None:
     assert broadcast_s > at_least_s, "the link is not as slow as it should be"
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("shared", ["1", "0"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_collective_longer_than_a_deadlock_trains(pool: Pool, shared: str, transport: str) -> None:
@@ -96,6 +96,7 @@ def test_deadlock_on_a_slow_link_is_found(pool: Pool, fault: str) -> None:
         assert "global_rank 0" in result.output and "global_rank 1" in result.output, text
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
 def test_end_of_a_rank_in_the_middle_of_a_transfer_ends_all(
     pool: Pool, number: signal.Signals
@@ -113,6 +114,7 @@ def test_end_of_a_rank_in_the_middle_of_a_transfer_ends_all(
     assert re.search(r"(?<!\[)global_rank 1 \(pp", results[0].output), results[0].output
 
 
+@pytest.mark.sample(keep=0)
 def test_cut_cable_is_no_deadlock_of_the_script(pool: Pool) -> None:
     """Nothing moves; but all are in one collective, so no rank has called another thing."""
     with Network(2, mbit=4.5) as network:

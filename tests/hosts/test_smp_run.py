@@ -95,6 +95,7 @@ def check(pool: Pool, folder: Path, trained: Trained, num_ranks: int) -> None:
     trained.check(undisturbed(pool, folder, num_ranks, *words), 1, STEPS)
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("whom", ["command", "rank"])
 def test_a_job_over_hosts_is_preempted_and_goes_on(pool: Pool, tmp_path: Path, whom: str) -> None:
     """SIGTERM to the command ends the job with status 75; to a rank, starts it again at once."""
@@ -143,6 +144,7 @@ def test_good_hosts_pass_and_the_job_runs(tmp_path: Path) -> None:
             assert f"STEP {STEPS}" in command.lines_of(0) and "preflight" not in command.said
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("wrong", ["pair", "interface", "away"])
 def test_nothing_is_started_on_bad_hosts(tmp_path: Path, wrong: str) -> None:
     env = {"GLOO_SOCKET_IFNAME": "eth9"} if wrong == "interface" else {}

@@ -313,6 +313,7 @@ def folder(code_folder: Path) -> Iterator[Path]:
         yield code_folder
 
 
+@pytest.mark.sample(keep=0)
 def test_code_from_the_cache_keeps_its_graph(folder: Path) -> None:
     """It has other notes on itself than code that was compiled here."""
     from torch._dynamo.utils import counters

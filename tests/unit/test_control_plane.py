@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import REPO
 from tests.installed import python_path
 from tests.patience import PATIENCE_S
@@ -14,6 +16,7 @@ from tests.patience import PATIENCE_S
 N = 12
 
 
+@pytest.mark.sample(keep=0)
 def test_the_hub_answers_simulated_ranks() -> None:
     done = subprocess.run(
         [sys.executable, "control_plane.py", "--ranks", str(N), "--seconds", "1"],

@@ -81,6 +81,7 @@ def test_build_without_a_compiler_has_no_architectures(tmp_path: Path) -> None:
     assert "ARCHITECTURES OFF \n" in done.stderr, done.stderr
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.skipif(bool(_MISSING), reason=f"{' and '.join(_MISSING)} not found")
 @pytest.mark.parametrize(
     ("options", "machine_code", "later"),

@@ -77,6 +77,7 @@ def test_there_is_a_figure_to_look_for_in_every_part() -> None:
     assert list(FIGURES) == list(PARTS)
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("part", [part for part in PARTS if part not in BY_MAKE])
 def test_a_part_runs_dry(pool: Pool, tmp_path: Path, part: str) -> None:
     argv = [part, "--out", str(tmp_path), "--device", "cpu", "--limit-s", "280"]
@@ -119,6 +120,7 @@ def make_gpu(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.sample(keep=0)
 def test_make_needs_nothing_that_only_developers_have(tmp_path: Path) -> None:
     before = set((REPO / "benchmarks" / "results").iterdir())
     done = make_gpu(tmp_path, "PART=kernels")
@@ -139,6 +141,7 @@ def test_packages_that_are_absent_there_are_hidden_here(tmp_path: Path) -> None:
     assert "xdist" in subprocess.check_output(command, text=True)
 
 
+@pytest.mark.sample(keep=0)
 def test_a_part_that_is_killed_fails_and_the_others_go_on(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(

@@ -183,7 +183,7 @@ torch.testing.assert_close(wrapped(ids)[0].detach(), expected, atol=1e-5, rtol=1
 """
 
 
-@pytest.mark.sample(keep=2)
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize(
     ("family", "way"), [("gpt_neo", "context"), ("gpt_neo", "marked"), ("bert", "context")]
 )
@@ -332,6 +332,7 @@ torch.testing.assert_close(wrapped(ids)[0].detach(), expected, atol=1e-5, rtol=1
 """
 
 
+@pytest.mark.sample(keep=0)
 def test_the_first_model_of_a_process_keeps_what_it_loads(tmp_path: Any) -> None:
     hf.family("gpt2").build().save_pretrained(tmp_path)  # type: ignore[operator]
     command = [sys.executable, "-c", FIRST_LOAD, str(tmp_path)]

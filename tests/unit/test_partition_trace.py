@@ -123,6 +123,7 @@ def test_activations_count_once_and_parameters_do_not() -> None:
     assert kept == [0, 128, 128, 0], "the result of tanh is also the input of the next"
 
 
+@pytest.mark.sample(keep=0)
 def test_activations_are_those_of_training_without_gradients_as_well() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     x = torch.randn(4, 8)
@@ -408,6 +409,7 @@ print(cpu_s / small_s, (resident_kb("VmHWM") - resident_kb("RssFile")) * 1024,
 """
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.alone
 def test_gptj_6b_is_traced_and_partitioned_as_fast_as_a_small_one_and_in_1_gb() -> None:
     run = subprocess.run(

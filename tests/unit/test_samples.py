@@ -74,10 +74,22 @@ def test_cases_are_sampled(request: pytest.FixtureRequest, test: str, kept: int)
     )
 
 
-def test_every_sample_keeps_a_case_and_leaves_one_out(request: pytest.FixtureRequest) -> None:
+@pytest.mark.sample(keep=0)
+def test_a_claim_that_takes_long() -> None:
+    assert samples.SAMPLES in ("others", "all")
+
+
+def test_a_test_without_parameters_is_in_one_of_both(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         marker = item.get_closest_marker("sample")
-        assert marker is None or marker.kwargs.get("keep", 1) >= 1, item.nodeid
+        if marker and not hasattr(item, "callspec"):
+            assert marker.kwargs.get("keep", 0) == 0, item.nodeid
+
+
+@pytest.mark.sample
+def test_what_takes_long_is_left_to_the_others(request: pytest.FixtureRequest) -> None:
+    names = {item.name for item in request.session.items}
+    assert ("test_a_claim_that_takes_long" in names) == (samples.SAMPLES != "some")
 
 
 def lacks(path: Path, expression: str, *named: str) -> bool:

@@ -96,6 +96,7 @@ def test_machine_without_torch_gets_a_report(tmp_path: Path) -> None:
     assert "2 ranks could not talk" in found["ranks over tcp"]["problems"][0]
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize(
     ("name", "way"), [("ranks over tcp", "tcp"), ("ranks over shared memory", "shared memory")]
 )
@@ -107,6 +108,7 @@ def test_ways_between_two_ranks_are_measured(name: str, way: str) -> None:
     assert found and int(found[1]) > 0 and float(found[2]) > 0
 
 
+@pytest.mark.sample(keep=0)
 def test_lane_of_each_pair_is_named_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     import smp_testing  # noqa: F401 - what the ranks import; skips where there is none
 

@@ -20,7 +20,7 @@ PLANNED = (
 SPLIT = ("tp2", "tp2own", "tp4", "pp2tp2")
 
 
-@pytest.mark.sample(keep=6)
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("family", PLANNED)
 @pytest.mark.parametrize("mode", SPLIT)
 def test_planned_family_has_the_numbers_of_one_process(pool: Pool, family: str, mode: str) -> None:
