@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
-#include <chrono>
 #include <stdexcept>
 #include <thread>
 
@@ -22,7 +21,6 @@ namespace smp::pipeline {
 namespace {
 
 constexpr int kMicrobatchesOfFaults = 4;
-constexpr auto kPatience = std::chrono::seconds(30);
 
 class BrokenNode : public torch::autograd::Node {
  public:
@@ -56,36 +54,6 @@ std::string failure_of(Rank& self, int num_microbatches,
 
 bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
-}
-
-// The report of a stuck rank needs it: tasks that begin in a wait do not end
-// it.
-TEST(ServerFaults, a_wait_goes_on_while_tasks_that_were_held_back_run) {
-  using std::chrono::milliseconds;
-  constexpr int kEnough = 4;  // two begin before the first wait
-  RankSettings settings;
-  settings.hold_back_timeout = milliseconds(300);
-  milliseconds blocked{0};
-  std::atomic<int> num_begun{0};
-  std::atomic<bool> is_first{true};
-  run_servers(settings, [&](Rank& self, Ranks& ranks) {
-    self.modules[1] = [&](std::vector<at::Tensor> inputs) {
-      if (is_first.exchange(false)) {
-        const auto until = std::chrono::steady_clock::now() + kPatience;
-        while (num_begun < kEnough && std::chrono::steady_clock::now() < until)
-          std::this_thread::sleep_for(milliseconds(20));
-        blocked = ranks.boards[0]->waits().snapshot().blocked_for;
-      }
-      return std::vector{compute(inputs.at(0), self.w)};
-    };
-    self.step(6, [&](int mb) {
-      if (self.server->is_driver()) ++num_begun;
-      self.chain(mb);
-    });
-  });
-  EXPECT_GE(num_begun, kEnough);
-  // Two were held back; less one for a wait that began late.
-  EXPECT_GE(blocked, settings.hold_back_timeout);
 }
 
 enum class Place {
