@@ -100,7 +100,7 @@ def harm(model: Any) -> None:
 def look(rank: int, config: dict[str, Any]) -> dict[int, Any]:
     """Steps with and without harm; what was found, by step."""
     import smp
-    from smp.modules.forwards import Around, is_wrapped
+    from smp.modules.forwards import WrapperKind, is_wrapped
     from smp.world import runtime
 
     model, optimizer, train = make(config)
@@ -123,7 +123,7 @@ def look(rank: int, config: dict[str, Any]) -> dict[int, Any]:
         train(6)
     steps = {one.step - 1: one for one in found}
     modules = list(model.get_module().modules())
-    assert not any(is_wrapped(module, Around.CHECKS) for module in modules)
+    assert not any(is_wrapped(module, WrapperKind.CHECKS) for module in modules)
     num_found = len(found)
     train(7)  # of NaN, and nobody looks
     assert len(found) == num_found

@@ -106,7 +106,7 @@ def save(
 def check(root: Path, address: names.Address) -> int:
     """All that the store calls complete loads on another machine; returns the newest's number."""
     store = ObjectStore(address)
-    complete = [key for key in store.generations() if store.look(key).is_complete]
+    complete = [key for key in store.generations() if store.stored(key).is_complete]
     newest = -1
     for key in complete:
         fetched = Fetched(store, key, root.with_name("other"), 10.0)
@@ -231,9 +231,9 @@ def finish(root: Path, address: names.Address) -> list[Any]:
     keys = store.generations()
     sending.prune(store, max(keys), _KEEP, set(), quiet_s=-100.0)
     left = store.generations()
-    assert all(store.look(key).is_complete for key in left), left
+    assert all(store.stored(key).is_complete for key in left), left
     for key in left:
-        found, manifest = store.look(key).sizes, Fetched(store, key, root.with_name("last"), 9.0)
+        found, manifest = store.stored(key).sizes, Fetched(store, key, root.with_name("last"), 9.0)
         assert set(found) == {*manifest.manifest.files, "manifest.json"}, found
     uploads = sum(store.end_uploads(key) for key in keys)
     return [len(left), uploads]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.activations.budget import LayerCost, measure, plan_budget
-from smp.modules.forwards import Around, is_wrapped
+from smp.modules.forwards import WrapperKind, is_wrapped
 
 
 def needed(layers: list[LayerCost], plan: list[bool]) -> int:
@@ -115,7 +115,7 @@ def test_the_first_round_is_measured_and_the_next_ones_follow() -> None:
     # A layer keeps its argument and the result of tanh, which is the next argument.
     one = 128 * 64 * 4
     smp.set_activation_checkpointing(net, strategy=f"budget:{7 * one / 2**30}")
-    assert all(is_wrapped(layer, Around.CHECKPOINT) for layer in net)
+    assert all(is_wrapped(layer, WrapperKind.CHECKPOINT) for layer in net)
     found = []
     for _ in range(3):
         y = net(x.requires_grad_())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from smp.config import sources as config_sources
-from smp.config.schema import Given
+from smp.config.schema import CheckedConfig
 
 
 def env(values: dict[str, Any]) -> dict[str, str]:
@@ -44,7 +44,7 @@ def test_launcher_pairs_are_understood() -> None:
 
 
 def test_absent_launcher_gives_nothing() -> None:
-    assert config_sources.read_launcher_config({}) == Given({}, [])
+    assert config_sources.read_launcher_config({}) == CheckedConfig({}, [])
 
 
 @pytest.mark.parametrize("text", ['{"partitions": 2', "[1, 2]"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smp.world.interfaces import Way, choose_way, is_loopback, towards
+from smp.world.interfaces import HostAddress, choose_way, is_loopback, towards
 
 
 def test_a_named_interface_wins() -> None:
@@ -32,10 +32,10 @@ def test_without_a_meeting_point_it_is_left_to_gloo(meeting: str) -> None:
 
 def test_the_host_of_the_meeting_point_takes_the_way_to_the_others() -> None:
     """Its own name often is an address of loopback there, as in /etc/hosts of Debian."""
-    meeting = Way("127.0.1.1", "lo", "by which host0 (MASTER_ADDR) is reached")
+    meeting = HostAddress("127.0.1.1", "lo", "by which host0 (MASTER_ADDR) is reached")
     assert towards(meeting, ["", "127.0.0.2"]) == meeting, "nobody to go to"
-    assert towards(Way("10.0.0.1", "eth0", "by which"), ["10.0.0.2"]).address == "10.0.0.1"
-    named = Way("127.0.0.1", "lo", "which GLOO_SOCKET_IFNAME names")
+    assert towards(HostAddress("10.0.0.1", "eth0", "by which"), ["10.0.0.2"]).address == "10.0.0.1"
+    named = HostAddress("127.0.0.1", "lo", "which GLOO_SOCKET_IFNAME names")
     assert towards(named, ["10.0.0.2"]) == named
 
 

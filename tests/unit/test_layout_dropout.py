@@ -18,7 +18,7 @@ from smp.dropout import places
 from smp.dropout.batches import BatchTable, Samples
 from smp.dropout.masks import Slice, mixed, stays
 from smp.dropout.parts import Block, Share
-from smp.dropout.places import Again, Place
+from smp.dropout.places import Place, RepeatedRun
 from smp.nn import functional
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_what_comes_behind_a_second_run_counts_on() -> None:
     place = place_of(2)
     plain = [place.drop(x, 0.5) for _ in range(3)]
     with places.at(place_of(2)) as _:
-        again, here = Again(), places.current()
+        again, here = RepeatedRun(), places.current()
         assert here is not None
         runs = []
         for _ in range(2):

@@ -50,7 +50,7 @@ class Job:
 
 def complete(address: str) -> list[str]:
     store = ObjectStore(names.parse(address))
-    return [key.name for key in store.generations() if store.look(key).is_complete]
+    return [key.name for key in store.generations() if store.stored(key).is_complete]
 
 
 def test_a_job_leaves_when_its_checkpoint_is_in_the_store(

@@ -88,7 +88,7 @@ def test_what_was_sent_is_fetched(address: names.Address, tmp_path: Path) -> Non
         {n: len(c) for n, c in contents(1).items()}, 2)]  # fmt: skip
     assert all(share.sent_bytes == share.total_bytes > 0 for share in shares)
     assert store.generations() == [held[0].key]
-    found = store.look(held[0].key)
+    found = store.stored(held[0].key)
     assert found.is_complete and abs(found.changed_s - os.stat(root).st_mtime) < 100
     assert fetch(store, held[0].key, tmp_path / "other") == contents(1)
     assert list((root / pending.FOLDER).iterdir()) == []
@@ -102,7 +102,7 @@ def test_what_the_store_has_is_not_sent_again(address: names.Address, tmp_path: 
     sending.send_share(store, held[0], 0, 2, first)
     with pytest.raises(NotSent, match="files of .* have not come in 0 s"):
         sending.complete(store, held[0], lambda: None, 0.0)
-    assert not store.look(held[0].key).is_complete
+    assert not store.stored(held[0].key).is_complete
     # Another number of ranks goes on; an object that is too short is sent again.
     name = first.sent[0]
     (tmp_path / "short").write_bytes(b"x")
@@ -190,7 +190,7 @@ def test_a_transfer_that_is_stopped_leaves_nothing(
     (tmp_path / "big").write_bytes(bytes(32 << 20))
     with pytest.raises(Stopped):
         store.put(key, "big.pt", tmp_path / "big", seen.append)
-    assert dict(store.look(key).sizes) == {}
+    assert dict(store.stored(key).sizes) == {}
     assert ObjectStore(address).end_uploads(key) == 0
     if address.protocol == "file":
         assert os.listdir(tmp_path / "store" / key.folder()) == []
@@ -286,7 +286,7 @@ def test_a_damaged_object_is_not_taken(address: names.Address, tmp_path: Path) -
     with pytest.raises(ManifestError, match="f2.pt.* is damaged"):
         reader.get("f2.pt")
     assert os.listdir(reader.folder) == ["manifest.json"]
-    sending.delete(store, held[0].key, store.look(held[0].key).sizes)
+    sending.delete(store, held[0].key, store.stored(held[0].key).sizes)
     with pytest.raises(
         FileNotFoundError, match="f3.pt is not there any more: the checkpoint was deleted"
     ):

@@ -23,7 +23,7 @@ from torch import nn
 from smp.activations.marks import checkpoint_call, wrap_call
 from smp.activations.placement import is_placed, is_together, whole_or_parts
 from smp.activations.recompute import recompute
-from smp.modules.forwards import Around, is_wrapped
+from smp.modules.forwards import WrapperKind, is_wrapped
 
 _FUNCTION = "_gradient_checkpointing_func"
 _FLAG = "gradient_checkpointing"
@@ -108,7 +108,7 @@ class _Checkpoint:
             return inner(*inner_args, **inner_kwargs)
         if isinstance(inner, types.FunctionType):
             # The forward of its class: the call has arrived where the module lives.
-            if is_wrapped(module, Around.CHECKPOINT):
+            if is_wrapped(module, WrapperKind.CHECKPOINT):
                 return inner(*inner_args, **inner_kwargs)
             return recompute(
                 inner, inner_args, inner_kwargs, preserve_rng_state=preserve, modules=(module,)

@@ -21,7 +21,7 @@ from smp.activations.recompute import recompute
 from smp.activations.requests import Request, asking, fulfil
 from smp.activations.strategies import Strategy, plan_groups
 from smp.dropout import frames
-from smp.modules.forwards import Around, Forward, is_wrapped, wrap_forward
+from smp.modules.forwards import Forward, WrapperKind, is_wrapped, wrap_forward
 from smp.modules.tracing import is_tracing
 
 
@@ -96,27 +96,27 @@ def _settle(module: nn.Module, made: _Mark) -> None:
     if made.strategy is None:
         for part in whole_or_parts([module]):
             around = functools.partial(_around, part, made.preserve_rng_state)
-            made.undo.append(wrap_forward(part, Around.CHECKPOINT, around))
+            made.undo.append(wrap_forward(part, WrapperKind.CHECKPOINT, around))
         return
     layers = list(_called(module))
     if made.strategy.kind == "budget":
         budget = Budget(made.strategy.budget_bytes, made.preserve_rng_state)
         for layer in whole_or_parts(layers):
             around = functools.partial(budget.around, layer)
-            made.undo.append(wrap_forward(layer, Around.CHECKPOINT, around))
+            made.undo.append(wrap_forward(layer, WrapperKind.CHECKPOINT, around))
     elif made.strategy.group_size == 1:
         for layer in whole_or_parts(layers):
             around = functools.partial(_around, layer, made.preserve_rng_state)
-            made.undo.append(wrap_forward(layer, Around.CHECKPOINT, around))
+            made.undo.append(wrap_forward(layer, WrapperKind.CHECKPOINT, around))
     if is_container(module):
         return
     groups = functools.partial(_around_sequence, module, made)
-    made.undo.append(wrap_forward(module, Around.CHECKPOINT, groups))
+    made.undo.append(wrap_forward(module, WrapperKind.CHECKPOINT, groups))
 
 
 def wrap_call(module: nn.Module) -> Callable[[], None]:
     """Checkpoints all calls of a module until the returned function is called."""
-    return wrap_forward(module, Around.CHECKPOINT, functools.partial(_around, module, True))
+    return wrap_forward(module, WrapperKind.CHECKPOINT, functools.partial(_around, module, True))
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
@@ -197,7 +197,7 @@ def _run_group(layers: Sequence[nn.Module], input: Any, preserve_rng_state: bool
     if len(layers) == 1:
         return checkpoint_call(layers[0], layers[0], (input,), {}, preserve_rng_state)
     request = Request(tuple(layers), preserve_rng_state)
-    if not is_wrapped(layers[0], Around.REMOTE):
+    if not is_wrapped(layers[0], WrapperKind.REMOTE):
         return fulfil(request, layers[0], (input,), {})
     with asking(request):
         # Hooks of the layers run where the layers run.
@@ -219,9 +219,9 @@ def checkpoint_call(
         args, kwargs: arguments of ``function``.
         preserve_rng_state: see `smp.activations.recompute`.
     """
-    if is_wrapped(module, Around.CHECKPOINT):  # marked as well
+    if is_wrapped(module, WrapperKind.CHECKPOINT):  # marked as well
         return function(*args, **kwargs)
-    if is_wrapped(module, Around.REMOTE):
+    if is_wrapped(module, WrapperKind.REMOTE):
         with asking(Request((module,), preserve_rng_state)):
             return function(*args, **kwargs)
     return recompute(

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 import smp._C as _C
-from smp.modules.forwards import Around, is_wrapped
+from smp.modules.forwards import WrapperKind, is_wrapped
 from smp.partition.decision import Decision
 from smp.world.log import first_rank_log
 
@@ -101,7 +101,7 @@ def whole_or_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _parts_of(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        if not any(True for _ in child.children()) or is_wrapped(child, Around.CHECKPOINT):
+        if not any(True for _ in child.children()) or is_wrapped(child, WrapperKind.CHECKPOINT):
             continue
         is_called = type(child).forward is not nn.Module.forward
         if is_called and len(_partitions_of(child.modules())) < 2:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 import smp._C as _C
-from smp.dropout.places import Again
+from smp.dropout.places import RepeatedRun
 from smp.modules import autocast, collected
+from smp.modules.argument_containers import ArgumentContainers, copies
 from smp.modules.flat import Flat, contents_of, is_cache, is_changed, tensors_in
-from smp.modules.given import Given, copies
-from smp.modules.left_behind import Earlier, Flags, Watch, flags_of
+from smp.modules.state_changes import EarlierState, Flags, StateComparison, flags_of
 from smp.modules.tracing import is_tracing
 from smp.modules.watching import unwatched
 from smp.world import runtime
@@ -102,8 +102,10 @@ class _Call:
         arguments = _without_caches(tuple(args), dict(kwargs))
         # The caller's objects, until the first run is over. Each run has lists, dictionaries and
         # sets of its own; changes by the first run are applied to the caller's.
-        self._given: Given | None = Given.to(*arguments, objects=False)
-        self._objects: Given | None = Given.to(*arguments)
+        self._given: ArgumentContainers | None = ArgumentContainers.of_call(
+            *arguments, objects=False
+        )
+        self._objects: ArgumentContainers | None = ArgumentContainers.of_call(*arguments)
         self._templates = self._given.templates()
         self._arguments = Flat(self._given.apart(arguments), counts=_needs_grad)
         self._result: Flat | None = None  # of the first run, its tensors taken out
@@ -116,10 +118,10 @@ class _Call:
             self._collectors.append(container)
             self._outlines.append((var, collected.outline(container)))
             self._context.run(var.set, None)
-        self._masks = Again()
-        self._left: tuple[Watch, list[int]] | None = None
+        self._masks = RepeatedRun()
+        self._left: tuple[StateComparison, list[int]] | None = None
         self._modes = Flags(modules)
-        self._earlier: Earlier | None = None  # the state before the first run
+        self._earlier: EarlierState | None = None  # the state before the first run
         self._flags: tuple[bool, ...] = ()  # which of the tensors left behind are results
         self._own_device = None if current is None else current.rank.device
         self._store = None if current is None else current.activation_store
@@ -167,7 +169,7 @@ class _Call:
         made: dict[int, Any] = {}
         arguments = self._copies(tensors, made)
         before = [contents_of(value) for value in made.values()]
-        watch = Watch(self._modules)
+        watch = StateComparison(self._modules)
         with autocast.apply(self._autocast) if self._autocast else contextlib.nullcontext():
             told = self._call(arguments)
         _check_unchanged(made.values(), before)
@@ -182,7 +184,7 @@ class _Call:
         self._result = Flat((*told, left), counts=_may_have_grad)
         return self._result.take()
 
-    def _flagged(self, watch: Watch) -> list[Tensor]:
+    def _flagged(self, watch: StateComparison) -> list[Tensor]:
         if not self._flags:
             return []
         return [t for t, flag in zip(watch.tensors, self._flags, strict=True) if flag]
@@ -193,12 +195,12 @@ class _Call:
         casts = autocast.restore(self._autocast, self._device)
         modes = self._modes.again()
         with casts, modes, unwatched(), _statistics_kept(self._modules), self._earlier.again():
-            watch = Watch(self._modules, copies=False) if self._flags else None
+            watch = StateComparison(self._modules, copies=False) if self._flags else None
             told = self._call(arguments)
             left = [] if watch is None else self._flagged(watch.compare())
             return Flat((*told, left), counts=_may_have_grad).take()
 
-    def _try_out(self, tensors: Sequence[Tensor], earlier: Earlier) -> Watch:
+    def _try_out(self, tensors: Sequence[Tensor], earlier: EarlierState) -> StateComparison:
         """Runs the function with a graph that is dropped afterwards."""
         random_state = _C.RandomState.capture(str(self._device))
         casts = autocast.apply(self._autocast) if self._autocast else contextlib.nullcontext()
@@ -207,7 +209,7 @@ class _Call:
                 t.detach().requires_grad_().clone() if needs else t.detach().clone()
                 for t, needs in zip(tensors, self._needing, strict=True)
             ]
-            watch = Watch(self._modules, copies=False)
+            watch = StateComparison(self._modules, copies=False)
             self._context.copy().run(self._call, self._copies(own))
             watch.compare()
         random_state.restore()
@@ -219,10 +221,10 @@ class _Call:
     def _call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Any, ...]:
         """Returns the result, and the changes to containers among the arguments."""
         args, kwargs = arguments
-        given = Given.to(args, kwargs, objects=False)
+        given = ArgumentContainers.of_call(args, kwargs, objects=False)
         with self._masks.run(), self._collecting() as found:
             result = self._function(*args, **kwargs)
-        return given.told(result), given.changes(), found
+        return given.with_references(result), given.changes(), found
 
     @contextlib.contextmanager
     def _collecting(self) -> Iterator[list[tuple[int, tuple[Any, ...], Any]]]:
@@ -263,7 +265,7 @@ def _check_unchanged(objects: Iterable[Any], before: Sequence[tuple[Any, list[An
             )
 
 
-def _check_objects(objects: Given) -> None:
+def _check_objects(objects: ArgumentContainers) -> None:
     """Raises if objects got tensors: those of the first run have no gradients."""
     for value, items in objects.new_items():
         if tensors_in(items):

@@ -79,7 +79,7 @@ def save_checkpoint(
     if names.is_address(path):
         try:
             store = store_of(current, os.fspath(path))
-            left = store.look()
+            left = store.find_unsent()
         except Exception as caught:
             error = error or f"{type(caught).__name__}: {caught}"
     call = {

@@ -27,7 +27,7 @@ class StoppingSaver:
         if not names.is_address(path):
             return
         try:
-            store_of(current, path).look()
+            store_of(current, path).find_unsent()
         except Exception as error:
             raise RuntimeError(
                 f"{current.rank.prefix}a preemption could not save to {path}: "

@@ -70,7 +70,7 @@ def _list(arguments: argparse.Namespace) -> int:
             num_bytes = sum(record.num_bytes for record in files.values())
             print(f"{path.name}  {len(files)} files, {bytes_text(num_bytes)}")
         return 0
-    for found in copies.look(ObjectStore(names.parse(arguments.folder))):
+    for found in copies.list_generations(ObjectStore(names.parse(arguments.folder))):
         if arguments.tag not in (None, found.key.name, found.key.name.removesuffix("_partial")):
             continue
         saved = datetime.datetime.fromtimestamp(found.key.time_s).isoformat(" ", "seconds")

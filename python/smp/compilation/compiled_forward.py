@@ -21,7 +21,7 @@ from smp.compilation.backend import (
 )
 from smp.compilation.units import Unit, has_global_hooks, has_hooks, is_liftable
 from smp.modules.flat import is_cache
-from smp.modules.forwards import Forward, Lifted
+from smp.modules.forwards import Forward, LiftableWrappers
 from smp.modules.tables import TABLES, table_of
 from smp.modules.tracing import is_tracing
 from smp.pipeline import RemoteTensor, localize
@@ -166,7 +166,7 @@ class _Bare:
     def __init__(self, module: nn.Module, inside: list[nn.Module]) -> None:
         found = ((part, key, table_of(part, key)) for part in (module, *inside) for key in TABLES)
         self._tables = [(part, key, table) for part, key, table in found if table is not None]
-        self._lifted = Lifted(part for part in inside if is_liftable(part))
+        self._lifted = LiftableWrappers(part for part in inside if is_liftable(part))
         self._plain: list[dict[str, Any]] = []
 
     def __enter__(self) -> None:

@@ -12,10 +12,10 @@ from torch import nn
 import smp._C as _C
 from smp.compilation.backend import prepare_threads
 from smp.compilation.compiled_forward import CompiledForward
-from smp.compilation.told import Told
+from smp.compilation.notes import CompilationNotes
 from smp.compilation.units import Chooser, Left, Unit, has_hooks, is_recorded
 from smp.modules.compiled import CompileRequest, take_calls, take_compiled
-from smp.modules.forwards import Around, Forward, num_changes, wrap_forward
+from smp.modules.forwards import Forward, WrapperKind, num_changes, wrap_forward
 from smp.partition.decision import Decision
 from smp.world import comm
 from smp.world.rank import Rank
@@ -69,7 +69,7 @@ class CompiledParts:
         self._changes_then = -1
         self._units: dict[nn.Module, Unit] = {}
         self._undo: dict[nn.Module, Callable[[], None]] = {}
-        self._told = Told()
+        self._notes = CompilationNotes()
         self._num_steps = 0
 
     @property
@@ -112,7 +112,7 @@ class CompiledParts:
         for module in [m for m in self._requests if m not in decision.partition_of]:
             del self._requests[module]
             reason = "a module of smp.nn has taken its place"
-            self._told.note(Left("replaced", type(module).__name__, reason))
+            self._notes.note(Left("replaced", type(module).__name__, reason))
 
     def take(self) -> None:
         """Collects the user's new requests; before the partition also those by compiled modules."""
@@ -141,7 +141,7 @@ class CompiledParts:
         choice = chooser.choose(self._root)
         self._install(choice.units)
         for left in choice.left:
-            self._told.note(left)
+            self._notes.note(left)
         self._say_units()
         self._tell_alone()
 
@@ -158,7 +158,7 @@ class CompiledParts:
 
     def leave(self, unit: Unit, reason: str) -> None:
         """Notes a module that runs in eager mode for now."""
-        self._told.note(Left(unit.name or "(root)", type(unit.module).__name__, reason))
+        self._notes.note(Left(unit.name or "(root)", type(unit.module).__name__, reason))
         self._tell_alone()
 
     def cannot_compile(self, unit: Unit, reason: str, parts_too: bool) -> None:
@@ -184,7 +184,7 @@ class CompiledParts:
         for module, unit in units.items():
             if module not in self._undo and self._units.get(module) != unit:
                 around = functools.partial(self._around, unit)
-                self._undo[module] = wrap_forward(module, Around.COMPILED, around)
+                self._undo[module] = wrap_forward(module, WrapperKind.COMPILED, around)
         self._units = units
 
     def _around(self, unit: Unit, forward: Forward) -> Forward:
@@ -197,7 +197,7 @@ class CompiledParts:
             return
         kinds = Counter(type(module).__name__ for module in self._units)
         listed = ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "no module"
-        if self._told.is_new(listed):
+        if self._notes.is_new(listed):
             _log.info("smp: torch.compile compiles %s on this rank", listed)
 
     def _tell_alone(self) -> None:
@@ -214,14 +214,14 @@ class CompiledParts:
         is_asked = self._num_steps & (self._num_steps - 1) == 0
         if self._rank.sizes["pp"] == 1 or not is_asked:
             return
-        for notes in comm.allgather(self._told.taken(), comm.PP_GROUP):
-            self._told.add(notes)
+        for notes in comm.allgather(self._notes.take(), comm.PP_GROUP):
+            self._notes.add(notes)
         if self._rank.ranks["pp"] == 0:
             self._tell()
 
     def _tell(self) -> None:
         """Logs the notes; as a warning on rank 0 alone, since other ranks mostly repeat them."""
-        self._told.tell(_log, is_first=self._rank.global_rank == 0)
+        self._notes.write(_log, is_first=self._rank.global_rank == 0)
 
     def close(self) -> None:
         """Restores the forwards of modules. May be called twice."""

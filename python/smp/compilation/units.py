@@ -10,7 +10,7 @@ from torch import nn
 
 from smp.compilation.backend import is_operator
 from smp.modules.compiled import CompileRequest
-from smp.modules.forwards import Around, standing_around
+from smp.modules.forwards import WrapperKind, standing_around
 from smp.nn import DistributedModule
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -137,7 +137,7 @@ class Chooser:
     def _reason_against(self, module: nn.Module, inside: list[nn.Module]) -> str | None:
         if any(has_hooks(part) for part in inside):
             return "hooks are registered on modules inside of it"
-        if any(Around.CHECKS in standing_around(part) for part in inside):
+        if any(WrapperKind.CHECKS in standing_around(part) for part in inside):
             return "smp.detect_nonfinite looks at the modules inside of it"
         if any(part in self._writes for part in (module, *inside)):
             return "its forward writes attributes, of which each microbatch has its own"
@@ -167,14 +167,14 @@ def is_liftable(module: nn.Module) -> bool:
 
 def is_recorded(module: nn.Module) -> bool:
     """Returns whether the check of the first step records this module."""
-    return Around.RECORD in standing_around(module)
+    return WrapperKind.RECORD in standing_around(module)
 
 
 def _is_interrupted(module: nn.Module) -> bool:
     """Returns whether the compiler would find code of the library in this module."""
     if isinstance(module, DistributedModule | nn.modules.lazy.LazyModuleMixin):
         return True
-    places = standing_around(module).keys() - {Around.CHECKS, Around.COMPILED}
+    places = standing_around(module).keys() - {WrapperKind.CHECKS, WrapperKind.COMPILED}
     return bool(places) and not is_liftable(module)
 
 

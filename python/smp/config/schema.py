@@ -329,14 +329,14 @@ TOPOLOGY_KEYS = (
 
 
 @dataclass(frozen=True)
-class Given:
+class CheckedConfig:
     """The checked values by canonical key, and notes for users."""
 
     values: dict[str, Any]
     notes: list[str]
 
 
-def normalize(values: Mapping[str, object], *, from_text: bool = False) -> Given:
+def normalize(values: Mapping[str, object], *, from_text: bool = False) -> CheckedConfig:
     """Returns canonical names and checked values of the keys in `values`.
 
     Args:
@@ -368,7 +368,7 @@ def normalize(values: Mapping[str, object], *, from_text: bool = False) -> Given
             )
         result[name] = parsed
         given_as[name] = key
-    return Given(result, notes)
+    return CheckedConfig(result, notes)
 
 
 def _reject_unknown(key: object, value: object) -> str:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp.config import given_files
-from smp.config.schema import Config, Given, advice, check_world, normalize
+from smp.config.schema import CheckedConfig, Config, advice, check_world, normalize
 
 LAUNCHER_VARIABLE = "SM_HP_MP_PARAMETERS"
 
 UserConfig = Mapping[str, object] | str | os.PathLike[str] | None
 
 
-def read_user_config(config: UserConfig) -> Given:
+def read_user_config(config: UserConfig) -> CheckedConfig:
     """Returns the values of the argument of `smp.init`.
 
     Args:
@@ -30,7 +30,7 @@ def read_user_config(config: UserConfig) -> Given:
         ValueError: the same as for `normalize`, or the file cannot be read.
     """
     if config is None:
-        return Given({}, [])
+        return CheckedConfig({}, [])
     if isinstance(config, Mapping):
         return normalize(config)
     if not isinstance(config, str | os.PathLike):
@@ -51,25 +51,27 @@ def read_user_config(config: UserConfig) -> Given:
     return normalize(_parse_file(text, path), from_text=True)
 
 
-def read_launcher_config(env: Mapping[str, str]) -> Given:
+def read_launcher_config(env: Mapping[str, str]) -> CheckedConfig:
     """Returns the values of `SM_HP_MP_PARAMETERS`: a JSON object or ``key=value,...``."""
     text = env.get(LAUNCHER_VARIABLE, "").strip()
     if not text:
-        return Given({}, [])
+        return CheckedConfig({}, [])
     if text[0] in "{[":
         return normalize(_parse_json(text, LAUNCHER_VARIABLE), from_text=True)
     pairs = (part.partition("=") for part in text.split(",") if part.strip())
     return normalize({key.strip(): value for key, _, value in pairs}, from_text=True)
 
 
-def merge_sources(launcher: Given, user: Given) -> Given:
+def merge_sources(launcher: CheckedConfig, user: CheckedConfig) -> CheckedConfig:
     """Merges launcher over user, per key, with a note for each key where they differ."""
     replaced = [
         f"smp config: {key}={launcher.values[key]!r} from the launcher replaces {value!r}"
         for key, value in user.values.items()
         if key in launcher.values and launcher.values[key] != value
     ]
-    return Given({**user.values, **launcher.values}, [*launcher.notes, *user.notes, *replaced])
+    return CheckedConfig(
+        {**user.values, **launcher.values}, [*launcher.notes, *user.notes, *replaced]
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from smp.dropout import places
 from smp.dropout.masks import mixed
 from smp.dropout.places import Place
-from smp.modules.forwards import Around, Forward, wrap_forward
+from smp.modules.forwards import Forward, WrapperKind, wrap_forward
 
 _DRAWING_LEAVES = (_DropoutNd, nn.RNNBase, nn.MultiheadAttention)
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -54,7 +54,7 @@ def stand_around(
             name or type(module).__name__, places.key_of(f"{model_idx}:{name}"), is_split(module)
         )
         _places[module] = place
-        undo.append(wrap_forward(module, Around.PLACE, functools.partial(_around, module)))
+        undo.append(wrap_forward(module, WrapperKind.PLACE, functools.partial(_around, module)))
 
     def take_away() -> None:
         for one in undo:

@@ -220,7 +220,7 @@ def refusing(why: str, what_to_do: str) -> Place:
 # ---- a second run ----------------------------------------------------------------------
 
 
-class Again:
+class RepeatedRun:
     """Lets a function run twice at one place, with the masks of its first run.
 
     Made before the first run; code after both runs counts on from the end of the first.
@@ -247,7 +247,7 @@ class Again:
 # ---- calls for other ranks -------------------------------------------------------------
 
 
-class Travelling(NamedTuple):
+class SentPlace(NamedTuple):
     """A place that travels with a call to another rank; the same in all microbatches."""
 
     key: int
@@ -259,7 +259,7 @@ class Travelling(NamedTuple):
     calls: tuple[tuple[int, int], ...]
 
 
-def depart(module_keys: Sequence[int], draws: bool = False) -> Travelling | None:
+def depart(module_keys: Sequence[int], draws: bool = False) -> SentPlace | None:
     """Returns the place that travels with a call, and counts the call.
 
     Args:
@@ -270,14 +270,14 @@ def depart(module_keys: Sequence[int], draws: bool = False) -> Travelling | None
     if place is None:
         return None
     calls = tuple((key, place.count_call(key)) for key in module_keys)
-    told = Travelling(
+    told = SentPlace(
         place.key, place.name, place.dim, place.split_by, place.of_group, place.num_drawn, calls
     )
     place.num_drawn += draws
     return told
 
 
-def arrive(told: Travelling | None, samples_of: Callable[[], Samples]) -> Place | None:
+def arrive(told: SentPlace | None, samples_of: Callable[[], Samples]) -> Place | None:
     """Returns the place of a caller on another rank.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.initial.initialise import initialise_delayed
 from smp.modules.materialize import make_placeholder, make_real
-from smp.precision.script_writes import Own, own
+from smp.precision.script_writes import OwnPiece, own
 from smp.storage.protocol import Storage
 from smp.tensor_parallel import partial, sharding
 from smp.tensor_parallel.partial import PARTIAL_MARK, SHARDS_MARK
@@ -97,7 +97,7 @@ class ModelParts:
             if partition != self._pp_rank:
                 make_placeholder(parameter, device, _why_absent(names[parameter], partition))
                 nothing = torch.empty(0, dtype=parameter.dtype, device=device)
-                own(parameter, Own(names[parameter], 0, nothing, None, lambda: None))
+                own(parameter, OwnPiece(names[parameter], 0, nothing, None, lambda: None))
             elif parameter not in ready:
                 make_real(parameter, device)
                 note(parameter)

@@ -9,7 +9,7 @@ import torch
 
 import smp._C as _C
 from smp.modules import host_values
-from smp.modules.given import Change, Given
+from smp.modules.argument_containers import ArgumentContainers, Change
 from smp.precision import cast_outputs
 
 
@@ -42,11 +42,11 @@ class RootCall:
         if taken is self._given and not self._casts:
             self.filled = filled
             return output
-        told = taken.told(output)
+        referenced = taken.with_references(output)
         self.filled = filled
         if self._casts:
-            told, self.filled = cast_outputs(told), cast_outputs(filled)
-        return self.settle(self.filled, told)
+            referenced, self.filled = cast_outputs(referenced), cast_outputs(filled)
+        return self.settle(self.filled, referenced)
 
     def settle(self, filled: tuple[int, list[Change]], output: Any) -> Any:
         """Applies changes of another rank's arguments to the arguments of this call.
@@ -72,6 +72,6 @@ class RootCall:
         return self._given.settle(changes, output)
 
 
-def _given(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Given:
+def _given(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> ArgumentContainers:
     args, kwargs = arguments
-    return Given.to(args, kwargs, objects=False)
+    return ArgumentContainers.of_call(args, kwargs, objects=False)

@@ -34,7 +34,7 @@ def num_changes() -> int:
     return _Changes.number
 
 
-class Around(enum.IntEnum):
+class WrapperKind(enum.IntEnum):
     """Kinds of wrappers around a forward, from the inside to the outside."""
 
     COMPILED = -4
@@ -65,8 +65,8 @@ class _Chain:
         self.module = module
         self.original = original
         self.is_own = is_own  # whether the instance has its own forward, not only its class
-        self.wrappers: dict[Around, Callable[[Forward], Forward]] = {}
-        self.tokens: dict[Around, object] = {}  # identify the call that has put each wrapper
+        self.wrappers: dict[WrapperKind, Callable[[Forward], Forward]] = {}
+        self.tokens: dict[WrapperKind, object] = {}  # identify the call that has put each wrapper
         self.composed = original
         functools.update_wrapper(self, original)  # other code inspects its signature
 
@@ -81,8 +81,8 @@ class _Chain:
         chain = _Chain(
             copy.deepcopy(self.module, memo), copy.deepcopy(self.original, memo), self.is_own
         )
-        if Around.OPERANDS in self.wrappers:
-            chain.wrappers[Around.OPERANDS] = self.wrappers[Around.OPERANDS]
+        if WrapperKind.OPERANDS in self.wrappers:
+            chain.wrappers[WrapperKind.OPERANDS] = self.wrappers[WrapperKind.OPERANDS]
             chain.compose()
         return chain
 
@@ -123,7 +123,7 @@ def _chain_of(module: nn.Module) -> _Chain | None:
 
 
 def wrap_forward(
-    module: nn.Module, around: Around, wrapper: Callable[[Forward], Forward]
+    module: nn.Module, around: WrapperKind, wrapper: Callable[[Forward], Forward]
 ) -> Callable[[], None]:
     """Puts a wrapper around the forward of a module.
 
@@ -146,7 +146,7 @@ def wrap_forward(
     chain.wrappers[around] = wrapper
     chain.tokens[around] = token
     chain.compose()
-    _Changes.number += around != Around.COMPILED
+    _Changes.number += around != WrapperKind.COMPILED
     of_chain = weakref.ref(chain)
 
     def undo() -> None:
@@ -154,7 +154,7 @@ def wrap_forward(
         if chain is None or chain.tokens.get(around) is not token:
             return
         del chain.wrappers[around], chain.tokens[around]
-        _Changes.number += around != Around.COMPILED
+        _Changes.number += around != WrapperKind.COMPILED
         chain.compose()
         if not chain.wrappers:
             chain.uncover()
@@ -162,7 +162,7 @@ def wrap_forward(
     return undo
 
 
-def is_wrapped(module: nn.Module, around: Around) -> bool:
+def is_wrapped(module: nn.Module, around: WrapperKind) -> bool:
     """Returns whether the forward of a module has a wrapper of this kind."""
     chain = _chain_of(module)
     return chain is not None and around in chain.wrappers
@@ -180,7 +180,7 @@ def may_be_lifted(
     return wrapper
 
 
-class Lifted:
+class LiftableWrappers:
     """Modules whose wrappers can be removed for a while, since all of them may be lifted.
 
     Args:
@@ -203,7 +203,7 @@ class Lifted:
             chain.module.__dict__["forward"] = chain
 
 
-def standing_around(module: nn.Module) -> dict[Around, Callable[[Forward], Forward]]:
+def standing_around(module: nn.Module) -> dict[WrapperKind, Callable[[Forward], Forward]]:
     """Returns the wrappers of a module's forward, by kind."""
     chain = _chain_of(module)
     return {} if chain is None else dict(chain.wrappers)
@@ -217,5 +217,5 @@ def uncover(module: nn.Module) -> None:
     chain = _chain_of(module)
     if chain is not None:
         chain.uncover()
-        if Around.OPERANDS in chain.wrappers:
-            module.__dict__["forward"] = chain.wrappers[Around.OPERANDS](chain.original)
+        if WrapperKind.OPERANDS in chain.wrappers:
+            module.__dict__["forward"] = chain.wrappers[WrapperKind.OPERANDS](chain.original)

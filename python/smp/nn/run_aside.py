@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from smp.modules import collected
+from smp.modules.argument_containers import ArgumentContainers, fill
 from smp.modules.flat import tensors_in
-from smp.modules.given import Given, fill
-from smp.modules.left_behind import Watch
+from smp.modules.state_changes import StateComparison
 
 
 def run_aside(
@@ -36,8 +36,8 @@ def run_aside(
         Exception: an error of `run`; effects are undone then as well.
     """
     given = tensors_in([*args, *kwargs.values()])
-    watch = Watch([module], copies=True, every=True)
-    containers = Given.to(args, kwargs)
+    watch = StateComparison([module], copies=True, every=True)
+    containers = ArgumentContainers.of_call(args, kwargs)
     written = _Written(given)
     context = contextvars.copy_context()
     for var, container in collected.in_context():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from smp.activations.recompute import recompute
-from smp.modules.forwards import Around, is_wrapped
+from smp.modules.forwards import WrapperKind, is_wrapped
 from smp.nn import layout as layouts
 from smp.nn.attention import DistributedAttentionLayer
 from smp.nn.gradient_checkpointing import GradientCheckpointing
@@ -183,7 +183,7 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
 
     def forward(self, inputs: Inputs) -> Inputs:
         """Runs the layer as its class describes. Collective over the tensor-parallel group."""
-        is_marked = is_wrapped(self, Around.CHECKPOINT)  # then the wrapper recomputes
+        is_marked = is_wrapped(self, WrapperKind.CHECKPOINT)  # then the wrapper recomputes
         if self.gradient_checkpointing and self.training and not is_marked:
             result: Inputs = recompute(
                 self._forward,

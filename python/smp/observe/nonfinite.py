@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 import smp._C as _C
-from smp.modules.forwards import Around, Forward, wrap_forward
+from smp.modules.forwards import Forward, WrapperKind, wrap_forward
 from smp.modules.tracing import is_tracing
 from smp.world import comm, runtime
 from smp.world.observers import StepObserver
@@ -186,7 +186,7 @@ class _Detection:
         prefix = "" if model._idx == 0 else f"{model._idx}:"
         for name, module in model.local_named_modules():
             around = functools.partial(self._around, prefix + (name or "(root)"), module)
-            undo.append(wrap_forward(module, Around.CHECKS, around))
+            undo.append(wrap_forward(module, WrapperKind.CHECKS, around))
         for name, parameter in model.local_named_parameters():
             if parameter.requires_grad:
                 owner, _, own = name.rpartition(".")

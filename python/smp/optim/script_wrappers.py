@@ -14,7 +14,7 @@ from smp.precision.loss_scaler import DYNAMIC_ARGUMENTS
 
 
 @dataclass(frozen=True)
-class TakenApart:
+class OptimizerParts:
     """The components of such an optimizer.
 
     Attributes:
@@ -30,7 +30,7 @@ class TakenApart:
     loss_args: dict[str, Any]
 
 
-def take_apart(given: object, does_fp16: bool) -> TakenApart | None:
+def take_apart(given: object, does_fp16: bool) -> OptimizerParts | None:
     """Returns optimizer and loss scale inside of an FP16 optimizer; None for other objects.
 
     An FP16 optimizer is an object that is no ``Optimizer``, has one under ``optimizer``, and has
@@ -61,7 +61,7 @@ def take_apart(given: object, does_fp16: bool) -> TakenApart | None:
     loss_args = {name: getattr(scaler, name) for name in DYNAMIC_ARGUMENTS if hasattr(scaler, name)}
     loss_args["init_scale"] = scale
     is_dynamic = bool(getattr(given, "dynamic_loss_scale", False))
-    return TakenApart(inner, scale, is_dynamic, loss_args)
+    return OptimizerParts(inner, scale, is_dynamic, loss_args)
 
 
 def _give_back_parameters(given: Any, inner: torch.optim.Optimizer) -> None:

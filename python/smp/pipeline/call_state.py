@@ -25,7 +25,7 @@ from smp.pipeline.module_state import ModuleState
 
 
 @dataclass(frozen=True)
-class Along:
+class RequestState:
     """The state that travels with a request.
 
     Attributes:
@@ -45,7 +45,7 @@ class Along:
 
 
 @dataclass(frozen=True)
-class Back:
+class AnswerState:
     """The state that travels with an answer.
 
     Attributes:
@@ -119,7 +119,7 @@ class CallState:
 
     # ---- caller
 
-    def along(self, module_id: int, is_same_rank: bool) -> Along | None:
+    def along(self, module_id: int, is_same_rank: bool) -> RequestState | None:
         """Returns the state that travels with a call of a module, or None."""
         containers = collectors.collectors()
         attributes = self._attributes.values(module_id)
@@ -127,7 +127,7 @@ class CallState:
         if not containers and attributes is None and flags is None:
             return None
         hooked = collectors.hooked_models(self._modules) if containers else ()
-        return Along(
+        return RequestState(
             containers={name: collected.outline(value) for name, value in containers.items()},
             hooked=tuple(self._ids[model] for model in hooked),
             attributes=attributes,
@@ -135,7 +135,7 @@ class CallState:
             is_same_rank=is_same_rank,
         )
 
-    def settle(self, back: Back, is_same_rank: bool) -> None:
+    def settle(self, back: AnswerState, is_same_rank: bool) -> None:
         """Applies the state that a call has returned."""
         if back.additions:
             collectors.add(collectors.collectors(), back.additions)
@@ -144,10 +144,12 @@ class CallState:
     # ---- callee
 
     @contextlib.contextmanager
-    def as_at_the_caller(self, module_id: int, mb: int, along: Along | None) -> Iterator[None]:
+    def as_at_the_caller(
+        self, module_id: int, mb: int, along: RequestState | None
+    ) -> Iterator[None]:
         """Lets the module run inside as if its caller ran it, in a context of its own."""
         module_state.begin_context(self._values_of.setdefault(mb, {}))
-        along = along or Along()
+        along = along or RequestState()
         if along.containers:
             collectors.install(along.containers, [self._modules[i] for i in along.hooked])
         self._attributes.take(along.attributes, along.is_same_rank)
@@ -155,14 +157,14 @@ class CallState:
         with flags, module_state.running(module_state.Running.CALL):
             yield
 
-    def back(self, module_id: int, along: Along | None) -> Back:
+    def back(self, module_id: int, along: RequestState | None) -> AnswerState:
         """Returns the state that travels with the answer; called inside `as_at_the_caller`."""
         attributes = self._attributes.values(module_id)
         found = None
         if along is not None and along.containers:
             name = self._names[module_id]
             found = collectors.additions(along.containers, name)
-        return Back(found or None, attributes)
+        return AnswerState(found or None, attributes)
 
     def _flags_of(self, module_id: int) -> _Flags:
         flags = self._flags.get(module_id)

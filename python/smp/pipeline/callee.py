@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp._C as _C
-from smp.modules.given import Kept, Own
+from smp.modules.argument_containers import ContainerRef, ItemRef
 from smp.pipeline.remote_tensor import RemoteTensor
 
 _aten = torch.ops.aten
@@ -81,7 +81,7 @@ def is_certain(result: Any) -> bool:
     Results that hold only tensors and objects of the caller are certain. A number is not: it may
     differ next time, although the arguments look the same.
     """
-    if result is None or isinstance(result, Tensor | Own | Kept):
+    if result is None or isinstance(result, Tensor | ContainerRef | ItemRef):
         return True
     if isinstance(result, dict):
         return all(isinstance(key, str) for key in result) and all(map(is_certain, result.values()))

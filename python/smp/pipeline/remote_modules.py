@@ -16,12 +16,12 @@ from smp.activations.requests import Request, fulfil, take_request
 from smp.dropout import frames, places
 from smp.dropout.batches import Samples
 from smp.modules import autocast
-from smp.modules.forwards import Around, Forward, wrap_forward
-from smp.modules.given import Given
+from smp.modules.argument_containers import ArgumentContainers
+from smp.modules.forwards import Forward, WrapperKind, wrap_forward
 from smp.modules.module_writes import ModuleWrites
 from smp.modules.transforms import is_transformed
 from smp.pipeline import caches, functions
-from smp.pipeline.call_state import Along, Back, CallState
+from smp.pipeline.call_state import AnswerState, CallState, RequestState
 from smp.pipeline.callee import ValueWatch, Watched, is_certain
 from smp.pipeline.packing import Codec
 from smp.pipeline.remote_tensor import RemoteTensor, localize, resolve, rewrite, view_of
@@ -135,7 +135,7 @@ class RemoteModules:
         self.first_id = first_id
         for module_id, owner in self._remote:
             stub = functools.partial(self._stub, server, module_id, owner)
-            self._undo.append(wrap_forward(self._modules[module_id], Around.REMOTE, stub))
+            self._undo.append(wrap_forward(self._modules[module_id], WrapperKind.REMOTE, stub))
         self._state.open()
 
     def begin_step(self) -> None:
@@ -202,7 +202,7 @@ class RemoteModules:
             )
         is_same_rank = module_id in self._later_stages
         along = None if module_id == _FUNCTION else self._state.along(module_id, is_same_rank)
-        given = Given.to(args, kwargs)
+        given = ArgumentContainers.of_call(args, kwargs)
         place = self._place_of(module_id, args, kwargs, request)
         structure, tensors, used_caches = self._codec.pack(
             (args, kwargs, state, request, seeds, along, place)
@@ -233,7 +233,7 @@ class RemoteModules:
         if filled:
             self._note_filled(module_id, [given.containers[number] for number, _ in filled])
         result, attributes = given.settle(filled, (result, attributes))
-        self._state.settle(Back(additions, attributes), is_same_rank)
+        self._state.settle(AnswerState(additions, attributes), is_same_rank)
         return result
 
     def _note_filled(self, module_id: int, containers: Sequence[Any]) -> None:
@@ -268,7 +268,7 @@ class RemoteModules:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         request: Request | None,
-    ) -> places.Travelling | None:
+    ) -> places.SentPlace | None:
         """Returns the place of the call in the model if it may drop elements, else None."""
         if places.current() is None:
             return None
@@ -347,9 +347,9 @@ class RemoteModules:
             own_seeds = () if seeds is None else seeds.tolist()
             function = functools.partial(self._fulfil, request, function, own_seeds)
         places.enter(places.arrive(told, functools.partial(self._samples, mb)))  # as above
-        given, called = Given.to(args, kwargs), (args, kwargs)
+        given, called = ArgumentContainers.of_call(args, kwargs), (args, kwargs)
         before = self._codec.pack_result(given.apart(called), tensors) if is_first else None
-        watch, back = ValueWatch(), Back()
+        watch, back = ValueWatch(), AnswerState()
         with (
             autocast.apply(state),
             watch if is_first else contextlib.nullcontext(),
@@ -366,10 +366,10 @@ class RemoteModules:
                 "sets of numbers and texts, and objects with attributes are followed); let it "
                 "return what it makes, or put both on one partition"
             )
-        result, attributes = given.told((result, back.attributes))
+        result, attributes = given.with_references((result, back.attributes))
         told = (result, attributes, back.additions, filled)
         answer, results = self._codec.pack_result(told, tensors)
-        certain = is_certain(result) and Back(back.additions, attributes).is_certain
+        certain = is_certain(result) and AnswerState(back.additions, attributes).is_certain
         certain = certain and all(is_certain(contents) for _, contents in filled)
         return answer, [localize(t) for t in results], watch.seen or not certain
 
@@ -378,7 +378,7 @@ class RemoteModules:
         return self.samples_of(mb)
 
     def _as_at_the_caller(
-        self, module_id: int, mb: int, along: Along | None
+        self, module_id: int, mb: int, along: RequestState | None
     ) -> contextlib.AbstractContextManager[None]:
         if module_id == _FUNCTION:
             return contextlib.nullcontext()

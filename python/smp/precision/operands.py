@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from smp.modules.forwards import Around, Forward, may_be_lifted, wrap_forward
+from smp.modules.forwards import Forward, WrapperKind, may_be_lifted, wrap_forward
 
 _HALVES = (torch.float16, torch.bfloat16)
 _here = threading.local()
@@ -50,7 +50,7 @@ class OperandCasts:
         """Begins casting. Models without tensors wider than 16 bits never need this."""
         if not self._undo:
             self._undo = [
-                wrap_forward(module, Around.OPERANDS, _around(module))
+                wrap_forward(module, WrapperKind.OPERANDS, _around(module))
                 for module in self._root.modules()
             ]
 

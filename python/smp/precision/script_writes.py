@@ -47,7 +47,7 @@ _PLAIN_WRITES = (_aten.fill_, _aten.zero_, _aten.copy_, _aten.masked_fill_)
 
 
 @dataclass
-class Own:
+class OwnPiece:
     """The part of a parameter that is on this rank.
 
     Attributes:
@@ -79,7 +79,7 @@ class Own:
         return flat[self.begin : self.begin + self.numel].view(self.piece.shape)
 
 
-def own(parameter: nn.Parameter, part: Own) -> None:
+def own(parameter: nn.Parameter, part: OwnPiece) -> None:
     """Lets writes of the script reach this rank's part of a parameter.
 
     Args:
@@ -130,7 +130,7 @@ def _refuse_part_of_loss(result: Any, known: Mapping[int, nn.Parameter]) -> None
         return
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None and _key(leaf) not in known:
-            part: Own = getattr(split[0], _OWN)
+            part: OwnPiece = getattr(split[0], _OWN)
             raise RuntimeError(
                 f"{_C.rank_prefix()}code outside of its module computes with '{part.name}' "
                 f"({leaf.grad_fn.name()}), and each tensor-parallel rank holds a part of that "
@@ -155,7 +155,7 @@ def _tell_of_slices(result: Any, known: Mapping[int, nn.Parameter], frame: Frame
         place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
         if (is_tensor and _key(leaf) in known) or not first_rank_log.is_new((_WHOLE, place)):
             continue
-        part: Own = getattr(split[0], _OWN)
+        part: OwnPiece = getattr(split[0], _OWN)
         first_rank_log.warning(
             "smp: %s computes a number (a norm, a sum) from '%s', of which each tensor-parallel "
             "rank has a slice, so the number is that of the slice; it is that of the whole inside "
@@ -181,7 +181,7 @@ def script_frame(frame: FrameType | None) -> FrameType | None:
 def _explain_slices(parameters: Iterable[nn.Parameter], error: RuntimeError) -> None:
     """Raises an explanation if shapes do not fit because they are those of slices."""
     for parameter in parameters:
-        part: Own = getattr(parameter, _OWN)
+        part: OwnPiece = getattr(parameter, _OWN)
         if interval_of(parameter) is not None and _WHOLE not in str(error):
             raise RuntimeError(
                 f"{_C.rank_prefix()}'{part.name}' is split over tensor-parallel ranks, and is "
@@ -192,7 +192,7 @@ def _explain_slices(parameters: Iterable[nn.Parameter], error: RuntimeError) -> 
 
 
 def _refuse_memory(parameter: nn.Parameter) -> None:
-    part: Own | None = parameter.__dict__.get(_OWN)
+    part: OwnPiece | None = parameter.__dict__.get(_OWN)
     if part is not None and _key(part.piece) != _key(parameter):
         raise RuntimeError(
             f"{_C.rank_prefix()}other memory is assigned to '{part.name}' (parameter.data = ...), "
@@ -271,7 +271,7 @@ class _Writes(TorchDispatchMode):
             return target
         result = func(*args, **kwargs)
         for target, parameter in written.items():
-            part: Own = getattr(parameter, _OWN)
+            part: OwnPiece = getattr(parameter, _OWN)
             if part.master is None and _key(part.piece) == _key(parameter):
                 part.changed()  # the write was to the memory itself
             elif whole and len(written) == 1 and self._are_like(args, kwargs):
@@ -288,7 +288,7 @@ class _Writes(TorchDispatchMode):
 
     def _refuse_in_step(self, parameters: Iterable[nn.Parameter], func: OpOverload) -> None:
         for parameter in parameters:
-            part: Own = getattr(parameter, _OWN)
+            part: OwnPiece = getattr(parameter, _OWN)
             is_copy = part.master is not None or _key(part.piece) != _key(parameter)
             if is_copy and _C.current_microbatch() >= 0:
                 raise RuntimeError(
@@ -313,7 +313,7 @@ class _Writes(TorchDispatchMode):
         self, func: OpOverload, args: Any, kwargs: Any, target: Tensor, parameter: nn.Parameter
     ) -> None:
         """Applies a call for all elements to the elements of this rank."""
-        part: Own = getattr(parameter, _OWN)
+        part: OwnPiece = getattr(parameter, _OWN)
         own_args, own_kwargs = pytree.tree_map_only(
             Tensor, lambda t: self._own_elements(t, part, func, parameter), (args, kwargs)
         )
@@ -326,20 +326,20 @@ class _Writes(TorchDispatchMode):
         part.changed()
 
     def _own_elements(
-        self, value: Tensor, part: Own, func: OpOverload, parameter: nn.Parameter
+        self, value: Tensor, part: OwnPiece, func: OpOverload, parameter: nn.Parameter
     ) -> Tensor:
         """Returns this rank's elements of an argument."""
         other = self._known.get(_key(value))
         if other is None:
             return part.cut(value, parameter.shape)
-        held: Own = getattr(other, _OWN)
+        held: OwnPiece = getattr(other, _OWN)
         if not _is_like(value, other) or (held.begin, held.numel) != (part.begin, part.numel):
             raise _needs_others(parameter, func)
         return held.piece if held.master is None else held.master.detach()
 
 
 def _needs_others(parameter: nn.Parameter, func: OpOverload) -> RuntimeError:
-    part: Own = getattr(parameter, _OWN)
+    part: OwnPiece = getattr(parameter, _OWN)
     return RuntimeError(
         f"{_C.rank_prefix()}'{part.name}' is written to by {func}, which needs more than the "
         f"{part.numel} of its {parameter.numel()} elements that this rank has; clip, scale or mask "

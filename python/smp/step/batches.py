@@ -12,7 +12,7 @@ from smp.step.cutting import Cutting
 from smp.world import runtime
 
 
-class Pieces:
+class MicrobatchArguments:
     """The arguments of a step function, cut into microbatches.
 
     Args:
@@ -71,16 +71,16 @@ class Batch:
         """Number of samples of the call; 0 if dummies have no batch dimension."""
         return self.cutting.num_samples
 
-    def pieces(self, count: int) -> Pieces:
+    def pieces(self, count: int) -> MicrobatchArguments:
         """Cuts the arguments into ``count`` microbatches."""
-        return Pieces(self.bound, self.cutting.pieces(count))
+        return MicrobatchArguments(self.bound, self.cutting.pieces(count))
 
     def samples_by_microbatch(self) -> list[float]:
         """Returns how many samples each microbatch has; 1 each if nothing has samples."""
         return self.cutting.samples_by_microbatch(self.count)
 
 
-class Bodies(Protocol):
+class MicrobatchRunner(Protocol):
     """Runs a step function for one microbatch after the other."""
 
     results: dict[int, Any]
@@ -101,7 +101,7 @@ class BodiesOfRanks:
     """
 
     def __init__(
-        self, current: runtime.Runtime, parts: Sequence[tuple[Bodies, int]], seed: int
+        self, current: runtime.Runtime, parts: Sequence[tuple[MicrobatchRunner, int]], seed: int
     ) -> None:
         self._current = current
         self._parts = [bodies for bodies, _ in parts]
@@ -148,10 +148,10 @@ class TrainedStep:
     function: Callable[..., Any]
     batch: Batch
     rule: Any
-    make: Callable[[Batch], Bodies]
+    make: Callable[[Batch], MicrobatchRunner]
 
 
-MakeBodies = Callable[[Batch, int, int], Bodies]
+MakeBodies = Callable[[Batch, int, int], MicrobatchRunner]
 
 
 def make_bodies(
@@ -160,7 +160,7 @@ def make_bodies(
     count: int,
     seed: int,
     make: MakeBodies,
-) -> Bodies:
+) -> MicrobatchRunner:
     """Makes the bodies of a step.
 
     Args:

@@ -21,7 +21,7 @@ from smp.model.share import Share, set_share
 from smp.modules import autocast
 from smp.pipeline import begin_context
 from smp.step import microbatch
-from smp.step.batches import Batch, Bodies, Pieces, TrainedStep, make_bodies
+from smp.step.batches import Batch, MicrobatchArguments, MicrobatchRunner, TrainedStep, make_bodies
 from smp.step.cutting import Cutting
 from smp.step.differentiation import explaining_derivatives
 from smp.step.first_use import partition_used
@@ -103,7 +103,7 @@ class StepFunction:
         count = sum(batch.count for batch in batches)
         current.steps.samples = sum(batch.num_samples for batch in batches)
 
-        def bodies_of(num_microbatches: int, weights: BatchWeights | None) -> Bodies:
+        def bodies_of(num_microbatches: int, weights: BatchWeights | None) -> MicrobatchRunner:
             make = functools.partial(self._bodies, current, weights)
             return make_bodies(current, batches, num_microbatches, seed, make)
 
@@ -203,7 +203,7 @@ class StepFunction:
     ) -> None:
         """Shows a step that has trained to observers, which may run its function again."""
 
-        def make(own: Batch) -> Bodies:
+        def make(own: Batch) -> MicrobatchRunner:
             shares = [Share(None, mb) for mb in range(own.count)]
             return _Bodies(current, self._function, own.pieces(own.count), shares, None)
 
@@ -258,7 +258,7 @@ class _Bodies:
         self,
         current: runtime.Runtime,
         function: Callable[..., Any],
-        pieces: Pieces,
+        pieces: MicrobatchArguments,
         shares: Sequence[Share],
         place_of: Callable[[int], Place] | None,
     ) -> None:

@@ -27,7 +27,7 @@ from smp.modules.tracing import running_again
 from smp.nn import DistributedTransformerLMHead
 from smp.nn.vocabulary_head import IGNORE_INDEX
 from smp.partition.capture import CallSeen
-from smp.step.batches import Batch, Pieces
+from smp.step.batches import Batch, MicrobatchArguments
 from smp.world import runtime
 from smp.world.log import first_rank_log
 
@@ -110,7 +110,7 @@ class CountedLabels:
         wanted = [path for path in (self.path, self.divisor) if path is not None]
         return all(_at(bound, path) is not None for path in wanted)
 
-    def count(self, pieces: Pieces, count: int) -> tuple[list[float], float]:
+    def count(self, pieces: MicrobatchArguments, count: int) -> tuple[list[float], float]:
         """Returns the weight of each microbatch, and their part of the sum over all batches."""
         each = [pieces.of(mb) for mb in range(count)]
         labels = [_at(own, self.path) for own in each]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.data_parallel import refuse_thawed
 from smp.data_parallel.reduction import by_kind, records_of, shards_of_gradients
-from smp.modules.forwards import Around, Forward, may_be_lifted, wrap_forward
+from smp.modules.forwards import Forward, WrapperKind, may_be_lifted, wrap_forward
 from smp.modules.materialize import cast
 from smp.precision.holdings import Holding, attach
 from smp.precision.shown_gradients import miss_gradients
@@ -180,7 +180,9 @@ class FlatParameters(WholeParameters):
             }
             if own:
                 needed = sorted(set(own.values()))
-                self._undo.append(wrap_forward(module, Around.PARAMETERS, self._waiting(needed)))
+                self._undo.append(
+                    wrap_forward(module, WrapperKind.PARAMETERS, self._waiting(needed))
+                )
                 self._undo.append(watch_parameters(module, own, self._wait_for))
 
     def _wait_for(self, flat_idx: int) -> None:

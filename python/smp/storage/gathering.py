@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp.modules.flat import tensors_in
-from smp.modules.forwards import Around, Forward, wrap_forward
+from smp.modules.forwards import Forward, WrapperKind, wrap_forward
 from smp.storage.units import UnitPlan
 from smp.storage.watched import watch_parameters
 
@@ -25,7 +25,7 @@ def install(store: _C.ParameterStore, plan: UnitPlan, root: nn.Module) -> list[C
         functions that undo it.
     """
     undo = [
-        wrap_forward(module, Around.PARAMETERS, _around(store, list(units)))
+        wrap_forward(module, WrapperKind.PARAMETERS, _around(store, list(units)))
         for module, units in plan.needs.items()
     ]
     unit_of = {p: index for index, unit in enumerate(plan.units) for p in unit.parameters}

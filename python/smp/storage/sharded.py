@@ -14,7 +14,7 @@ from smp.data_parallel import refuse_thawed
 from smp.data_parallel.reduction import broadcast_from_first, shards_of_gradients
 from smp.modules.training_dtypes import TrainingDtypes
 from smp.precision.holdings import Holding, attach, holding_of, load_value, reload_masters
-from smp.precision.script_writes import Own, disown, own
+from smp.precision.script_writes import OwnPiece, disown, own
 from smp.precision.shown_gradients import miss_gradients
 from smp.storage import gathering
 from smp.storage.half import cast_with_master, plan_castable
@@ -88,7 +88,7 @@ class ShardedParameters:
         for (name, parameter), shard in zip(local, self._shards.values(), strict=True):
             has_copy = shard.master is not None and shard.master.dtype != shard.piece.dtype
             master = shard.master if has_copy else None
-            own(parameter, Own(name, shard.begin, shard.piece, master, self.after_load))
+            own(parameter, OwnPiece(name, shard.begin, shard.piece, master, self.after_load))
         if dtypes is not None:
             self._cast_rest(empty, dtypes)
         self.store = self._make_store()

@@ -14,7 +14,7 @@ from smp.data_parallel import broadcast_from_first, refuse_thawed
 from smp.modules.materialize import plain_state
 from smp.modules.training_dtypes import training_dtype
 from smp.precision.holdings import Holding, load_value
-from smp.precision.script_writes import Own, own
+from smp.precision.script_writes import OwnPiece, own
 from smp.precision.shown_gradients import show_gradients
 from smp.storage.half import cast_with_master, plan_castable
 from smp.storage.protocol import MakeReal, Storage, Stored
@@ -80,9 +80,9 @@ class WholeParameters:
         for name, parameter in local:
             held = self.holdings.get(parameter)
             if held is not None and held.has_copy:
-                own(parameter, Own(name, held.begin, held.piece, held.master, self._written))
+                own(parameter, OwnPiece(name, held.begin, held.piece, held.master, self._written))
             elif interval_of(parameter) is not None:
-                own(parameter, Own(name, 0, parameter.detach(), None, self._written))
+                own(parameter, OwnPiece(name, 0, parameter.detach(), None, self._written))
 
     def _written(self) -> None:
         pass

@@ -24,7 +24,7 @@ _ANSWER_S = 10.0
 
 
 @dataclass(frozen=True)
-class Way:
+class HostAddress:
     """The address by which other hosts reach this one."""
 
     address: str
@@ -39,7 +39,7 @@ class Way:
         return f"{self.address or 'no address'}{place}, {self.reason}"
 
 
-def choose_way(env: Mapping[str, str], meeting_host: str, hostname: str) -> Way:
+def choose_way(env: Mapping[str, str], meeting_host: str, hostname: str) -> HostAddress:
     """Chooses the address of this host for connections of other hosts.
 
     Args:
@@ -60,14 +60,14 @@ def choose_way(env: Mapping[str, str], meeting_host: str, hostname: str) -> Way:
                 f"{given} with an IPv4 address; it has {others}; name one of them that the other "
                 f"hosts reach, or remove {INTERFACE_VARIABLE}"
             )
-        return Way(address, given, f"which {INTERFACE_VARIABLE} names")
+        return HostAddress(address, given, f"which {INTERFACE_VARIABLE} names")
     if meeting_host and (address := _address_towards(meeting_host)):
         reason = f"by which {meeting_host} (MASTER_ADDR) is reached"
-        return Way(address, _interface_with(address), reason)
-    return Way("", "", "which Gloo chooses by the host name")
+        return HostAddress(address, _interface_with(address), reason)
+    return HostAddress("", "", "which Gloo chooses by the host name")
 
 
-def towards(way: Way, addresses: Sequence[str]) -> Way:
+def towards(way: HostAddress, addresses: Sequence[str]) -> HostAddress:
     """Replaces a loopback way: the host where the ranks meet reaches itself by loopback.
 
     Args:
@@ -80,7 +80,7 @@ def towards(way: Way, addresses: Sequence[str]) -> Way:
     address = _address_towards(other) if other else ""
     if not address or is_loopback(address):
         return way
-    return Way(address, _interface_with(address), f"by which {other} is reached")
+    return HostAddress(address, _interface_with(address), f"by which {other} is reached")
 
 
 def is_loopback(address: str) -> bool:
@@ -88,7 +88,7 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-class Crossing:
+class ReachabilityCheck:
     """Finds, before anything is connected, hosts that do not reach each other.
 
     The first rank of each machine listens at its address, and tries those of all others.
@@ -108,7 +108,7 @@ class Crossing:
         self._machines = machines
         self._first_ranks = [r for r, m in enumerate(machines) if m not in machines[:r]]
 
-    def agree(self, ways: Sequence[Way], timeout_s: float) -> list[Way]:
+    def agree(self, ways: Sequence[HostAddress], timeout_s: float) -> list[HostAddress]:
         """Returns the ways that the hosts use in the end. Collective over all ranks.
 
         Args:
@@ -126,7 +126,7 @@ class Crossing:
         ]
         way = towards(ways[rank], others)
         self._store.set(f"chosen/{rank}", json.dumps(asdict(way)))
-        ways = [Way(**json.loads(text)) for text in self._of_all("chosen", timeout_s)]
+        ways = [HostAddress(**json.loads(text)) for text in self._of_all("chosen", timeout_s)]
         verdict = self._try_all(ways) if rank in self._first_ranks else ""
         self._store.set(f"verdict/{rank}", verdict)
         verdicts = [text.decode() for text in self._of_all("verdict", timeout_s)]
@@ -140,7 +140,7 @@ class Crossing:
         keys = [str(rank) for rank in range(len(self._machines))]
         return wait_for_hellos(store, self._rank, keys, timeout_s)
 
-    def _try_all(self, ways: Sequence[Way]) -> str:
+    def _try_all(self, ways: Sequence[HostAddress]) -> str:
         hosts = self._hosts
         own = ways[self._rank]
         try:

@@ -54,12 +54,12 @@ class _Pulses:
             if rank not in self._seen or self._seen[rank][0] != pulse:
                 self._seen[rank] = pulse, now_s
             elif now_s - self._seen[rank][1] > _SILENT_S:
-                self.tell(
+                self.end_waits(
                     f"rank {rank} came and has said nothing for {_SILENT_S:g} s: it was killed, or "
                     "stopped, while it waited for other ranks"
                 )
 
-    def tell(self, text: str) -> None:
+    def end_waits(self, text: str) -> None:
         """Ends the wait of all ranks."""
         self._store.set(_GONE, text)
 
@@ -115,7 +115,7 @@ def wait_for_hellos(
     except (RuntimeError, ValueError):
         raise
     except BaseException as error:
-        pulses.tell(
+        pulses.end_waits(
             f"rank {own_rank} was ended by {type(error).__name__} while it waited for other ranks"
         )
         raise

@@ -20,7 +20,7 @@ from smp._torch_releases import tcp_store
 from smp.config.sources import ReadConfig, compare_configs
 from smp.world.groups import make_grid
 from smp.world.host_groups import check_dist_backend
-from smp.world.interfaces import Crossing, Way, is_loopback
+from smp.world.interfaces import HostAddress, ReachabilityCheck, is_loopback
 from smp.world.job_secret import check_same_secret
 from smp.world.launch import Launch, Rendezvous, TorchGroup, plan_rendezvous
 from smp.world.presence import wait_for_hellos
@@ -55,7 +55,7 @@ class Hello:
     error: str | None = None
     """Error that keeps this rank from starting."""
     way: dict[str, str] = field(default_factory=dict)
-    """Way by which the other hosts reach this one: a `Way`."""
+    """Way by which the other hosts reach this one: a `HostAddress`."""
     secret: str = ""
     """Fingerprint of the secret that the environment gives; empty: none."""
 
@@ -309,8 +309,8 @@ def meet(
             check_dist_backend(read.config, grid.groups("dp"), hosts, hello.device)
         machines = [other.machine for other in hellos]
         if len(set(machines)) > 1:
-            crossing = Crossing(store, launch.global_rank, machines, hosts)
-            ways = crossing.agree([Way(**o.way) for o in hellos], settings.timeout_s)
+            crossing = ReachabilityCheck(store, launch.global_rank, machines, hosts)
+            ways = crossing.agree([HostAddress(**o.way) for o in hellos], settings.timeout_s)
             hellos = [
                 replace(other, way=asdict(way)) for other, way in zip(hellos, ways, strict=True)
             ]

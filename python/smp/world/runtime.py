@@ -26,7 +26,7 @@ from smp.world.attached import (
     Verification,
 )
 from smp.world.host_groups import check_dist_backend, describe
-from smp.world.interfaces import INTERFACE_VARIABLE, Way, choose_way
+from smp.world.interfaces import INTERFACE_VARIABLE, HostAddress, choose_way
 from smp.world.job_secret import SECRET_KEY, fingerprint, given_secret, share_secret
 from smp.world.launch import read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
@@ -134,7 +134,7 @@ class Runtime:
         if text := describe(self.rank.comms.by_hosts):
             first_rank_log.debug("smp: %s", text)
         if not loopback:
-            first_rank_log.debug("smp: %s takes part as %s", own.host, Way(**own.way))
+            first_rank_log.debug("smp: %s takes part as %s", own.host, HostAddress(**own.way))
         if self.rank.device.type == "cuda" and self.rank.mailbox is not None:
             if text := lanes.describe(self.rank.mailbox.lanes()):
                 first_rank_log.info("smp: tensors between devices: %s", text)
@@ -257,7 +257,7 @@ def init(config: UserConfig = None) -> None:
         return
     store = _meeting_point.open(launch, env, settings.timeout_s, group)
     _show_failures(launch.global_rank)
-    way, secret, own_error = Way("", "", ""), None, None
+    way, secret, own_error = HostAddress("", "", ""), None, None
     try:
         way = choose_way(env, _meeting_point.host, hostname)
         secret = given_secret(env)

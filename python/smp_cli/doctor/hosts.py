@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from smp._version import __version__
-from smp.world.interfaces import Way, choose_way, is_loopback, towards
+from smp.world.interfaces import HostAddress, choose_way, is_loopback, towards
 from smp.world.job_secret import check_same_secret, fingerprint, given_secret, share_secret
 from smp.world.launch import Launch, read_launch
 from smp.world.presence import wait_for_hellos
@@ -57,7 +57,7 @@ class Host:
 def look(launch: Launch, meeting_host: str, env: Mapping[str, str]) -> Host:
     """Returns facts about this host."""
     problems = find_conflicts(env, {name for _, name in socket.if_nameindex()}, Path("/"))
-    way = Way("", "", "none")
+    way = HostAddress("", "", "none")
     try:
         way = choose_way(env, meeting_host, launch.hostname)
     except ValueError as error:
@@ -110,7 +110,7 @@ def report(hosts: Sequence[Host], measured: Mapping[tuple[int, int], Pair | str]
     sections = []
     for host in hosts:
         values = {
-            "address": str(Way(**host.way)),
+            "address": str(HostAddress(**host.way)),
             "versions": host.versions,
             "free": {name: gib(free) for name, free in host.free.items()},
             "variables": host.variables,
@@ -154,9 +154,9 @@ def _measure_all(
                 store.set(key, json.dumps(asdict(pair)))
             except OSError as error:
                 text = (
-                    f"{here.name} at {Way(**here.way)}, does not reach {there.name} at "
-                    f"{Way(**there.way)}: {error}; open the ports between them, or name the right "
-                    "interface (GLOO_SOCKET_IFNAME)"
+                    f"{here.name} at {HostAddress(**here.way)}, does not reach {there.name} at "
+                    f"{HostAddress(**there.way)}: {error}; open the ports between them, or name "
+                    "the right interface (GLOO_SOCKET_IFNAME)"
                 )
                 store.set(key, json.dumps(text))
         found = json.loads(store.get(key))
@@ -196,7 +196,7 @@ def main() -> int:
     host.secret = fingerprint(given)
     said = exchange("facts", host)
     others = [one.way["address"] for one in said if one.machine != host.machine]
-    way = towards(Way(**host.way), others)
+    way = towards(HostAddress(**host.way), others)
     host.way = asdict(way)
     machines = [one.machine for one in said]
     first_ranks = [r for r, machine in enumerate(machines) if machine not in machines[:r]]

@@ -22,7 +22,7 @@ def newest_complete(store: ObjectStore, tag: str | None) -> Key | None:
     """Returns the newest complete generation, or a tag's newest one; None if there is none."""
     keys = store.generations()
     while (key := plan.newest(keys, tag, folders.PARTIAL_SUFFIX)) is not None:
-        if store.look(key).is_complete:
+        if store.stored(key).is_complete:
             return key
         keys.remove(key)
     return None
@@ -36,7 +36,7 @@ def find(store: ObjectStore, tag: str | None) -> Key:
     """
     key = newest_complete(store, tag)
     if key is None:
-        there = [one.key.name for one in look(store) if one.is_complete]
+        there = [one.key.name for one in list_generations(store) if one.is_complete]
         asked = "no complete checkpoint" if tag is None else f"no complete checkpoint {tag!r}"
         raise FileNotFoundError(
             f"{store.address} has {asked}; it has: {', '.join(sorted(set(there))) or 'none'}"
@@ -44,9 +44,9 @@ def find(store: ObjectStore, tag: str | None) -> Key:
     return key
 
 
-def look(store: ObjectStore) -> list[Stored]:
+def list_generations(store: ObjectStore) -> list[Stored]:
     """Returns all generations, complete or not, oldest first."""
-    return [store.look(key) for key in store.generations()]
+    return [store.stored(key) for key in store.generations()]
 
 
 def fetched(address: Address, root: Path, tag: str | None) -> Fetched:
@@ -113,12 +113,12 @@ def send(
     key = Key(manifest.generation, _name(source))
     store = ObjectStore(address)
     sizes = {name: record.num_bytes for name, record in manifest.files.items()}
-    missing = plan.missing(sizes, store.look(key).sizes)
+    missing = plan.missing(sizes, store.stored(key).sizes)
     for name in missing:
         manifests.check_file(source / name, manifest.files[name])
         store.put(key, name, source / name)
         told(name)
-    found = store.look(key)
+    found = store.stored(key)
     if lost := plan.missing(sizes, found.sizes):
         raise RuntimeError(f"{address} has not all bytes of {', '.join(lost)}; send it again")
     if not found.is_complete:
@@ -140,7 +140,7 @@ def problems(store: ObjectStore, key: Key) -> Iterator[str]:
             yield str(error)
             return
         sizes = {name: record.num_bytes for name, record in source.manifest.files.items()}
-        found = store.look(key).sizes
+        found = store.stored(key).sizes
         for name in sizes:
             if name not in found:
                 yield f"{name}: missing"

@@ -70,10 +70,10 @@ class JobStore:
 
     # ---- generations left by earlier jobs
 
-    def look(self) -> list[str]:
+    def find_unsent(self) -> list[str]:
         """Reads the store and finds unsent generations of ended jobs, the first time.
 
-        Only the first rank looks, and only before :meth:`go_on`; the result is empty otherwise.
+        Only the first rank reads, and only before :meth:`go_on`; the result is empty otherwise.
 
         Returns:
             the folders of these generations; all ranks give them to :meth:`go_on`.
@@ -149,7 +149,7 @@ class JobStore:
         try:
             local = local_keys(self.root)
             if self._is_first:
-                left = self.look()
+                left = self.find_unsent()
                 stored = copies.newest_complete(self._reader, tag)
         except Exception as caught:
             error = caught

@@ -49,7 +49,7 @@ class ObjectStore:
         keys = [Key.of_folder(name) for name, entry in self._list("").items() if _is_folder(entry)]
         return sorted(key for key in keys if key is not None)
 
-    def look(self, key: Key) -> Stored:
+    def stored(self, key: Key) -> Stored:
         """Returns the objects of a generation; none if it does not exist."""
         entries = {n: e for n, e in self._list(key.folder()).items() if not _is_folder(e)}
         sizes = {name: int(entry["size"]) for name, entry in entries.items()}

@@ -67,7 +67,7 @@ def send_share(
     sizes = pending.sizes()
     mine = plan.shares(sizes, num_ranks)[rank]
     pending.say_sending(rank)
-    there = store.look(pending.key).sizes
+    there = store.stored(pending.key).sizes
     missing = plan.missing({name: sizes[name] for name in mine}, there)
     progress.skipped = [name for name in mine if name not in missing]
     progress.total_bytes = sum(sizes[name] for name in missing)
@@ -83,7 +83,7 @@ def send_share(
     for name in missing:
         _send(store, pending, name, told, pause)
         progress.sent.append(name)
-    there = store.look(pending.key).sizes if missing else there
+    there = store.stored(pending.key).sizes if missing else there
     if lost := plan.missing({name: sizes[name] for name in mine}, there):
         raise NotSent(
             f"{store.address}: {lost[0]} was sent with {sizes[lost[0]]} bytes, and the store has "
@@ -134,7 +134,7 @@ def complete(
     sizes = pending.sizes()
     seen: tuple[list[str], float] | None = None
     deadline = time.monotonic() + timeout_s
-    while missing := plan.missing(sizes, (found := store.look(pending.key)).sizes):
+    while missing := plan.missing(sizes, (found := store.stored(pending.key)).sizes):
         if failures := pending.failures():
             rank, reason = next(iter(failures.items()))
             raise NotSent(f"global_rank {rank}: {reason}")
@@ -162,7 +162,7 @@ def prune(
     Returns:
         keys of the deleted generations.
     """
-    found = {key: store.look(key) for key in store.generations()}
+    found = {key: store.stored(key) for key in store.generations()}
     keys = plan.doomed(found.values(), done, keep, held, time.time(), quiet_s)
     for key in keys:
         delete(store, key, found[key].sizes)

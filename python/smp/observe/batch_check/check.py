@@ -27,7 +27,7 @@ from smp.observe.first_step.records import is_compiled
 from smp.partition.containers import Containers, reachable_from_hook
 from smp.partition.trace_guard import untouched
 from smp.partition.trace_state import KeptValues
-from smp.step.batches import Batch, Bodies, TrainedStep
+from smp.step.batches import Batch, MicrobatchRunner, TrainedStep
 from smp.step.run import StepRun
 from smp.world import comm, runtime
 from smp.world.observers import StepObserver
@@ -309,7 +309,7 @@ class BatchCheck:
                 steps.num_passes += 1
         return run, written
 
-    def _run_body(self, run: BatchPass, bodies: Bodies, mb: int) -> None:
+    def _run_body(self, run: BatchPass, bodies: MicrobatchRunner, mb: int) -> None:
         places = [e.pipeline for e in self._engines if e.pipeline is not None]
         with run.noting_failure(), run.running(mb):
             bodies(mb)

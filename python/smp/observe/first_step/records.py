@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp.modules.flat import is_cache
-from smp.modules.forwards import Around, Forward, wrap_forward
+from smp.modules.forwards import Forward, WrapperKind, wrap_forward
 from smp.observe.first_step.sketch import is_plain, sketch
 
 #: index of a module, and number of its call
@@ -95,7 +95,7 @@ def watch_modules(modules: Sequence[nn.Module], records: Records) -> Callable[[]
         function that undoes it.
     """
     undo = [
-        wrap_forward(module, Around.RECORD, functools.partial(records.around, idx))
+        wrap_forward(module, WrapperKind.RECORD, functools.partial(records.around, idx))
         for idx, module in enumerate(modules)
         if may_record(module)
     ]

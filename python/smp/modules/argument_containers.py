@@ -77,14 +77,14 @@ def _is_plain(cls: type) -> bool:
 
 
 @dataclass(frozen=True)
-class Own:
+class ContainerRef:
     """A reference to one of the caller's containers."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Kept:
+class ItemRef:
     """A reference to an earlier item of one of the caller's containers."""
 
     number: int
@@ -96,7 +96,7 @@ class Kept:
 Change = tuple[int, list[Any] | dict[Any, Any]]
 
 
-class Given:
+class ArgumentContainers:
     """The containers among some arguments, in the same order as in copies of the arguments.
 
     Args:
@@ -111,7 +111,9 @@ class Given:
         self._before = [contents_of(container) for container in self.containers]
 
     @classmethod
-    def to(cls, args: Sequence[Any], kwargs: Mapping[str, Any], objects: bool = True) -> Given:
+    def of_call(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any], objects: bool = True
+    ) -> ArgumentContainers:
         """Returns the containers among the arguments of a call."""
         return cls((*args, *kwargs.values()), objects)
 
@@ -171,11 +173,11 @@ class Given:
                 continue
             for position, item in enumerate(before):
                 if _kind_of(item) is not _Kind.NUMBER:
-                    references.setdefault(id(item), Kept(number, position))
+                    references.setdefault(id(item), ItemRef(number, position))
         replace = _Replacing(references | self._own())
-        return [(number, self._told(number, replace)) for number in numbers]
+        return [(number, self._describe(number, replace)) for number in numbers]
 
-    def _told(self, number: int, replace: _Replacing) -> list[Any] | dict[Any, Any]:
+    def _describe(self, number: int, replace: _Replacing) -> list[Any] | dict[Any, Any]:
         container, before = self.containers[number], self._before[number]
         kind = _kind_of(container)
         if kind is _Kind.SET:
@@ -184,7 +186,7 @@ class Given:
         items = contents_of(container)
         if kind is _Kind.LIST:
             return [
-                Kept(number, i) if i < len(before) and item is before[i] else replace(item)
+                ItemRef(number, i) if i < len(before) and item is before[i] else replace(item)
                 for i, item in enumerate(items)
             ]
         half, half_before = len(items) // 2, len(before) // 2
@@ -193,15 +195,17 @@ class Given:
         for key, item in zip(items[:half], items[half:], strict=True):
             position = known.get(key, -1)
             is_kept = position >= 0 and item is before[position]
-            found[replace(key)] = Kept(number, position) if is_kept else replace(item)
+            found[replace(key)] = ItemRef(number, position) if is_kept else replace(item)
         return found
 
-    def told(self, result: Any) -> Any:
-        """Returns a result with `Own` for each of the containers in it."""
+    def with_references(self, result: Any) -> Any:
+        """Returns a result with `ContainerRef` for each of the containers in it."""
         return _Replacing(self._own())(result) if self.containers else result
 
     def _own(self) -> dict[int, Any]:
-        return {id(container): Own(number) for number, container in enumerate(self.containers)}
+        return {
+            id(container): ContainerRef(number) for number, container in enumerate(self.containers)
+        }
 
     # ---- the rank that has the originals
 
@@ -210,7 +214,7 @@ class Given:
 
         Args:
             changes: changes of `changes`.
-            result: result of `told`.
+            result: result of `with_references`.
 
         Returns:
             the result, with these containers in it.
@@ -226,7 +230,7 @@ class Given:
     # ---- copies
 
     def apart(self, value: Any) -> tuple[Any, list[Any]]:
-        """Returns a value with `Own` for each container, and the earlier contents in that form.
+        """Returns a value with `ContainerRef` for each container, and the earlier contents so.
 
         Later changes of the containers are not seen there; those of other objects are.
         """
@@ -242,8 +246,8 @@ def copies(templates: Sequence[Any], value: Any, contents: Sequence[list[Any]]) 
     """Rebuilds a value that was taken apart, with new containers.
 
     Args:
-        templates: containers of `Given.templates`.
-        value, contents: results of `Given.apart`.
+        templates: containers of `ArgumentContainers.templates`.
+        value, contents: results of `ArgumentContainers.apart`.
     """
     made = list(map(_empty_like, templates))
     resolve = _Resolving(made, ())
@@ -366,8 +370,8 @@ class _Resolving:
     """Replaces references by objects; lists and dictionaries keep their identity.
 
     Args:
-        containers: containers that `Own` refers to.
-        contents: contents of these, which `Kept` refers to.
+        containers: containers that `ContainerRef` refers to.
+        contents: contents of these, which `ItemRef` refers to.
     """
 
     def __init__(self, containers: Sequence[Any], contents: Sequence[list[Any]]) -> None:
@@ -376,9 +380,9 @@ class _Resolving:
         self._seen: dict[int, Any] = {id(container): container for container in containers}
 
     def __call__(self, value: Any) -> Any:
-        if type(value) is Own:
+        if type(value) is ContainerRef:
             return self._containers[value.number]
-        if type(value) is Kept:
+        if type(value) is ItemRef:
             return self._contents[value.number][value.position]
         kind = _kind_of(value)
         if kind is _Kind.TUPLE:

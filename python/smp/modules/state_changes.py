@@ -25,9 +25,16 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 import smp._C as _C
+from smp.modules.argument_containers import (
+    ArgumentContainers,
+    contents_of,
+    exchange,
+    exchanged,
+    fill,
+    is_number,
+)
 from smp.modules.attributes import PerMicrobatch, is_state
 from smp.modules.flat import tensors_in
-from smp.modules.given import Given, contents_of, exchange, exchanged, fill, is_number
 
 _MISSING = object()
 _AS_NOW = object()
@@ -40,7 +47,7 @@ _known: WeakKeyDictionary[nn.Module, dict[Any, tuple[bool, ...]]] = WeakKeyDicti
 _written: WeakKeyDictionary[nn.Module, set[tuple[int, str]]] = WeakKeyDictionary()
 
 
-class Watch:
+class StateComparison:
     """Compares the state of modules with their state when this object was made.
 
     Args:
@@ -65,7 +72,7 @@ class Watch:
         for module in self._modules:
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                 values += _held_by(hook)
-        self._given = Given(values, objects=False)
+        self._given = ArgumentContainers(values, objects=False)
         self._buffers = list(self._copied(copies, every))
         #: floating-point tensors that were left, and their places
         self.tensors: list[Tensor] = []
@@ -85,7 +92,7 @@ class Watch:
                 copy = buffer.detach().clone() if is_copied else None
                 yield (idx, name), buffer, buffer._version, copy
 
-    def compare(self) -> Watch:
+    def compare(self) -> StateComparison:
         """Finds values that have been left since this object was made."""
         for idx, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
             for name, value in _snapshot(module).items():
@@ -147,12 +154,12 @@ class Watch:
             if buffer._version != version and copy is not None:
                 buffer.data.copy_(copy)
 
-    def earlier(self) -> Earlier:
+    def earlier(self) -> EarlierState:
         """Returns the earlier state of everything that has changed."""
         buffers = [(key, b, copy) for key, b, was, copy in self._buffers if b._version != was]
         if self._first is not None:
             _written.setdefault(self._first, set()).update(key for key, _, _ in buffers)
-        return Earlier(
+        return EarlierState(
             self._numbers + [(m, name, _without_graph(old)) for m, name, _, old in self._left],
             [
                 (self._given.containers[number], _without_graph(before))
@@ -174,7 +181,7 @@ class Watch:
 
 
 @dataclass
-class Earlier:
+class EarlierState:
     """The state of modules, in places that a run has changed.
 
     Tensors with a graph are kept without it.
@@ -195,7 +202,7 @@ class Earlier:
     def again(self) -> Iterator[None]:
         """Restores the earlier state inside the block, and the present one after it."""
         then = replace(self, attributes=self.attributes + list(self._changed_since()), found=[])
-        now = Earlier(
+        now = EarlierState(
             [(m, name, _value_of(m, name)) for m, name, _ in then.attributes],
             [(container, contents_of(container)) for container, _ in self.containers],
             [(buffer, buffer.detach().clone()) for buffer, _ in self.buffers],
@@ -275,7 +282,7 @@ def _refuse_gradient(grad: Tensor) -> None:
 
 
 def flags_of(
-    modules: Sequence[nn.Module], watch: Watch, try_out: Callable[[], Watch]
+    modules: Sequence[nn.Module], watch: StateComparison, try_out: Callable[[], StateComparison]
 ) -> tuple[bool, ...]:
     """Returns whether each tensor that was left has a graph if the modules run with one.
 

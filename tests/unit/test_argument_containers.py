@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from smp.activations.recompute import recompute
-from smp.modules.given import Given, copies
+from smp.modules.argument_containers import ArgumentContainers, copies
 
 
 @dataclass
@@ -34,12 +34,12 @@ class Closed:
 
 def on_a_copy(arguments: Any, function: Callable[[Any], Any]) -> Any:
     """Has a function change a copy, and then the original as the copy was changed."""
-    given = Given(arguments)
+    given = ArgumentContainers(arguments)
     copied = pickle.loads(pickle.dumps(arguments))
-    there = Given(copied)
+    there = ArgumentContainers(copied)
     assert len(there.containers) == len(given.containers)
     result = function(copied)
-    result, changes = pickle.loads(pickle.dumps((there.told(result), there.changes())))
+    result, changes = pickle.loads(pickle.dumps((there.with_references(result), there.changes())))
     return given.settle(changes, result)
 
 
@@ -124,7 +124,7 @@ def test_items_that_stay_are_the_callers() -> None:
 
 def test_changes_of_containers_do_not_show_in_what_was_taken_apart() -> None:
     arguments = make_arguments()
-    given = Given(arguments)
+    given = ArgumentContainers(arguments)
     before = pickle.dumps(given.apart(arguments))
     for change in (change_list, change_dict, change_order, change_object):
         change(arguments)
@@ -135,7 +135,7 @@ def test_changes_of_containers_do_not_show_in_what_was_taken_apart() -> None:
 
 
 def test_other_sets_are_refused() -> None:
-    given = Given([elements := {1}])
+    given = ArgumentContainers([elements := {1}])
     elements.add(object())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="use a list or a dict"):
         given.changes()

@@ -11,8 +11,8 @@ from smp.compilation.units import Left
 _NUM_NAMED = 3
 
 
-class Told:
-    """Notes of one rank, and those that were logged before."""
+class CompilationNotes:
+    """Notes of one rank, and modules that were logged before."""
 
     def __init__(self) -> None:
         self._noted: dict[Left, None] = {}  # in order; not logged yet
@@ -30,7 +30,7 @@ class Told:
         self._known.add(what)
         return is_new
 
-    def taken(self) -> list[Left]:
+    def take(self) -> list[Left]:
         """Takes the notes; the caller has to log them."""
         noted = list(self._noted)
         self._noted.clear()
@@ -41,18 +41,18 @@ class Told:
         self._known.update(notes)
         self._noted.update(dict.fromkeys(notes))
 
-    def tell(self, log: logging.Logger, is_first: bool) -> None:
+    def write(self, log: logging.Logger, is_first: bool) -> None:
         """Logs a line for each class and reason; as a warning on the first rank."""
         level, who = (logging.WARNING, "") if is_first else (logging.INFO, _C.rank_prefix())
         names: dict[tuple[str, str], list[str]] = {}
-        for left in self.taken():
+        for left in self.take():
             names.setdefault((left.kind, left.reason), []).append(left.name)
-        for (kind, reason), those in names.items():
+        for (kind, reason), modules in names.items():
             # Further modules of a class and reason that were logged before are not logged.
             if not self.is_new((kind, reason)):
                 continue
-            more = f" and {len(those) - _NUM_NAMED} more" if len(those) > _NUM_NAMED else ""
-            listed = ", ".join(f"'{name}'" for name in those[:_NUM_NAMED]) + more
+            more = f" and {len(modules) - _NUM_NAMED} more" if len(modules) > _NUM_NAMED else ""
+            listed = ", ".join(f"'{name}'" for name in modules[:_NUM_NAMED]) + more
             log.log(
                 level, "smp: %s%s (%s) runs without torch.compile: %s", who, kind, listed, reason
             )
