@@ -121,7 +121,7 @@ def index() -> str:
         "",
         "Made of the docstrings of the library and the stubs of its extension. Keys of the",
         "configuration and variables of the environment are in",
-        "[running](../docs/running.md#configuration).",
+        "[the reference of running](../docs/running_reference.md#configuration).",
         "",
         "| page | has |",
         "|---|---|",

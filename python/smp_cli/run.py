@@ -45,21 +45,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=_natural,
         default=0,
         metavar="N",
-        help="after a failure start all ranks again, N times at most (0); with N > 0 also whenever "
-        "they exit with 75, which means that they saved and want to be resumed",
+        help="start all ranks again after a failure, N times at most (0); with N > 0 also whenever "
+        "they exit with 75, which means that they saved and are to be resumed",
     )
     add(
         "--grace-s",
         type=float,
         default=10.0,
         metavar="S",
-        help="seconds for the other ranks to end after one has failed, before they are ended (10)",
+        help="seconds in which the other ranks can end by themselves after a failure (10)",
     )
     add(
         "--output",
         choices=("prefix", "raw"),
         default="prefix",
-        help="each line with its rank in front (default), or as it comes",
+        help="put the rank in front of each line (default), or pass the output on unchanged",
     )
     add("--log-dir", type=Path, metavar="DIR", help="also write DIR/rank<r>.log")
     add(
@@ -71,9 +71,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add(
         "--hosts",
         metavar="A,B|A:2,B:1",
-        help="hosts over which the ranks are divided, rank 0 on the first. It is reached by all "
-        "under this name, or under MASTER_ADDR if that is set. They have the script, the "
-        "interpreter and the current folder under the same paths",
+        help="hosts of the job; rank 0 is on the first. All ranks reach it under this name, or "
+        "under MASTER_ADDR if that is set. All hosts need the script, the interpreter and the "
+        "current folder under the same paths",
     )
     add(
         "--agent",
@@ -85,15 +85,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add(
         "--preflight",
         action="store_true",
-        help="with --hosts: first look at them, as smp doctor --hosts does, and start nothing if "
-        "something is wrong",
+        help="with --hosts: first check them, as smp doctor --hosts does, and start nothing if a "
+        "check fails",
     )
     add(
         "--sm-dir",
         type=Path,
         default=Path("sagemaker"),
         metavar="DIR",
-        help="with --config: where SM_MODEL_DIR and the like are, unless they are set (sagemaker)",
+        help="with --config: folder of SM_MODEL_DIR and the like, if they are not set (sagemaker)",
     )
     add("-m", "--module", action="store_true", help="SCRIPT is a module")
     add("script", metavar="SCRIPT")

@@ -112,7 +112,7 @@ def test_other_hyperparameters_on_one_rank_are_an_error(
     words = rf"disagree on '{differs}' of parameter group 1 of optimizer 0 \(AdamW\): 0.01 on"
     with pytest.raises(RankFailure, match=words) as failure:
         pool.run(size, reduce_on_plateau, config, differs, True)
-    assert re.search(rf"0\.5 on global rank {size - 1}\. Set it alike", str(failure.value))
+    assert re.search(rf"0\.5 on global rank {size - 1}\. Set the same value", str(failure.value))
 
 
 @pytest.mark.parametrize("layout", ["pipeline", "replicas"])
@@ -163,7 +163,7 @@ def test_the_last_update_is_compared_where_it_leaves_the_job(
     pool: Pool, tmp_path: Path, layout: str, leaves: str
 ) -> None:
     size, config = LAYOUTS[layout]
-    words = rf"disagree on 'lr' of parameter group 1 .* 0\.5 on global rank {size - 1}\. Set it"
+    words = rf"disagree on 'lr' of parameter group 1 .* 0\.5 on global rank {size - 1}\. Set the"
     with pytest.raises(RankFailure, match=words):
         pool.run(size, leave_after, config, leaves, str(tmp_path))
 

@@ -137,8 +137,8 @@ def begin_with(rank: int, secrets: list[str]) -> None:
 
 def test_ranks_with_different_secrets_are_refused_on_all_of_them(pool: Pool) -> None:
     for secrets, why in (
-        ([GIVEN, GIVEN[::-1]], r"of ranks \[1\] is another one than that of rank 0"),
-        ([GIVEN, ""], r"ranks \[1\] were given no SMP_JOB_SECRET"),
+        ([GIVEN, GIVEN[::-1]], r"of ranks \[1\] differs from that of rank 0"),
+        ([GIVEN, ""], r"ranks \[1\] have no SMP_JOB_SECRET"),
         ([GIVEN, "short"], r"the secret in SMP_JOB_SECRET has 5 bytes.*on ranks \[1\] of 2"),
     ):
         with pytest.raises(RankFailure, match=why):

@@ -21,6 +21,7 @@ TEXTS = [
     *sorted((REPO / "examples").rglob("*.md")),
     *sorted((REPO / "benchmarks").rglob("*.md")),
 ]
+REFERENCE = REPO / "docs" / "running_reference.md"
 #: What users may set, and what one rank tells another process; C++ macros and test settings are
 #: none of these.
 _VARIABLE = re.compile(r'"(SMP_[A-Z][A-Z0-9_]*[A-Z0-9])"')
@@ -87,7 +88,7 @@ def variables_of_sources() -> frozenset[str]:
 
 def test_variables_of_the_sources_are_documented() -> None:
     assert len(variables_of_sources()) > 15
-    documented = set(re.findall(r"`(SMP_[A-Z0-9_]+)", (REPO / "docs" / "running.md").read_text()))
+    documented = set(re.findall(r"`(SMP_[A-Z0-9_]+)", REFERENCE.read_text()))
     assert variables_of_sources() - documented == set()
 
 
@@ -112,9 +113,8 @@ def test_documented_variables_exist() -> None:
 
 
 def documented_keys() -> dict[str, str]:
-    """Key to default, of the tables in docs/running.md."""
-    text = (REPO / "docs" / "running.md").read_text()
-    section = text.split("\n## Configuration\n")[1].split("\n## ")[0]
+    """Returns the default of each key in the tables of the reference."""
+    section = REFERENCE.read_text().split("\n## Configuration\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)`(?: \(alias `(\w+)`\))? \|.*\| ?(.*?) ?\|$", section, re.M)
     for name, alias, _ in rows:
         assert alias == "" or _ALIASES[alias] == name

@@ -69,7 +69,7 @@ def test_what_is_wrong_is_named(pool: Pool, wrong: str) -> None:
     problems = problems_of(results)
     expected = {
         "pair": "host1 at 10.231.0.2 .*does not reach host2 at 10.231.0.3 .*timed out",
-        "variable": "NCCL_SOCKET_IFNAME=ens, and no interface here is called so",
+        "variable": "NCCL_SOCKET_IFNAME=ens, but this host has no such interface",
         "interface": "'host2' has no interface eth9",
     }[wrong]
     assert re.search(expected, problems), problems

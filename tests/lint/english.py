@@ -44,7 +44,11 @@ PHRASES = (
     r"\bfurther ado\b",
     r"\bstands? (?:in|for|at|behind|around|there)\b",
 )
+#: phrases that pages may use
+FREE_IN_PAGES = frozenset({r"\bone that\b"})
 _PHRASE = re.compile("|".join(PHRASES), re.IGNORECASE)
+_PHRASE_OF_PAGE = re.compile("|".join(p for p in PHRASES if p not in FREE_IN_PAGES), re.IGNORECASE)
+_CODE_OF_PAGE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 _SECTION = re.compile(r"\s*(Args|Attributes|Returns|Yields|Raises):\s*$")
 _CPP_COMMENT = re.compile(r"\s*//[/!]?\s?(.*)")
 _ITEM = re.compile(r"^([\w*, .`]+?)(?: \([^)]*\))?: (.*)$")
@@ -111,6 +115,14 @@ def problems_of_cpp(source: str) -> Iterator[tuple[int, str]]:
         if match := _PHRASE.search(text):
             yield number, f"'{match[0]}'"
         continues = comment is not None
+
+
+def problems_of_page(text: str) -> Iterator[tuple[int, str]]:
+    """Yields line numbers and problems of a page in Markdown, of text outside of code."""
+    text = _CODE_OF_PAGE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := _PHRASE_OF_PAGE.search(line):
+            yield number, f"'{match[0]}'"
 
 
 def problems_below(root: Path) -> list[str]:

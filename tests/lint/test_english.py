@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.lint.english import problems_below, problems_of
+from tests.lint.english import problems_below, problems_of, problems_of_page
 from tests.lint.layers import REPO
 
 PACKAGES = REPO / "python"
@@ -22,6 +22,21 @@ def test_docstrings_and_comments_are_plain(room: str) -> None:
 def test_comments_of_cpp_are_plain(room: str) -> None:
     problems = problems_below(REPO / "csrc" / room)
     assert not problems, "\n".join(problems)
+
+
+#: models.md is written by `python -m tests.zoo`
+PAGES = sorted({p.name for p in (REPO / "docs").glob("*.md")} - {"models.md"})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_plain(page: str) -> None:
+    problems = list(problems_of_page((REPO / "docs" / page).read_text()))
+    assert not problems, problems
+
+
+def test_problems_of_pages_are_outside_of_code() -> None:
+    text = "Read `nobody`, or one that is new.\n```\nanew\n```\nNobody reads it.\n"
+    assert list(problems_of_page(text)) == [(5, "'Nobody'")]
 
 
 SOURCE = '''

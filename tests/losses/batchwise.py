@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.losses.case import (
-    EQUAL_TOLD,
+    EQUAL_WARNED,
     SAMPLES,
-    TOLD,
+    WARNED,
     Batch,
     case,
     classes,
@@ -30,31 +30,31 @@ def info_nce(a: Tensor, b: Tensor) -> Tensor:
     return F.cross_entropy(logits, torch.arange(len(a)))
 
 
-@case("InfoNCE", batch=pairs(), default=TOLD)
+@case("InfoNCE", batch=pairs(), default=WARNED)
 def nce(model: Any, x: Tensor, z: Tensor) -> Tensor:
     return info_nce(model(x), model(z))
 
 
-@case("SimCLR (NT-Xent)", batch=pairs(), default=TOLD)
+@case("SimCLR (NT-Xent)", batch=pairs(), default=WARNED)
 def simclr(model: Any, x: Tensor, z: Tensor) -> Tensor:
     out = F.normalize(model(torch.cat([x, z])), dim=1)
     logits = (out @ out.T / 0.5).masked_fill(torch.eye(len(out), dtype=torch.bool), -1e9)
     return F.cross_entropy(logits, torch.arange(len(out)).roll(len(x)))
 
 
-@case("CLIP, two towers", batch=pairs(), default=TOLD)
+@case("CLIP, two towers", batch=pairs(), default=WARNED)
 def clip(model: Any, x: Tensor, z: Tensor) -> Tensor:
     a, b = model(x), model(z)
     return (info_nce(a, b) + info_nce(b, a)) / 2
 
 
-@case("SigLIP", batch=pairs(), default=TOLD)
+@case("SigLIP", batch=pairs(), default=WARNED)
 def siglip(model: Any, x: Tensor, z: Tensor) -> Tensor:
     logits = F.normalize(model(x), dim=1) @ F.normalize(model(z), dim=1).T * 5 - 1
     return -F.logsigmoid((2 * torch.eye(len(x), dtype=torch.float64) - 1) * logits).sum() / len(x)
 
 
-@case("supervised contrastive", batch=classes(outputs=2), default=TOLD)
+@case("supervised contrastive", batch=classes(outputs=2), default=WARNED)
 def supcon(model: Any, x: Tensor, y: Tensor) -> Tensor:
     out = F.normalize(model(x), dim=1)
     logs = (out @ out.T).fill_diagonal_(-1e9).log_softmax(1)
@@ -69,7 +69,7 @@ def moco(model: Any, x: Tensor, z: Tensor) -> Tensor:
     return F.cross_entropy(torch.cat([positive, out @ queue.T], 1), torch.zeros(len(x)).long())
 
 
-@case("VICReg", batch=pairs(), default=TOLD)
+@case("VICReg", batch=pairs(), default=WARNED)
 def vicreg(model: Any, x: Tensor, z: Tensor) -> Tensor:
     a, b = model(x), model(z)
     loss = 25 * F.mse_loss(a, b)
@@ -81,7 +81,7 @@ def vicreg(model: Any, x: Tensor, z: Tensor) -> Tensor:
     return loss
 
 
-@case("Barlow twins", batch=pairs(), default=TOLD)
+@case("Barlow twins", batch=pairs(), default=WARNED)
 def barlow(model: Any, x: Tensor, z: Tensor) -> Tensor:
     a, b = model(x), model(z)
     a, b = ((out - out.mean(0)) / out.std(0) for out in (a, b))
@@ -94,7 +94,7 @@ def byol(model: Any, x: Tensor, z: Tensor) -> Tensor:
     return 2 - 2 * F.cosine_similarity(model(x), z[:, :5]).mean()
 
 
-@case("maximum mean discrepancy", batch=pairs(), default=TOLD)
+@case("maximum mean discrepancy", batch=pairs(), default=WARNED)
 def mmd(model: Any, x: Tensor, z: Tensor) -> Tensor:
     a, b = model(x), model(z)
 
@@ -116,14 +116,14 @@ def triplet(model: Any, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
 @case(
     "triplet, mean over those with a loss",
     batch=triplets,
-    default=TOLD,
+    default=WARNED,
 )
 def triplet_active(model: Any, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
     losses = F.triplet_margin_loss(model(a), model(p), model(n), margin=0.1, reduction="none")
     return losses.sum() / (losses > 0).sum().clamp(min=1)
 
 
-@case("triplet, hardest in the batch", batch=classes(outputs=2), default=TOLD)
+@case("triplet, hardest in the batch", batch=classes(outputs=2), default=WARNED)
 def triplet_hard(model: Any, x: Tensor, y: Tensor) -> Tensor:
     out = model(x)
     off = torch.cdist(out, out.detach())
@@ -164,7 +164,7 @@ class Codebook(nn.Module):
         return self.two(z + (codes - z).detach()), F.mse_loss(z, codes)
 
 
-@case("codebook by a moving average", batch=pairs(), model=Codebook, default=TOLD)
+@case("codebook by a moving average", batch=pairs(), model=Codebook, default=WARNED)
 def codebook(model: Any, x: Tensor, z: Tensor) -> Tensor:
     out, commitment = model(x)
     return F.mse_loss(out, z) + 0.25 * commitment
@@ -184,7 +184,7 @@ def reward(model: Any, x: Tensor, z: Tensor) -> Tensor:
     return -F.logsigmoid(model(x) - model(z)).mean()
 
 
-@case("ranks over all pairs of the batch", batch=classes(), model=mlp(outputs=1), default=TOLD)
+@case("ranks over all pairs of the batch", batch=classes(), model=mlp(outputs=1), default=WARNED)
 def ranks(model: Any, x: Tensor, y: Tensor) -> Tensor:
     score = model(x).squeeze(1)
     better = y[:, None] > y
@@ -229,7 +229,7 @@ def dpo(model: Any, chosen: Tensor, rejected: Tensor) -> Tensor:
     "DPO, a collator that concatenates",
     batch=lambda: {"ids": torch.cat(list(preferences().values()))},
     model=Policy,
-    default=TOLD,
+    default=WARNED,
 )
 def dpo_concatenated(model: Any, ids: Tensor) -> Tensor:
     return dpo_of(*model(ids).chunk(2))
@@ -253,7 +253,7 @@ def clipped(new: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
     "PPO, normalised advantages",
     batch=episodes,
     model=Policy,
-    default=TOLD,
+    default=WARNED,
 )
 def ppo(model: Any, ids: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
@@ -264,7 +264,7 @@ def ppo(model: Any, ids: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) 
     "PPO, mean over tokens (DAPO)",
     batch=episodes,
     model=Policy,
-    default=TOLD,
+    default=WARNED,
     weight="mask.sum()",
 )
 def dapo(model: Any, ids: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def grpo(model: Any, ids: Tensor, old: Tensor, advantages: Tensor, mask: Tensor)
     "REINFORCE, the batch as baseline",
     batch=lambda: {"ids": randint(7, 8, 6), "r": randn(8)},
     model=Policy,
-    default=TOLD,
+    default=WARNED,
 )
 def reinforce(model: Any, ids: Tensor, r: Tensor) -> Tensor:
     return -(model(ids).sum(1) * (r - r.mean())).mean()
@@ -312,7 +312,7 @@ class Experts(nn.Module):
 
 
 # On "pp 2" both halves of the batch use all experts alike; single samples do not.
-@case("experts, balance over the batch", model=Experts, default={"pp 2": EQUAL_TOLD, "": TOLD})
+@case("experts, balance over the batch", model=Experts, default={"pp 2": EQUAL_WARNED, "": WARNED})
 def balance(model: Any, x: Tensor, y: Tensor) -> Tensor:
     out, balance, _ = model(x)
     return F.cross_entropy(out, y) + 0.5 * balance

@@ -13,8 +13,8 @@ SAMPLES = 8
 LENGTH = 6  # of sequences
 CLASS_WEIGHTS = torch.tensor([0.2, 3.0, 1.0, 0.5, 7.0], dtype=torch.float64)
 
-EQUAL, TOLD, REFUSED = "equal", "told", "refused"
-EQUAL_TOLD = "equal, told"
+EQUAL, WARNED, REFUSED = "equal", "warned", "refused"
+EQUAL_WARNED = "equal, warned"
 DIFFERENT, ERROR = "DIFFERENT", "error"
 
 Batch = dict[str, Any]

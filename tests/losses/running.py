@@ -16,11 +16,11 @@ from tests.dist.pool import Pool
 from tests.losses.case import (
     DIFFERENT,
     EQUAL,
-    EQUAL_TOLD,
+    EQUAL_WARNED,
     ERROR,
     REFUSED,
     SAMPLES,
-    TOLD,
+    WARNED,
     Batch,
     Case,
 )
@@ -50,7 +50,7 @@ class Result:
         name: of the case.
         layout: of the ranks.
         has_weight: the step function was given a weight.
-        outcome: equal, told, refused, or a defect.
+        outcome: equal, warned, refused, or a defect.
         error: largest difference of a gradient, relative to the largest gradient.
         words: first words of what was logged or raised.
     """
@@ -165,8 +165,8 @@ def run_case(case: Case, layout: str, has_weight: bool) -> Result:
     error = max(error, abs(loss - expected_loss) / max(abs(expected_loss), 1e-9))
     words = " | ".join(text for text in heard if "microbatches" in text or "batch" in text)[:300]
     if error <= case.tolerance:
-        return Result(*key, EQUAL_TOLD if words else EQUAL, error, words)
-    return Result(*key, TOLD if words else DIFFERENT, error, words)
+        return Result(*key, EQUAL_WARNED if words else EQUAL, error, words)
+    return Result(*key, WARNED if words else DIFFERENT, error, words)
 
 
 def _train(case: Case, config: Mapping[str, Any], has_weight: bool) -> tuple[float, Any]:

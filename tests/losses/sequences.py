@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from tests.losses.case import (
     LENGTH,
     SAMPLES,
-    TOLD,
+    WARNED,
     Batch,
     case,
     padding,
@@ -106,7 +106,7 @@ hf(
 )  # fmt: skip
 hf(
     "Mixtral, padded, with the balance of experts", "MixtralForCausalLM", "MixtralConfig", tokens,
-    default=TOLD, tolerance=1e-5, num_key_value_heads=1, num_local_experts=4,
+    default=WARNED, tolerance=1e-5, num_key_value_heads=1, num_local_experts=4,
     output_router_logits=True, router_aux_loss_coef=0.5, **SMALL,
 )  # fmt: skip
 hf(
@@ -136,7 +136,7 @@ def answers() -> Batch:
 
 hf(
     "BERT, question answering", "BertForQuestionAnswering", "BertConfig", answers,
-    default=TOLD,
+    default=WARNED,
     weight="(start_positions < LENGTH).sum()",
     **SMALL, **NO_DROPOUT,
 )  # fmt: skip
@@ -194,7 +194,7 @@ hf(
         )  # fmt: skip
     ),
     batch=lambda: {"input_ids": randint(WORDS, 8, 6), "pixel_values": randn(8, 3, 8, 8)},
-    default=TOLD,
+    default=WARNED,
     tolerance=1e-5,
 )
 def clip_model(model: Any, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def shifted(model: Any, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tens
 
 
 def hand(name: str, **fields: Any) -> Callable[[Any], Any]:
-    own = {"model": Tiny, "batch": tokens, "default": TOLD, "weight": SHIFTED, **fields}
+    own = {"model": Tiny, "batch": tokens, "default": WARNED, "weight": SHIFTED, **fields}
     return case(name, **own)
 
 
@@ -417,7 +417,7 @@ def ctc(model: Any, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
     "CTC, by the length of all targets",
     model=Acoustic,
     batch=speech,
-    default=TOLD,
+    default=WARNED,
     weight="lengths.sum()",
 )
 def ctc_total(model: Any, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from tests.losses.case import (
     CLASS_WEIGHTS,
-    EQUAL_TOLD,
+    EQUAL_WARNED,
     SAMPLES,
-    TOLD,
+    WARNED,
     Batch,
     case,
     classes,
@@ -30,12 +30,12 @@ def cross_entropy(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-@case("cross-entropy, summed", default=TOLD)
+@case("cross-entropy, summed", default=WARNED)
 def cross_entropy_sum(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="sum")
 
 
-@case("class weights", default=TOLD, weight="CLASS_WEIGHTS[y].sum()")
+@case("class weights", default=WARNED, weight="CLASS_WEIGHTS[y].sum()")
 def class_weights(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, weight=CLASS_WEIGHTS)
 
@@ -47,7 +47,7 @@ def with_class_weights() -> Batch:
 @case(
     "class weights as an argument",
     batch=with_class_weights,
-    default=TOLD,
+    default=WARNED,
     weight="w[y].sum()",
     whole=("w",),
 )
@@ -58,7 +58,7 @@ def class_weights_given(model: Any, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
 @case(
     "class weights as an argument, not named",
     batch=with_class_weights,
-    default=EQUAL_TOLD,
+    default=EQUAL_WARNED,
 )
 def class_weights_unnamed(model: Any, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return (F.cross_entropy(model(x), y, reduction="none") * w[y]).mean()
@@ -71,7 +71,7 @@ def smoothing(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 @case(
     "label smoothing with class weights",
-    default=TOLD,
+    default=WARNED,
     weight="CLASS_WEIGHTS[y].sum()",
 )
 def smoothing_weights(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def ignored_classes() -> Batch:
 @case(
     "cross-entropy with ignored samples",
     batch=ignored_classes,
-    default=TOLD,
+    default=WARNED,
     weight="(y != 255).sum()",
 )
 def ignored(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -116,9 +116,9 @@ def focal_mean(model: Any, x: Tensor, y: Tensor) -> Tensor:
 # The losses of negatives are lost in a piece that has no positive.
 @case(
     "focal, by positives (RetinaNet)",
-    default=TOLD,
+    default=WARNED,
     weight="(y % 2 == 0).sum()",
-    weighted=EQUAL_TOLD,
+    weighted=EQUAL_WARNED,
 )
 def focal_positives(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return focal(model(x), y).sum() / (y % 2 == 0).sum()
@@ -130,7 +130,7 @@ def masks() -> Batch:
     return {"x": randn(SAMPLES, 6), "y": y}
 
 
-@case("dice over the batch", batch=masks, default=TOLD)
+@case("dice over the batch", batch=masks, default=WARNED)
 def dice(model: Any, x: Tensor, y: Tensor) -> Tensor:
     p = model(x).sigmoid()
     return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
@@ -142,7 +142,7 @@ def dice_by_sample(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return (1 - (2 * (p * y).sum(1) + 1) / (p.sum(1) + y.sum(1) + 1)).mean()
 
 
-@case("Tversky over the batch", batch=masks, default=TOLD)
+@case("Tversky over the batch", batch=masks, default=WARNED)
 def tversky(model: Any, x: Tensor, y: Tensor) -> Tensor:
     p = model(x).sigmoid()
     hits, wrong, missed = (p * y).sum(), (p * (1 - y)).sum(), ((1 - p) * y).sum()
@@ -157,7 +157,7 @@ def mse(model: Any, x: Tensor, y: Tensor) -> Tensor:
 @case(
     "mean squared error with a mask",
     batch=lambda: values()() | {"mask": padding(5)},
-    default=TOLD,
+    default=WARNED,
     weight="mask.sum()",
 )
 def mse_mask(model: Any, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def mse_mask(model: Any, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 @case(
     "smooth L1 by positives",
     batch=lambda: values()() | {"mask": padding(5)},
-    default=TOLD,
+    default=WARNED,
     weight="mask.sum().clamp(min=1)",
 )
 def smooth_l1(model: Any, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def smooth_l1(model: Any, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
 @case(
     "sample weights, divided by their sum",
     batch=lambda: values()() | {"w": padding(9).sum(1).double()},
-    default=TOLD,
+    default=WARNED,
     weight="w.sum()",
 )
 def sample_weights(model: Any, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def importance(model: Any, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return ((model(x) - y).square().mean(1) * w).mean()
 
 
-@case("root of the mean squared error", batch=values(), default=TOLD)
+@case("root of the mean squared error", batch=values(), default=WARNED)
 def rmse(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y).sqrt()
 
@@ -210,7 +210,7 @@ def quantiles(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return torch.maximum(q * off, (q - 1) * off).mean()
 
 
-@case("correlation (Pearson) over the batch", batch=values(), default=TOLD)
+@case("correlation (Pearson) over the batch", batch=values(), default=WARNED)
 def pearson(model: Any, x: Tensor, y: Tensor) -> Tensor:
     a, b = model(x), y
     a, b = a - a.mean(0), b - b.mean(0)
@@ -221,7 +221,7 @@ def pearson(model: Any, x: Tensor, y: Tensor) -> Tensor:
     "survival (Cox) over the batch",
     batch=lambda: {"x": randn(8, 6), "t": randn(8, seed=9)},
     model=mlp(outputs=1),
-    default=TOLD,
+    default=WARNED,
 )
 def cox(model: Any, x: Tensor, t: Tensor) -> Tensor:
     risk = model(x).squeeze(1)[t.argsort(descending=True)]
@@ -250,7 +250,7 @@ def two_heads(model: Any, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
     return F.cross_entropy(one, y) + 0.3 * F.mse_loss(two, v)
 
 
-@case("two heads with different masks", batch=two_targets, model=TwoHeads, default=TOLD)
+@case("two heads with different masks", batch=two_targets, model=TwoHeads, default=WARNED)
 def two_masks(model: Any, x: Tensor, y: Tensor, v: Tensor, m: Tensor) -> Tensor:
     one, two = model(x)
     return F.cross_entropy(one, y) + ((two - v).square() * m).sum() / m.sum()
@@ -289,7 +289,7 @@ class Normed(nn.Module):
         return out
 
 
-@case("BatchNorm in training mode", model=Normed, default=TOLD)
+@case("BatchNorm in training mode", model=Normed, default=WARNED)
 def batch_norm(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
@@ -300,7 +300,7 @@ def mixup_before(model: Any, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return 0.7 * F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out, z)
 
 
-@case("mixup in the step", default=TOLD)
+@case("mixup in the step", default=WARNED)
 def mixup(model: Any, x: Tensor, y: Tensor) -> Tensor:
     out = model(0.7 * x + 0.3 * x.flip(0))
     return 0.7 * F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out, y.flip(0))
@@ -340,7 +340,7 @@ def detect(model: Any, images: list[Tensor], targets: list[dict[str, Tensor]]) -
     "detection lists, by boxes (DETR)",
     batch=detection,
     model=Detector,
-    default=TOLD,
+    default=WARNED,
     weight="sum(len(target['boxes']) for target in targets)",
 )
 def detect_boxes(model: Any, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
@@ -383,7 +383,7 @@ def hinge(model: Any, x: Tensor, z: Tensor) -> Tensor:
     return F.relu(1 - model(x)).mean() + F.relu(1 + model(z)).mean()
 
 
-@case("relativistic average adversarial", batch=pairs(), model=mlp(outputs=1), default=TOLD)
+@case("relativistic average adversarial", batch=pairs(), model=mlp(outputs=1), default=WARNED)
 def relativistic(model: Any, x: Tensor, z: Tensor) -> Tensor:
     real, false = model(x), model(z)
     return F.softplus(false.mean() - real).mean() + F.softplus(false - real.mean()).mean()

@@ -1,4 +1,4 @@
-"""Losses are those of the plain script on the whole batch, or it is told that they are not."""
+"""Losses are those of the plain script on the whole batch, or smp warns that they are not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.dist.pool import Pool
 from tests.losses.__main__ import chosen, expected, line
-from tests.losses.case import EQUAL, EQUAL_TOLD, REFUSED, TOLD
+from tests.losses.case import EQUAL, EQUAL_WARNED, REFUSED, WARNED
 from tests.losses.catalogue import CASES
 from tests.losses.running import LAYOUTS, Result, run
 
@@ -35,7 +35,7 @@ def results(pool: Pool, request: pytest.FixtureRequest) -> dict[tuple[str, str, 
 @pytest.mark.sample(keep=32)
 @pytest.mark.parametrize("row", ROWS, ids=NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loss_is_that_of_the_plain_script_or_the_difference_is_told(
+def test_a_loss_is_that_of_the_plain_script_or_it_warns(
     results: dict[tuple[str, str, bool], Result], layout: str, row: tuple[str, bool]
 ) -> None:
     result = results[row[0], layout, row[1]]
@@ -45,4 +45,6 @@ def test_a_loss_is_that_of_the_plain_script_or_the_difference_is_told(
 def test_the_table_has_losses_of_both_outcomes_and_no_defect() -> None:
     assert len(CASES) >= 60
     found = {CASES[name].expected(layout, weight) for name, weight in ROWS for layout in LAYOUTS}
-    assert {EQUAL, TOLD} <= found <= {EQUAL, TOLD, EQUAL_TOLD, REFUSED}, "a defect is expected"
+    assert {EQUAL, WARNED} <= found <= {EQUAL, WARNED, EQUAL_WARNED, REFUSED}, (
+        "a defect is expected"
+    )

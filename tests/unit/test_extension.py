@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -36,8 +37,12 @@ def test_other_patch_release_of_torch_is_accepted(monkeypatch: pytest.MonkeyPatc
 
 def test_missing_build_says_how_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "smp._build_info", None)
-    with pytest.raises(ImportError, match="make build|pip install"):
+    with pytest.raises(ImportError, match="make build|pip install") as caught:
         _extension.load()
+    package = Path(_extension.__file__).parents[1]
+    assert f"is missing in {package};" in str(caught.value)
+    if (package.parents[1] / "CMakeLists.txt").is_file():
+        assert f"`make build` in {package.parents[1]}" in str(caught.value)
 
 
 def test_rank_prefix_is_kept_in_cpp() -> None:

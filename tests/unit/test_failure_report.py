@@ -46,7 +46,7 @@ def test_report_ends_with_who_where_and_what_to_do() -> None:
     assert who == "| who    global_rank 1 (pipeline stage 1): ValueError: no such label"
     assert error.__traceback__ and __file__ in where
     assert where.endswith("(module '2', microbatch 3, forward)")
-    assert do.startswith("| do     mend what the traceback shows")
+    assert do.startswith("| do     correct the error of the traceback")
     assert do.endswith("; stacks of all ranks: /tmp/stacks")
     assert lines[0].startswith("Traceback of global_rank 1") and "    raise error" in lines
 

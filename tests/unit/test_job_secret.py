@@ -73,7 +73,7 @@ def test_all_ranks_have_the_same_secret_or_none() -> None:
     assert re.fullmatch("[0-9a-f]{16}", one) and one != other
     check_same_secret([one, one, one])
     check_same_secret(["", ""])
-    with pytest.raises(ValueError, match=r"ranks \[1, 2\] were given no SMP_JOB_SECRET"):
+    with pytest.raises(ValueError, match=r"ranks \[1, 2\] have no SMP_JOB_SECRET"):
         check_same_secret([one, "", ""])
-    with pytest.raises(ValueError, match=r"of ranks \[1\] is another one than that of rank 0"):
+    with pytest.raises(ValueError, match=r"of ranks \[1\] differs from that of rank 0"):
         check_same_secret([one, other, one])

@@ -15,11 +15,11 @@ INTERFACES = {"lo", "eth0", "eth1", "docker0"}
 @pytest.mark.parametrize(
     ("env", "devices", "complaint"),
     [
-        ({"NCCL_SOCKET_IFNAME": "ens"}, [], "no interface here is called so"),
-        ({"NCCL_SOCKET_IFNAME": "=eth"}, [], "no interface here is called so"),
+        ({"NCCL_SOCKET_IFNAME": "ens"}, [], "this host has no such interface"),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, [], "this host has no such interface"),
         ({"NCCL_SOCKET_IFNAME": "eth"}, [], ""),
         ({"NCCL_SOCKET_IFNAME": "^docker"}, [], ""),
-        ({"NCCL_SOCKET_IFNAME": "lo"}, [], "cannot be reached by that"),
+        ({"NCCL_SOCKET_IFNAME": "lo"}, [], "does not lead to other hosts"),
         ({"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth0"}, [], "different interfaces"),
         ({"FI_PROVIDER": "efa"}, [], "has no EFA device"),
         ({"FI_PROVIDER": "efa"}, ["rdmap0s6"], ""),
@@ -70,7 +70,7 @@ def test_slow_pairs_and_clocks_are_problems() -> None:
     problems = report(hosts, measured)[-1].problems
     assert problems == [
         "a - c: the clocks are 3.0 s apart; set them (chrony, ntp)",
-        "b - c: 10 MB/s, the middle of all pairs is 100; look at the cable, switch or interface",
+        "b - c: 10 MB/s, the median of all pairs is 100; check the cable, switch or interface",
     ]
 
 

@@ -93,7 +93,7 @@ def test_machine_without_torch_gets_a_report(tmp_path: Path) -> None:
     # `run_probe` puts our packages first, so torch is found behind them, in the broken folder.
     for name in ("packages", "build"):
         assert any("libcudart is missing" in text for text in found[name]["problems"]), found
-    assert "2 ranks could not talk" in found["ranks over tcp"]["problems"][0]
+    assert "2 ranks could not communicate" in found["ranks over tcp"]["problems"][0]
 
 
 @pytest.mark.sample(keep=0)
@@ -120,7 +120,7 @@ def test_lane_of_each_pair_is_named_and_measured(monkeypatch: pytest.MonkeyPatch
         assert re.fullmatch(r"ipc, round trip \d+ us, \d+\.\d+ GB/s", words)
     assert not any("no place" in problem for problem in section.problems)
     too_large = ranks.measure_pairs("lanes", settings, 2, 1 << 20)
-    assert any("found no place on the lane" in problem for problem in too_large.problems)
+    assert any("did not fit into the lane" in problem for problem in too_large.problems)
     host = ranks.measure_pairs("lanes", settings | {"SMP_LANE": "host"}, 2, 1 << 14)
     assert host.values["ranks 0 and 1"].startswith("host, ")
     assert host.values["ranks 0 and 1"].endswith("(SMP_LANE=host)")

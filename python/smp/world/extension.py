@@ -9,6 +9,8 @@ import torch
 
 from smp._torch_releases import minor
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+
 
 def load() -> None:
     """Imports ``smp._C``; afterwards ``from smp import _C`` works.
@@ -21,7 +23,7 @@ def load() -> None:
         built_for = importlib.import_module("smp._build_info").TORCH_VERSION
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"the C++ extension of smp is missing in {Path(__file__).parent}; {_rebuild_hint()}"
+            f"the C++ extension of smp is missing in {_PACKAGE}; {_rebuild_hint()}"
         ) from error
     if minor(built_for) != minor():
         raise ImportError(
@@ -32,7 +34,7 @@ def load() -> None:
 
 
 def _rebuild_hint() -> str:
-    root = Path(__file__).resolve().parents[2]
+    root = _PACKAGE.parents[1]
     if (root / "CMakeLists.txt").is_file():
         return f"build it with `make build` in {root}"
     options = "--no-build-isolation --no-deps --force-reinstall"

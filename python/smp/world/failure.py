@@ -38,11 +38,11 @@ _RULE = "+" + "-" * 78
 
 #: Advice by kind of failure, for ranks that cannot give advice themselves.
 _ADVICE = {
-    "died": "look at its last lines, and in `dmesg`: the system kills a process for want of memory",
-    "unreachable": "look at that host, and at the network between the hosts",
-    "left": "give all ranks equally many steps, or train in `with model.join():`",
-    "deadlock": "make the same collective calls on all ranks, in one order",
-    "stuck": "look at its stack; raise SMP_HANG_S if it was only busy",
+    "died": "read its last lines, and `dmesg`: the system kills processes if memory runs out",
+    "unreachable": "check that host, and the network between the hosts",
+    "left": "give all ranks the same number of steps, or train in `with model.join():`",
+    "deadlock": "make the same collective calls on all ranks, in the same order",
+    "stuck": "read its stack; raise SMP_HANG_S if it was only busy",
 }
 
 
@@ -240,7 +240,7 @@ def _remedy(error: BaseException, message: Sequence[str]) -> str:
     clause = message[0].rpartition("; ")[2] if "; " in message[0] else ""
     if is_ours and clause:
         return clause
-    return "mend what the traceback shows, because of which the other ranks ended"
+    return "correct the error of the traceback, which ended the other ranks as well"
 
 
 def write_failure(

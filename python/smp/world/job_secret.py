@@ -46,7 +46,7 @@ def given_secret(env: Mapping[str, str]) -> bytes | None:
     if len(secret) < _C.MIN_SECRET_BYTES:
         raise ValueError(
             f"smp launch: the secret in {where} has {len(secret)} bytes; give at least "
-            f"{_C.MIN_SECRET_BYTES} that nobody can guess, {_HOW}"
+            f"{_C.MIN_SECRET_BYTES} random ones, {_HOW}"
         )
     return secret
 
@@ -90,12 +90,12 @@ def check_same_secret(fingerprints: Sequence[str]) -> None:
     without = [rank for rank, one in enumerate(fingerprints) if not one]
     if without:
         raise ValueError(
-            f"smp launch: ranks {without} were given no {SECRET_VARIABLE} (nor {FILE_VARIABLE}), "
-            "other ranks were; give all ranks of a job the same secret, or none of them one"
+            f"smp launch: ranks {without} have no {SECRET_VARIABLE} (nor {FILE_VARIABLE}), "
+            "other ranks have one; give all ranks of a job the same secret, or none at all"
         )
     others = [rank for rank, one in enumerate(fingerprints) if one != fingerprints[0]]
     raise ValueError(
-        f"smp launch: {SECRET_VARIABLE} (or {FILE_VARIABLE}) of ranks {others} is another one than "
+        f"smp launch: {SECRET_VARIABLE} (or {FILE_VARIABLE}) of ranks {others} differs from "
         "that of rank 0; give all ranks of a job the same secret"
     )
 

@@ -266,8 +266,8 @@ def plan_rendezvous(
     missing = "MASTER_PORT" if host else "MASTER_ADDR and MASTER_PORT"
     hint = " (mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<free port>)"
     raise ValueError(
-        f"smp launch: {launch.world_size} {launch.launcher} processes on several hosts do not know "
-        f"where to meet: {missing} is not set; set it to the host of rank 0 and a free port"
+        f"smp launch: {launch.world_size} {launch.launcher} processes on several hosts have no "
+        f"meeting point: {missing} is not set; set it to the host of rank 0 and a free port"
         + (hint if launch.launcher == "mpi" else "")
     )
 
@@ -294,7 +294,7 @@ def _mpi_job(env: Mapping[str, str]) -> str:
     parts = [f"{name}={env[name]}" for name in _MPI_JOB_VARIABLES if name in env]
     if not parts:
         raise ValueError(
-            "smp launch: this mpirun does not say which job it runs (no PMIX_NAMESPACE); "
+            "smp launch: mpirun has set no variable that identifies the job (PMIX_NAMESPACE); "
             "set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port"
         )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]

@@ -216,9 +216,9 @@ def _install_handler() -> None:
     if threading.current_thread() is not threading.main_thread():
         if first_rank_log.is_new("no SIGTERM"):
             first_rank_log.warning(
-                "smp: SIGTERM is no request to stop here: steps run on thread "
-                f"{threading.current_thread().name!r}, and Python gives signals to the main one; "
-                "call smp.preemption.request() where you hear of the end"
+                "smp: SIGTERM does not request a stop here: steps run on thread "
+                f"{threading.current_thread().name!r}, and only the main one gets "
+                "signals; call smp.preemption.request() when the machine is about to end"
             )
         return
     _Process.has_handler = True

@@ -200,8 +200,8 @@ class Rank:
         """
         if self._has_ended:
             raise RuntimeError(
-                f"{what} was called by an object of a run that smp.shutdown has ended; make models "
-                "and optimizers anew after smp.init"
+                f"{what} was called by an object of a run that smp.shutdown has ended; create "
+                "models and optimizers again after smp.init"
             )
         if not self.is_own_process:
             raise RuntimeError(

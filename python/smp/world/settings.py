@@ -118,7 +118,7 @@ def _mib(env: Mapping[str, str], name: str, default: int, most: int) -> int:
 def _count(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name) or str(default)
     if not text.isdecimal():
-        raise ValueError(f"smp: {name}={text!r} is not a whole number from 0 on; correct it")
+        raise ValueError(f"smp: {name}={text!r} is not a whole number >= 0; correct it")
     return int(text)
 
 

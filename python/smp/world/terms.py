@@ -20,8 +20,8 @@ from smp.world.attached import Scaling
 
 _TOLERANCE = 1e-9  # machines may compute numbers differently
 _SAME_NUMBERS = (
-    "Set it alike on all ranks: give schedulers that follow a loss (ReduceLROnPlateau) one number "
-    "for all of them, the mean over ranks (smp.allgather, or an all-reduce of torch.distributed)"
+    "Set the same value on all ranks: give schedulers that follow a loss (ReduceLROnPlateau) the "
+    "mean over ranks (smp.allgather, or an all-reduce of torch.distributed)"
 )
 _SAME_GROUPS = "Make the same parameter groups on all ranks"
 _SAME_NORM = (

@@ -130,8 +130,8 @@ def report(hosts: Sequence[Host], measured: Mapping[tuple[int, int], Pair | str]
         )
         if found.bytes_per_s < _SLOW * rates[len(rates) // 2]:
             pairs.problems.append(
-                f"{name}: {found.bytes_per_s / 1e6:.0f} MB/s, the middle of all pairs is "
-                f"{rates[len(rates) // 2] / 1e6:.0f}; look at the cable, switch or interface"
+                f"{name}: {found.bytes_per_s / 1e6:.0f} MB/s, the median of all pairs is "
+                f"{rates[len(rates) // 2] / 1e6:.0f}; check the cable, switch or interface"
             )
         if abs(found.ahead_s) > _MOST_APART_S:
             pairs.problems.append(

@@ -28,8 +28,8 @@ def find_conflicts(env: Mapping[str, str], interfaces: set[str], root: Path) -> 
     ]
     if env.get("NCCL_P2P_DISABLE") == "1" and env.get("NCCL_SHM_DISABLE") == "1":
         problems.append(
-            "NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1: GPUs of one host talk over the network; "
-            "unset one of them"
+            "NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1: GPUs of one host communicate over the "
+            "network; unset one of them"
         )
     return problems
 
@@ -42,16 +42,16 @@ def _interface_problems(env: Mapping[str, str], interfaces: set[str]) -> list[st
         fits = {n for n in interfaces if n == exact or (nccl[0] != "=" and n.startswith(exact))}
         if not fits:
             problems.append(
-                f"NCCL_SOCKET_IFNAME={nccl}, and no interface here is called so; there are "
+                f"NCCL_SOCKET_IFNAME={nccl}, but this host has no such interface; it has "
                 f"{', '.join(sorted(interfaces))}"
             )
         elif all(name.startswith(_VIRTUAL) for name in fits):
-            problems.append(f"NCCL_SOCKET_IFNAME={nccl}: other hosts cannot be reached by that")
+            problems.append(f"NCCL_SOCKET_IFNAME={nccl}: it does not lead to other hosts")
         gloo = env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         if gloo and fits and gloo not in fits:
             problems.append(
                 f"NCCL_SOCKET_IFNAME={nccl} and GLOO_SOCKET_IFNAME={gloo} name different "
-                "interfaces; if one of them is the slow one, a job trains and is slow"
+                "interfaces; a slow one makes the whole job slow; use one of them for both"
             )
     return problems
 

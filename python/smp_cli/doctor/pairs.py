@@ -82,7 +82,7 @@ def _prove(connection: socket.socket, handshake: _C.Handshake) -> bytes:
             return received
         piece = connection.recv(_CHUNK_BYTES)
         if not piece:
-            raise OSError("closed before both sides had proven that they know the secret")
+            raise OSError("closed before both sides had proved the secret")
         received += piece
 
 

@@ -71,8 +71,8 @@ def measure_pairs(name: str, settings: Mapping[str, str], size: int, num_bytes: 
     _judge(section, found["pairs"])
     if found["missed"]:
         section.problems.append(
-            f"{found['missed']:.0f} tensors of {num_bytes} bytes found no place on the lane of "
-            "their pair and went through the host; its bandwidth is that of both"
+            f"{found['missed']:.0f} tensors of {num_bytes} bytes did not fit into the lane of "
+            "their pair and were sent through the host; the bandwidth is that of both ways"
         )
     return section
 
@@ -120,7 +120,7 @@ def run_ranks(
         try:
             outputs = [rank.communicate(timeout=limit_s)[0] for rank in ranks]
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{size} ranks did not meet or talk within {limit_s:g} s") from None
+            raise RuntimeError(f"{size} ranks did not communicate within {limit_s:g} s") from None
         finally:
             for rank in ranks:
                 rank.send_signal(signal.SIGKILL)
@@ -128,7 +128,7 @@ def run_ranks(
     for rank, output in zip(ranks, outputs, strict=True):
         if rank.returncode != 0:
             last = (["no output"] + [line for line in output.splitlines() if line.strip()])[-1]
-            raise RuntimeError(f"{size} ranks could not talk to each other: {last}")
+            raise RuntimeError(f"{size} ranks could not communicate: {last}")
     found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
     return found
 
