@@ -100,7 +100,7 @@ def test_what_the_store_has_is_not_sent_again(address: names.Address, tmp_path: 
     held = save(tmp_path / "local", 1)
     first = Progress()
     sending.send_share(store, held[0], 0, 2, first)
-    with pytest.raises(NotSent, match="files of .* have not come in 0 s"):
+    with pytest.raises(NotSent, match="files of .* have not arrived within 0 s"):
         sending.complete(store, held[0], lambda: None, 0.0)
     assert not store.look(held[0].key).is_complete
     # Another number of ranks goes on; an object that is too short is sent again.

@@ -121,7 +121,7 @@ class _Uneven:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}this replica has no batch, and the model is not "
                     "partitioned yet; with pipeline parallelism give every replica at least one "
-                    "batch inside of join(), or run a step before"
+                    "batch inside of join(), or run a step before join()"
                 )
             before = engine.gradients.num_reductions
             self._shadow_step(_first(active), max(active))
@@ -188,8 +188,9 @@ class _Uneven:
                 out = [rank for rank in peers if not by_rank[rank]]
                 raise RuntimeError(
                     f"{_C.rank_prefix()}ranks {out} have run out of batches, but others of their "
-                    f"tensor-parallel group {list(peers)} have not; join() makes up for whole "
-                    "replicas only: give all ranks of a tensor-parallel group equally many batches"
+                    f"tensor-parallel group {list(peers)} have not; join() compensates for whole "
+                    "replicas only: give all ranks of a tensor-parallel group the same number of "
+                    "batches"
                 )
 
     # ---- at the end

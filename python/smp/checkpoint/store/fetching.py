@@ -191,7 +191,7 @@ class _Use:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     os.close(descriptor)
-                    raise TimeoutError(f"{folder} is being deleted for {_DELETE_S:g} s") from None
+                    raise TimeoutError(f"{folder} is not deleted after {_DELETE_S:g} s") from None
                 time.sleep(_POLL_S)
             except BaseException:
                 os.close(descriptor)
