@@ -288,7 +288,7 @@ def test_a_damaged_object_is_not_taken(address: names.Address, tmp_path: Path) -
     assert os.listdir(reader.folder) == ["manifest.json"]
     sending.delete(store, held[0].key, store.look(held[0].key).sizes)
     with pytest.raises(
-        FileNotFoundError, match="f3.pt is not there any more: the checkpoint was deleted"
+        FileNotFoundError, match="f3.pt does not exist any more: the checkpoint was deleted"
     ):
         reader.get("f3.pt")
 

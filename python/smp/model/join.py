@@ -229,16 +229,17 @@ def _check(current: runtime.Runtime, engine: Engine) -> None:
         f"ddp={config.ddp}": (not config.ddp, "there are no replicas to join; use ddp=True"),
         "deterministic_server=True": (
             config.orders_replicas and current.rank.sizes["pp"] > 1,
-            "replicas follow the order of the first one, so all need equally many batches",
+            "replicas follow the order of the first one, so all need the same number of batches",
         ),
     }
     reasons["layout_independent_dropout=True"] = (
         config.layout_independent_dropout,
-        "each step tells all ranks which samples it has, so all of them need equally many batches",
+        "each step numbers its samples over all ranks, so all of them need the same number of "
+        "batches",
     )
     lockstep = lockstep_of(current.rank)
     if lockstep is not None:
-        reason = f"{lockstep.reason}, so all of them need equally many batches"
+        reason = f"{lockstep.reason}, so all of them need the same number of batches"
         reasons[f"{lockstep.key}={lockstep.value}"] = (True, reason)
     for key, (is_so, reason) in reasons.items():
         if is_so:
