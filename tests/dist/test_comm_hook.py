@@ -292,8 +292,8 @@ def misuse(rank: int, how: str) -> None:
         ("raises", "communication hook raised KeyError: 'of the hook'"),
         ("no future", "returns a torch.futures.Future"),
         ("short", "elements, got 3"),
-        ("in a step", "is called between steps"),
-        ("in a join", "is called between steps"),
+        ("in a step", "call register_comm_hook between steps"),
+        ("in a join", "call register_comm_hook between steps"),
     ],
 )
 def test_a_hook_that_fails_is_an_error_that_says_so(pool: Pool, how: str, words: str) -> None:

@@ -118,6 +118,6 @@ def test_forwards_that_write_into_a_copy_are_named(pool: Pool) -> None:
 
 def test_rows_that_each_replica_would_scale_are_refused(pool: Pool) -> None:
     ids = torch.arange(4).reshape(4, 1)
-    with pytest.raises(RankFailure, match="each of 2 replicas reads others"):
+    with pytest.raises(RankFailure, match="each of 2 replicas reads other rows"):
         pool.run(2, run_a_step, nn.Embedding(8, 4, max_norm=1.0), {}, ids)
     pool.run(1, run_a_step, nn.Embedding(8, 4, max_norm=1.0), {}, ids)

@@ -236,7 +236,7 @@ def train_unwrapped(rank: int, config: Config, how: str) -> float:
                          (2, {"tensor_parallel_degree": 2})],
 )  # fmt: skip
 def test_a_forgotten_distributed_model_is_an_error(pool: Pool, size: int, config: Config) -> None:
-    words = r"gave gradients to a Linear, but no smp.DistributedModel is there.*Wrap the model"
+    words = r"gave gradients to a Linear, but there is no smp.DistributedModel.*Wrap the model"
     with pytest.raises(RankFailure, match=words):
         pool.run(size, train_unwrapped, config, "train")
 

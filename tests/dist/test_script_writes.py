@@ -536,7 +536,7 @@ def show_some(rank: int, config: Config) -> dict[str, str]:
 def test_some_parameters_are_whole_and_misuse_is_named(pool: Pool, layout: str) -> None:
     num_ranks, config = LAYOUTS[layout]
     for messages in pool.run(num_ranks, show_some, config):
-        assert "no parameters of the model" in messages["stranger"]
+        assert "not parameters of the model" in messages["stranger"]
         wrong = "runs inside of smp.whole_parameters"
         if layout == "sharded":
             wrong = "smp.whole_parameters was called inside step"

@@ -176,7 +176,7 @@ def train_while_code_thaws(rank: int, config: Config) -> None:
     ("size", "config", "words"),
     [
         (1, {}, r"'layers\.0\.weight' was frozen when this step began, and has got a gradient"),
-        (2, {"pipeline_parallel_degree": 2}, "its parameter 'weight' is trained, and it is frozen"),
+        (2, {"pipeline_parallel_degree": 2}, "its parameter 'weight' is trained, but it is frozen"),
     ],
 )
 def test_code_of_a_forward_that_thaws_is_named(

@@ -138,7 +138,7 @@ def test_malformed_safetensors_are_refused(tmp_path: Path, header: Any) -> None:
     text = json.dumps(header).encode()
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 16)
-    with pytest.raises(ValueError, match="x.safetensors is no safetensors file"):
+    with pytest.raises(ValueError, match="x.safetensors is not a safetensors file"):
         huggingface.read_safetensors(path)
     path.write_bytes((2**60).to_bytes(8, "little") + text)
     with pytest.raises(ValueError, match="a header of"):
@@ -150,11 +150,11 @@ def test_json_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
         text = (opening * 10**5 + "0" + closing * 10**5).encode()
         path = tmp_path / "x.safetensors"
         path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 16)
-        with pytest.raises(ValueError, match="x.safetensors is no safetensors file"):
+        with pytest.raises(ValueError, match="x.safetensors is not a safetensors file"):
             huggingface.read_safetensors(path)
         index = tmp_path / "pytorch_model.bin.index.json"
         index.write_bytes(text)
-        with pytest.raises(ValueError, match="no index of weights"):
+        with pytest.raises(ValueError, match="not an index of weights"):
             huggingface.open_weights(index)
 
 
@@ -162,13 +162,17 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "x.bin")
     (tmp_path / "in").mkdir()
     index = tmp_path / "in" / "pytorch_model.bin.index.json"
-    for name, text in (("../x.bin", "no index of weights"), ("y", "no index"), (3, "no index")):
+    for name, text in (
+        ("../x.bin", "not an index of weights"),
+        ("y", "not an index"),
+        (3, "not an index"),
+    ):
         index.write_text(json.dumps({"weight_map": {"a": name}} if name != "y" else {}))
         with pytest.raises(ValueError, match=text):
             huggingface.open_weights(index)
     torch.save({"b": torch.ones(1)}, tmp_path / "in" / "x.bin")
     index.write_text(json.dumps({"weight_map": {"a": "x.bin"}}))
-    with pytest.raises(ValueError, match="'a' for one"):
+    with pytest.raises(ValueError, match="'a' among them"):
         huggingface.open_weights(index)
 
 

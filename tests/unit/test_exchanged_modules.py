@@ -63,5 +63,5 @@ def test_state_has_what_a_wrapper_holds(model: smp.DistributedModel) -> None:
 
 @pytest.mark.parametrize("model", [True], indirect=True)
 def test_new_parameters_are_refused_by_name(model: smp.DistributedModel) -> None:
-    with pytest.raises(RuntimeError, match=r"'layer\.inner\.weight' was put into the model after"):
+    with pytest.raises(RuntimeError, match=r"'layer\.inner\.weight' was added to the model after"):
         model.local_state_dict()

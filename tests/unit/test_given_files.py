@@ -154,7 +154,7 @@ def test_what_is_no_text_or_number_is_one_error(tmp_path: Path, content: bytes) 
 def test_an_index_names_no_index(tmp_path: Path) -> None:
     index = tmp_path / "a.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "a.index.json"}}))
-    with pytest.raises(ValueError, match="no index of weights: weight_map names another index"):
+    with pytest.raises(ValueError, match="not an index of weights: weight_map names another index"):
         huggingface.open_weights(index)
 
 

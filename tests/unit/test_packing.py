@@ -86,7 +86,7 @@ def test_a_device_becomes_the_receivers_own() -> None:
 
 
 def test_what_cannot_travel_is_named() -> None:
-    with pytest.raises(ValueError, match="cannot travel"):
+    with pytest.raises(ValueError, match="cannot be sent"):
         CODEC.pack_result({"f": lambda x: x})
 
 

@@ -360,7 +360,7 @@ def test_an_optimizer_with_replaced_parameters_is_refused_by_name() -> None:
         root = nn.Sequential(nn.Linear(4, 4))
     early = torch.optim.SGD(root.parameters(), lr=0.1)
     smp.DistributedModel(root)
-    with pytest.raises(ValueError, match="'0.weight' for one"):
+    with pytest.raises(ValueError, match="'0.weight' among them"):
         smp.DistributedOptimizer(early)
     smp.DistributedOptimizer(torch.optim.SGD(root.parameters(), lr=0.1))
 

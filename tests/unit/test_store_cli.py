@@ -76,7 +76,7 @@ def test_commands_work_on_stores(
     assert _run("diff", tmp_path / "got", old, "--tag", "x") == 0
     assert [p.name for p in (tmp_path / "got").iterdir()] == ["x_partial"]
     assert _run("fetch", address, tmp_path / "got" / "x_partial") == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
     assert _run("reshard", address, tmp_path / "one_partial") == 0
     assert _run("diff", address, tmp_path / "one_partial") == 0

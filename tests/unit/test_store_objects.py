@@ -100,7 +100,7 @@ def test_what_the_store_has_is_not_sent_again(address: names.Address, tmp_path: 
     held = save(tmp_path / "local", 1)
     first = Progress()
     sending.send_share(store, held[0], 0, 2, first)
-    with pytest.raises(NotSent, match="files of .* have not come in 0 s"):
+    with pytest.raises(NotSent, match="files of .* have not arrived within 0 s"):
         sending.complete(store, held[0], lambda: None, 0.0)
     assert not store.stored(held[0].key).is_complete
     # Another number of ranks goes on; an object that is too short is sent again.
@@ -288,7 +288,7 @@ def test_a_damaged_object_is_not_taken(address: names.Address, tmp_path: Path) -
     assert os.listdir(reader.folder) == ["manifest.json"]
     sending.delete(store, held[0].key, store.stored(held[0].key).sizes)
     with pytest.raises(
-        FileNotFoundError, match="f3.pt is not there any more: the checkpoint was deleted"
+        FileNotFoundError, match="f3.pt does not exist any more: the checkpoint was deleted"
     ):
         reader.get("f3.pt")
 

@@ -37,7 +37,7 @@ def test_an_address_is_understood(text: str, shown: str) -> None:
         ("s3://bucket//x", "without empty parts"),
         ("s3://bucket/../x", "without empty parts"),
         ("file://folder", "the whole path"),
-        ("simplecache::s3://bucket/x", "no address"),
+        ("simplecache::s3://bucket/x", "not an address"),
         ("s3://bucket/x::s3", "chains"),
     ],
 )

@@ -55,8 +55,8 @@ class Deferred:
         tensor = self.make().detach()
         if tuple(tensor.shape) != tuple(self.shape) or tensor.dtype != self.dtype:
             raise ValueError(
-                f"a deferred tensor was announced as {self.dtype} {list(self.shape)} and came as "
-                f"{tensor.dtype} {list(tensor.shape)}"
+                f"a deferred tensor was announced as {self.dtype} {list(self.shape)} and arrived "
+                f"as {tensor.dtype} {list(tensor.shape)}"
             )
         return _contiguous_pieces(tensor)
 

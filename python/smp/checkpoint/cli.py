@@ -57,8 +57,8 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         type=_registration,
         metavar="FAMILY:CLASS",
-        help="translate names of this distributed class (gpt2:GPT2LMHeadModel); default: what the "
-        "checkpoint says",
+        help="translate names of this distributed class (gpt2:GPT2LMHeadModel); default: that of "
+        "the checkpoint",
     )
 
     command = _command(commands, "reshard", _reshard, "rewrite as another number of files")

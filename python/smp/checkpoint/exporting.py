@@ -61,7 +61,7 @@ def export(
         ValueError: there is no model, or a family is unknown.
     """
     if target.is_dir() and any(target.glob("*.safetensors*")):
-        raise FileExistsError(f"{target} has safetensors files already; give another folder")
+        raise FileExistsError(f"{target} already has safetensors files; give another folder")
     with FolderReader(source) as reader:
         weights = _weights_of(reader.manifest, rounds=dtype is None)
         if not weights:
@@ -248,6 +248,6 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+)\s*(K|M|G|T|)B?", text.strip(), re.IGNORECASE)
     if match is None or int(match[1]) == 0:
-        raise ValueError(f"{text!r} is no size; write 5GB or 500MB")
+        raise ValueError(f"{text!r} is not a size; write 5GB or 500MB")
     thousands: int = 1000 ** ("", "K", "M", "G", "T").index(match[2].upper())
     return int(match[1]) * thousands

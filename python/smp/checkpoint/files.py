@@ -128,7 +128,7 @@ def load(
     if not Path(f).exists():
         there = sorted(p.name for p in Path(f).parent.glob("*") if p.name.startswith(Path(f).name))
         raise FileNotFoundError(
-            f"{_C.rank_prefix()}{f} does not exist; files with this beginning: {there or 'none'}. "
+            f"{_C.rank_prefix()}{f} does not exist; files with this prefix: {there or 'none'}. "
             "Load files of ranks with partial=True"
         )
     return load_file(Path(f))

@@ -260,7 +260,7 @@ def fill_groups(
                 + ", ".join(f"'{name}' of group {place}" for place, name in found.items())
             )
             raise RuntimeError(
-                f"{_C.rank_prefix()}parameter group {idx} {reason}; make the optimizer with the "
+                f"{_C.rank_prefix()}parameter group {idx} {reason}; create the optimizer with the "
                 "groups that were saved, or pass strict=False or load_optimizer=False"
             )
         if options:

@@ -78,7 +78,7 @@ class Generation:
             if time.monotonic() > deadline:
                 raise FileNotFoundError(
                     f"host {socket.gethostname()} does not see {result.folder}, which the first "
-                    f"rank made: {path} must be a folder that all hosts share"
+                    f"rank created: {path} must be a folder that all hosts share"
                 )
             time.sleep(0.05)
         return result

@@ -91,7 +91,7 @@ def _open_index(path: Path) -> dict[str, Any]:
         if any(name.endswith(INDEX) for name in files):
             raise ValueError("weight_map names another index")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{_C.rank_prefix()}{path} is no index of weights: {error}") from None
+        raise ValueError(f"{_C.rank_prefix()}{path} is not an index of weights: {error}") from None
     state: dict[str, Any] = {}
     for name in files:
         held = open_weights(path.with_name(name))
@@ -99,8 +99,8 @@ def _open_index(path: Path) -> dict[str, Any]:
     missing = sorted(set(weight_map) - set(state))
     if missing:
         raise ValueError(
-            f"{_C.rank_prefix()}{path} names {len(missing)} tensors, '{missing[0]}' for one, that "
-            "are not in the files that it gives for them"
+            f"{_C.rank_prefix()}{path} names {len(missing)} tensors, '{missing[0]}' among them, "
+            "that are not in the files that it lists for them"
         )
     return state
 
@@ -156,7 +156,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         header.pop("__metadata__", None)
         return {name: _mapped(memory, 8 + size, info) for name, info in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{_C.rank_prefix()}{path} is no safetensors file: {error}") from None
+        raise ValueError(f"{_C.rank_prefix()}{path} is not a safetensors file: {error}") from None
 
 
 def _mapped(memory: mmap.mmap, start: int, info: dict[str, Any]) -> Tensor:

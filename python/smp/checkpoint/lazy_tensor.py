@@ -58,7 +58,7 @@ class LazyTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            raise TypeError(f"{func} changes a tensor of a state dict that is not there yet")
+            raise TypeError(f"{func} changes a tensor of a state dict that is not loaded yet")
         flat, spec = pytree.tree_flatten((args, kwargs))
         metas = [_meta_of(item) for item in flat]
         meta_args, meta_kwargs = pytree.tree_unflatten(metas, spec)

@@ -65,14 +65,14 @@ def own(path: Path, generation: str, only: str | None = None) -> OwnerLock:
         ValueError: the generation is no word, or is in use.
     """
     if not _GENERATION.match(generation):
-        raise ValueError(f"generation {generation!r} must be of letters, digits, _ and -")
+        raise ValueError(f"generation {generation!r} must consist of letters, digits, _ and -")
     recover(path, only)
     deadline = time.monotonic() + _LOOKED_AT_SECONDS
     while (lock := OwnerLock.take(lock_path(path, generation))) is None:
         if time.monotonic() > deadline:
             raise ValueError(
-                f"generation {generation} of {path} is being written by another process; each "
-                "save needs a number of its own"
+                f"generation {generation} of {path} is being written by another process; each save "
+                "needs its own number"
             )
         time.sleep(0.01)
     lock.sign()

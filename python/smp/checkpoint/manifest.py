@@ -234,8 +234,7 @@ def read(folder: Path) -> Manifest:
         text = given_files.read_bytes(path, most_bytes=None)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{folder} has no {FILE_NAME}: it is no checkpoint of smp, or one that was never "
-            "completed"
+            f"{folder} has no {FILE_NAME}: it is not a checkpoint of smp, or was never completed"
         ) from None
     except OSError as error:
         raise ManifestError(f"{path} cannot be read: {error.strerror}") from None
@@ -265,7 +264,7 @@ def unseal(text: bytes, source: str) -> Any:
     try:
         return given_files.parse_json(body + b"}")
     except ValueError as error:
-        raise ManifestError(f"{source}: no JSON: {error}") from None
+        raise ManifestError(f"{source}: not JSON: {error}") from None
 
 
 class _errors:

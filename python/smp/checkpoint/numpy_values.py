@@ -84,7 +84,7 @@ class _Dtype:
         orders = [(_VERSION_OF_DTYPE, order, None, None, None, *tail) for order in "<>|="]
         is_plain = type(state) is tuple and {type(item) for item in state} <= {int, str, type(None)}
         if not is_plain or state not in orders:
-            raise Unfit("a numpy dtype with fields, or of a form that is not known")
+            raise Unfit("a numpy dtype with fields, or of an unknown form")
 
 
 class _Array:
@@ -109,7 +109,7 @@ def _rebuild_array(*args: Any) -> _Array:
     match args:
         case (made, (int(0),), bytes(b"b")) if made is _Array:
             return _Array()
-    raise Unfit("a numpy array of a class of somebody's own")
+    raise Unfit("a numpy array of a user-defined class")
 
 
 def _rebuild_scalar(*args: Any) -> object:

@@ -313,8 +313,8 @@ def _check_named(everything: Iterable[Updated]) -> None:
     if strange:
         raise ValueError(
             f"{_C.rank_prefix()}the optimizer has {len(strange)} parameters, one of sizes "
-            f"{list(strange[0].tensor.shape)}, that are not in the model; save the model whose "
-            "parameters it updates"
+            f"{list(strange[0].tensor.shape)}, that are not in the model; save it together with "
+            "the model whose parameters it updates"
         )
 
 

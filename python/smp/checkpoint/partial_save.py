@@ -242,7 +242,7 @@ class PartialSave:
         if not self._is_first:
             self._wait_for(generation.is_over)
             if not generation.committed():
-                raise RuntimeError("the first rank has given up; its error says why")
+                raise RuntimeError("the first rank has failed; its error has the reason")
         self._send()
 
     def _wait_for(self, happened: Callable[[], bool]) -> None:
@@ -256,7 +256,7 @@ class PartialSave:
                 raise _OthersFailed(fault)
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{self._generation.folder} has not got the parts of all ranks in "
+                    f"{self._generation.folder} did not receive the parts of all ranks within "
                     f"{self._rank.timeout_s:g} s"
                 )
             time.sleep(_POLL_S)

@@ -70,7 +70,7 @@ def seed_anew(seed: int, num_steps: int, global_rank: int, *, drops_alike: bool 
         numpy.random.seed(mixed & (2**32 - 1))
     if global_rank == 0:
         _log.warning(
-            "smp: the checkpoint was saved on another layout, so random states are seeded anew "
+            "smp: the checkpoint was saved on another layout, so random states are seeded again "
             "from the seed, the steps so far and the rank; %s from those of an uninterrupted run",
             "shuffling differs" if drops_alike else "dropout and shuffling differ",
         )

@@ -76,7 +76,7 @@ def load_any_layout(path: Path, load: Callable[..., Any], rank: Rank) -> Any:
         there = sorted(p.name for p in path.parent.glob("*") if p.name.startswith(path.name))
         raise FileNotFoundError(
             f"{_C.rank_prefix()}none of {[path.name + end for end in ends]} exists in "
-            f"{path.parent}; files with this beginning: {there or 'none'}. Load a full file with "
+            f"{path.parent}; files with this prefix: {there or 'none'}. Load a full file with "
             "partial=False"
         )
     return _without_layout(load(_with(path, own)) if loaded is None else loaded)

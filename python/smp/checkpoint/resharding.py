@@ -36,7 +36,7 @@ def reshard(source: Path, target: Path, num_parts: int = 1) -> Manifest:
     if num_parts < 1:
         raise ValueError(f"{num_parts} parts: give at least 1")
     if target.exists():
-        raise FileExistsError(f"{target} is there already; give a new folder")
+        raise FileExistsError(f"{target} exists already; give a new folder")
     generation = Generation.begin(target.parent, target.name, new_generation())
     try:
         with FolderReader(source) as reader:

@@ -58,7 +58,7 @@ class LaterCopies:
                     _C.copy_tensor(pair.place, pair.source)
                 if pair.source._version != pair.version:
                     raise RuntimeError(
-                        "the optimizer's state was changed while it was copied, and not by a step "
+                        "the optimizer's state was changed while it was copied, but not by a step "
                         "of the optimizer; change it after handle.wait(), or save with "
                         "blocking=True"
                     )

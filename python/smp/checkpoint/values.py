@@ -72,7 +72,7 @@ def decode(value: Any, device: torch.device) -> Any:
         case {"tensor": items, "dtype": str(name), "shape": list(shape), "on_cpu": bool(on_cpu)}:
             dtype = getattr(torch, name, None)
             if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"no dtype of torch: {name!r}")
+                raise ValueError(f"not a dtype of torch: {name!r}")
             tensor = torch.tensor(decode(items, device), dtype=dtype).view(shape)
             return tensor if on_cpu else tensor.to(device)
-    raise ValueError(f"no value of a checkpoint: {value!r}")
+    raise ValueError(f"not a value of a checkpoint: {value!r}")

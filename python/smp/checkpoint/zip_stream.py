@@ -61,8 +61,8 @@ class ZipStream:
         write()
         if self._sink.position - begin != num_bytes:
             raise ValueError(
-                f"record {name}: {num_bytes} bytes were announced, "
-                f"{self._sink.position - begin} came"
+                f"record {name}: {num_bytes} bytes were announced, {self._sink.position - begin} "
+                "arrived"
             )
         crc = self._sink.take_crc32()
         sizes = "<QQ" if is_large else "<II"

@@ -67,11 +67,10 @@ def _check_scaled_rows(module: nn.Module, current: runtime.Runtime) -> None:
     for name, table in module.named_modules():
         if isinstance(table, tables) and table.max_norm is not None and replicas > 1:
             raise ValueError(
-                f"{_C.rank_prefix()}'{name}' ({type(table).__name__}) has max_norm="
-                f"{table.max_norm}: its forward scales the rows that it reads, and each of "
-                f"{replicas} replicas reads others, so their weights would "
-                "differ. Use max_norm=None and scale all rows after optimizer.step(), or "
-                "one replica"
+                f"{_C.rank_prefix()}'{name}' ({type(table).__name__}) has "
+                f"max_norm={table.max_norm}: its forward scales the rows that it reads, and each "
+                f"of {replicas} replicas reads other rows, so their weights would differ. Use "
+                "max_norm=None and scale all rows after optimizer.step(), or one replica"
             )
 
 
@@ -115,7 +114,8 @@ def _check_memory(module: nn.Module, current: runtime.Runtime) -> None:
                 raise ValueError(
                     f"{_C.rank_prefix()}'{last}' and '{name}' are two tensors with memory in "
                     "common, which would be two different ones after wrapping: make them one "
-                    "parameter (other.weight = self.weight), or compute one of the other in forward"
+                    "parameter (other.weight = self.weight), or compute one from the other in "
+                    "forward"
                 )
         if stop > end:
             end, last = stop, name

@@ -70,13 +70,13 @@ def _refuse(pp_rank: int, name: str, given: object) -> NoReturn:
     if name == "tensors" and pp_rank > 0:
         raise TypeError(
             f"{_C.rank_prefix()}model.backward got {what} in the place of a loss, on pipeline rank "
-            f"{pp_rank}. The forward of the whole model runs on pipeline rank 0 only, so what it "
-            "writes to attributes (as in model.last_loss) is not here, and what it returns is: "
-            "return the loss from forward"
+            f"{pp_rank}. The forward of the whole model runs on pipeline rank 0 only, so "
+            "attributes that it writes (such as model.last_loss) are not set here, but its results "
+            "are here: return the loss from forward"
         )
     raise TypeError(
         f"{_C.rank_prefix()}model.backward takes a tensor or a sequence of tensors as {name}, got "
-        f"{what}; hand over the loss as the model has made it, without .item()"
+        f"{what}; pass the loss as the model returned it, without .item()"
     )
 
 

@@ -238,7 +238,7 @@ class Engine:
         """
         if self.joins_step or self.uneven is not None or self.gradients.in_step:
             raise RuntimeError(
-                f"{_C.rank_prefix()}register_comm_hook is called between steps, outside of step "
+                f"{_C.rank_prefix()}call register_comm_hook between steps, outside of step "
                 "functions and of model.join()"
             )
         if self.gradients.use_hook(hook, self._root) and self.partitioned:

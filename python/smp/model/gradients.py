@@ -140,10 +140,9 @@ class GradientReduction:
             return False
         if self._passes_per_reduction > 1 and self._has_trained(root):
             raise RuntimeError(
-                f"{_C.rank_prefix()}register_comm_hook: gradients of "
-                f"{self._passes_per_reduction} backward_passes_per_step are added up before they "
-                "are summed over replicas, so the first hook is registered before training begins; "
-                "others may take its place later"
+                f"{_C.rank_prefix()}register_comm_hook: gradients of {self._passes_per_reduction} "
+                "backward_passes_per_step are added up before they are summed over replicas, so "
+                "register the first hook before training begins; another one may replace it later"
             )
         self._hook = hook
         return True

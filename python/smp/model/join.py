@@ -121,7 +121,7 @@ class _Uneven:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}this replica has no batch, and the model is not "
                     "partitioned yet; with pipeline parallelism give every replica at least one "
-                    "batch inside of join(), or run a step before"
+                    "batch inside of join(), or run a step before join()"
                 )
             before = engine.gradients.num_reductions
             self._shadow_step(_first(active), max(active))
@@ -188,8 +188,9 @@ class _Uneven:
                 out = [rank for rank in peers if not by_rank[rank]]
                 raise RuntimeError(
                     f"{_C.rank_prefix()}ranks {out} have run out of batches, but others of their "
-                    f"tensor-parallel group {list(peers)} have not; join() makes up for whole "
-                    "replicas only: give all ranks of a tensor-parallel group equally many batches"
+                    f"tensor-parallel group {list(peers)} have not; join() compensates for whole "
+                    "replicas only: give all ranks of a tensor-parallel group the same number of "
+                    "batches"
                 )
 
     # ---- at the end
@@ -228,16 +229,17 @@ def _check(current: runtime.Runtime, engine: Engine) -> None:
         f"ddp={config.ddp}": (not config.ddp, "there are no replicas to join; use ddp=True"),
         "deterministic_server=True": (
             config.orders_replicas and current.rank.sizes["pp"] > 1,
-            "replicas follow the order of the first one, so all need equally many batches",
+            "replicas follow the order of the first one, so all need the same number of batches",
         ),
     }
     reasons["layout_independent_dropout=True"] = (
         config.layout_independent_dropout,
-        "each step tells all ranks which samples it has, so all of them need equally many batches",
+        "each step numbers its samples over all ranks, so all of them need the same number of "
+        "batches",
     )
     lockstep = lockstep_of(current.rank)
     if lockstep is not None:
-        reason = f"{lockstep.reason}, so all of them need equally many batches"
+        reason = f"{lockstep.reason}, so all of them need the same number of batches"
         reasons[f"{lockstep.key}={lockstep.value}"] = (True, reason)
     for key, (is_so, reason) in reasons.items():
         if is_so:

@@ -189,14 +189,14 @@ class ModelCalls:
         if step is not None and not self._engine.partitioned:
             raise RuntimeError(
                 f"{_C.rank_prefix()}the model ({self._engine.label}) is {what} in step '{step}', "
-                "whose first call did not call it, and it is not partitioned yet; call it in the "
-                "first call (smp.is_tracing() tells when that is traced), or use it in a step "
+                "whose first call did not use it, and it is not partitioned yet; call it in the "
+                "first call (smp.is_tracing() is True while it is traced), or use it in a step "
                 "function of its own"
             )
         raise RuntimeError(
             f"{_C.rank_prefix()}the model is {what} outside of a step function; with "
             f"pipeline_parallel_degree {self._runtime.rank.sizes['pp']} forward and backward "
-            "belong into a function decorated with @smp.step"
+            "belong in a function decorated with @smp.step"
         )
 
     def _root_call(self, *arguments: Any) -> RootCall:

@@ -132,9 +132,9 @@ class ModelParts:
         if not any(self._partition_of.values()):  # one partition: some models replace layers
             return self._pp_rank
         raise RuntimeError(
-            f"{_C.rank_prefix()}module '{name}' ({type(module).__name__}) was put into the model "
-            "after it had been partitioned, so it is on no pipeline rank; build the model with it, "
-            "or set pipeline_parallel_degree to 1"
+            f"{_C.rank_prefix()}module '{name}' ({type(module).__name__}) was added to the model "
+            "after the partition, so it is on no pipeline rank; build the model with it, or set "
+            "pipeline_parallel_degree to 1"
         )
 
     # ---- state by name
@@ -149,9 +149,8 @@ class ModelParts:
                     continue
                 if parameter not in self._parameter_partition:
                     raise RuntimeError(
-                        f"{_C.rank_prefix()}parameter '{dot}{name}' was put into the model after "
-                        "it had been partitioned, so nothing reduces its gradients; build the "
-                        "model with it"
+                        f"{_C.rank_prefix()}parameter '{dot}{name}' was added to the model after "
+                        "the partition, so nothing reduces its gradients; build the model with it"
                     )
                 partitions[dot + name] = self._parameter_partition[parameter]
             partition = self._partition(prefix, module)

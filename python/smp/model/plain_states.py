@@ -30,7 +30,7 @@ def _refuse_placeholders(module: nn.Module, prefix: str, keep_vars: bool) -> Non
         if parameter is not None and is_placeholder(parameter):
             raise RuntimeError(
                 f"{_C.rank_prefix()}state_dict() of a module whose parameters are not on this "
-                f"rank: '{prefix}{name}' is a placeholder here. Ask the DistributedModel, on all "
-                "ranks: model.state_dict() gathers whole values under the same names (for Hugging "
-                "Face: save_pretrained(folder, state_dict=model.state_dict()))"
+                f"rank: '{prefix}{name}' is a placeholder here. Call state_dict() of the "
+                "DistributedModel on all ranks: it gathers whole values under the same names (for "
+                "Hugging Face: save_pretrained(folder, state_dict=model.state_dict()))"
             )

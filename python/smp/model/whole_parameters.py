@@ -78,7 +78,7 @@ def _chosen(
     if len(chosen) < len(wanted):
         raise ValueError(
             f"{_C.rank_prefix()}smp.whole_parameters got {len(wanted) - len(chosen)} tensors that "
-            "are no parameters of the model; give parameters of model.parameters()"
+            "are not parameters of the model; pass parameters of model.parameters()"
         )
     return chosen
 

@@ -76,8 +76,8 @@ class _Kept:
                     raise RuntimeError(
                         f"{_C.rank_prefix()}'{key}' of the state dict was written to after "
                         "model.load_state_dict, which keeps it until the first step because the "
-                        "parameters are on the meta device; give it a copy "
-                        "({key: value.clone() for key, value in state.items()})"
+                        "parameters are on the meta device; pass a copy "
+                        f"({{key: value.clone() for key, value in state.items()}})"
                     )
         calls, self._calls, self._versions = self._calls, [], []
         return calls

@@ -280,9 +280,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             if scale != self.loss_scale:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the loss scale of this optimizer is {self.loss_scale:g}, "
-                    f"but its model scales losses by {scale:g}, as another "
-                    "DistributedOptimizer has it; give all of them the same static_loss_scale, or "
-                    "put the parameters into one"
+                    f"but its model scales losses by {scale:g}, as set by another "
+                    "DistributedOptimizer; give all of them the same static_loss_scale, or put the "
+                    "parameters into one"
                 )
 
     def _update(self) -> Any:
@@ -318,8 +318,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         if self.loss_scaler.is_dynamic:
             raise ValueError(
-                f"{_C.rank_prefix()}a closure cannot be called again after an overflow, which a "
-                "dynamic loss scale makes happen; use static_loss_scale, or step() without closure"
+                f"{_C.rank_prefix()}a closure cannot be called again after an overflow, which "
+                "occurs with a dynamic loss scale; use static_loss_scale, or step() without closure"
             )
         self._check_scale()
         self.first_closure_call_this_step = True
@@ -334,7 +334,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             self._gradients.check()
             if self.overflow:
                 raise RuntimeError(
-                    f"{_C.rank_prefix()}the gradients that the closure has made with loss scale "
+                    f"{_C.rank_prefix()}the gradients of the closure with loss scale "
                     f"{self.loss_scale:g} are not finite; use a smaller static_loss_scale"
                 )
             self._clip_shards()
@@ -423,7 +423,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         if len(models) != 1:
             raise RuntimeError(
                 f"{_C.rank_prefix()}the optimizer has parameters of {len(models)} models; call "
-                "backward of the model that is meant"
+                "model.backward(loss) of the model to train"
             )
         models[0].backward(loss)
 

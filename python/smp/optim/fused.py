@@ -280,7 +280,7 @@ def _laid_out_as(param: Tensor) -> Tensor:
     if grad.layout is not torch.strided:
         raise ValueError(
             f"{_C.rank_prefix()}the gradient of a parameter with sizes {list(param.shape)} has "
-            f"layout {grad.layout}; fused optimizers take dense ones: make it with sparse=False"
+            f"layout {grad.layout}; fused optimizers take dense ones: set sparse=False"
         )
     if grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous()):
         return grad

@@ -54,7 +54,7 @@ def take_apart(given: object, does_fp16: bool) -> OptimizerParts | None:
         raise ValueError(
             f"{_C.rank_prefix()}the {type(given).__name__} of the script is replaced by smp's own "
             "masters and loss scale, which need fp16=True in the configuration (fp16_params alone "
-            'makes none); add "fp16": True to what smp.init gets'
+            'makes none); add "fp16": True to the configuration'
         )
     _give_back_parameters(given, inner)
     scale = float(getattr(scaler, "cur_scale", getattr(scaler, "loss_scale", 1.0)))

@@ -40,9 +40,9 @@ class WrittenMasters:
             is_elsewhere = holding.master.data_ptr() != holding.piece.data_ptr()
             if is_elsewhere and holding.numel and not holding.has_copy:
                 raise RuntimeError(
-                    f"{_C.rank_prefix()}what the optimizer updates of parameter '{holding.name}' "
-                    "was given other memory (parameter.data = ...), which modules and other ranks "
-                    "do not see; write into the memory that it has, parameter.data.copy_(...)"
+                    f"{_C.rank_prefix()}the optimizer's part of parameter '{holding.name}' was "
+                    "given other memory (parameter.data = ...), which modules and other ranks "
+                    "cannot see; write to its present memory: parameter.data.copy_(...)"
                 )
         return self._versions != [master._version for master in self._masters]
 

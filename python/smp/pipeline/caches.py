@@ -107,8 +107,8 @@ def _unused(layer: Any, config: Any) -> Any:
         return cls(**arguments)
     except Exception as error:
         raise ValueError(
-            f"{_C.rank_prefix()}a cache with layers of class {cls.__name__} was handed to a "
-            f"module on another rank, and an unused one cannot be made there ({error}): set "
+            f"{_C.rank_prefix()}a cache with layers of class {cls.__name__} was passed to a module "
+            f"on another rank, and an empty one cannot be created there ({error}): set "
             "use_cache=False in the model's configuration or in its call"
         ) from error
 

@@ -243,11 +243,10 @@ class _Flags:
         for (_, _, _, path), is_trained, is_wanted in pairs:
             if is_wanted and not is_trained and torch.is_grad_enabled():
                 raise ValueError(
-                    f"{_C.rank_prefix()}module '{self._name}' is called by code on another rank, "
-                    f"for which its parameter '{path}' is trained, and it is frozen on this rank, "
-                    "so its gradient would be lost: code of a forward has thawed it "
-                    "(requires_grad_(True)), or the script on some ranks only. Thaw parameters "
-                    "between steps, on all ranks"
+                    f"{_C.rank_prefix()}module '{self._name}' is called from another rank, where "
+                    f"its parameter '{path}' is trained, but it is frozen on this rank, so its "
+                    "gradient would be lost. A forward, or the script on some ranks only, has "
+                    "thawed it (requires_grad_(True)). Thaw parameters between steps, on all ranks"
                 )
 
     def _set(self, flags: Sequence[bool]) -> None:

@@ -107,8 +107,8 @@ def _variable(location: str) -> ContextVar[Any]:
         if not isinstance(found, ContextVar):
             raise RuntimeError(
                 f"{_C.rank_prefix()}a caller on another rank collects outputs in the context "
-                f"variable {location}, which is none in this process; run the same code on every "
-                "rank"
+                f"variable {location}, which is not a context variable in this process; run the "
+                "same code on every rank"
             )
         _variables[location] = found
     return _variables[location]

@@ -70,7 +70,7 @@ class Unavailable:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"{self.__dict__['_what']} was written on another pipeline rank, and its value cannot "
-            "travel: let the module return it as tensors, numbers or containers of them, or put "
+            "be sent: let the module return it as tensors, numbers or containers of them, or put "
             "the module and its reader on one partition"
         )
 
@@ -283,11 +283,11 @@ class ModuleState:
             return
         raise RuntimeError(
             f"{_C.rank_prefix()}the model's forward {_how(now, value)} attribute '{name}' of "
-            f"module '{self._names[idx]}', which lives on global_rank {owner}, where nothing would "
-            "be seen of it: the trace of the model has not met this write, or there was no trace; "
-            "hand the value over as an argument, let the partition be traced (skip_tracing=False, "
-            "no manual partition) in a call that does so, or put the module and what writes to it "
-            "on one partition (smp.set_partition)"
+            f"module '{self._names[idx]}', which lives on global_rank {owner}, where the change "
+            "would not be visible. The trace of the model has not seen this write, or there was no "
+            "trace. Pass the value as an argument, let the partition be traced "
+            "(skip_tracing=False, no manual partition) in a call that does so, or put the module "
+            "and what writes to it on one partition (smp.set_partition)"
         )
 
     def _shared_with(self, module_id: int) -> list[Key]:

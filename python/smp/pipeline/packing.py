@@ -70,8 +70,8 @@ class _Packer(pickle.Pickler):
                 raise ValueError(
                     f"{_C.rank_prefix()}an argument or result of a module on another rank is a "
                     f"tensor of shape {tuple(obj.shape)} without data, which the model has kept "
-                    "since its trace; do not keep what is made while smp.is_tracing() is True, or "
-                    "set skip_tracing"
+                    "since its trace; do not keep values that are created while smp.is_tracing() "
+                    "is True, or set skip_tracing"
                 )
             argument = self._arguments.get(id(obj))
             if argument is not None:
@@ -169,8 +169,8 @@ class Codec:
             packer.dump(value)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"an argument or result of a module on another rank cannot travel: {error}; "
-                "pass tensors, numbers, strings, containers or objects that pickle takes"
+                f"an argument or result of a module on another rank cannot be sent: {error}; pass "
+                "tensors, numbers, strings, containers or objects that pickle takes"
             ) from error
         return packer, buffer.getvalue()
 

@@ -362,9 +362,9 @@ class RemoteModules:
         if before is not None and before != self._codec.pack_result(given.apart(called), tensors):
             raise RuntimeError(
                 f"{_C.rank_prefix()}module '{self._name(module_id)}' changed an object among its "
-                "arguments, which its caller on another rank cannot see (lists, dictionaries, "
-                "sets of numbers and texts, and objects with attributes are followed); let it "
-                "return what it makes, or put both on one partition"
+                "arguments, which its caller on another rank cannot see (lists, dictionaries, sets "
+                "of numbers and texts, and objects with attributes are followed); let it return "
+                "its results, or put both on one partition"
             )
         result, attributes = given.with_references((result, back.attributes))
         told = (result, attributes, back.additions, filled)

@@ -86,8 +86,8 @@ def _trace(
     used = {engine_of(model).idx for model in waiting if model.get_module() in traces}
     if current.wrapped.num_wrapped == 1 and not used:
         _log.warning(
-            "smp: the first call of a step function does not call the model, so the partition "
-            "goes by parameter sizes alone"
+            "smp: the first call of a step function does not call the model, so the partition uses "
+            "parameter sizes only"
         )
     if current.wrapped.num_wrapped == 1 or capture.ended_early:
         used = {engine_of(model).idx for model in waiting}

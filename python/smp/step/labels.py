@@ -190,10 +190,10 @@ def _located(
     is_known = path is not None and (num_items is None or divisor is not None)
     if not is_known and (num_items is not None or bool((labels == rule.ignored).any())):
         first_rank_log.warning(
-            "smp: the model of step '%s' gets %s that the step function makes itself, so its "
-            "microbatches are weighed by samples, and not by the labels that count. Hand them to "
-            "the step function as an argument, or say what the loss of a microbatch is a mean "
-            "over: @smp.step(weight=lambda ...: ...)",
+            "smp: the model of step '%s' gets %s that the step function creates, so its "
+            "microbatches are weighted by samples, not by the labels that count. Pass them to the "
+            "step function as an argument, or state what the loss of a microbatch is a mean over: "
+            "@smp.step(weight=lambda ...: ...)",
             step,
             _LABELS if path is None else _NUM_ITEMS,
         )

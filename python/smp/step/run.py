@@ -159,8 +159,8 @@ class StepRun:
             raise ValueError(
                 f"{_C.rank_prefix()}step '{self._name}' has {num_microbatches} microbatches here "
                 f"and between {-maxima[1]} and {maxima[0]} on the replicas; with "
-                f"{lockstep.key if shares and lockstep else 'deterministic_server'} they "
-                "follow one order: give them batches that make equally many microbatches"
+                f"{lockstep.key if shares and lockstep else 'deterministic_server'} they follow "
+                "one order: give them batches that make the same number of microbatches"
             )
         return [engine for engine in self._engines if not maxima[4 + engine.idx]]
 

@@ -60,10 +60,10 @@ def run_without_model(
 
 def _refuse(current: runtime.Runtime, name: str, module: nn.Module) -> None:
     raise RuntimeError(
-        f"{_C.rank_prefix()}step '{name}' gave gradients to a {type(module).__name__}, but no "
-        f"smp.DistributedModel is there, so each of the {current.rank.world_size} ranks would "
-        "train a model of its own, with gradients summed over its "
-        f"{current.rank.config.microbatches} microbatches. Wrap the model before the step: "
-        "model = smp.DistributedModel(model), keep it as long as the step function is used, and "
-        "call model.backward(loss) in the step function"
+        f"{_C.rank_prefix()}step '{name}' gave gradients to a {type(module).__name__}, but there "
+        f"is no smp.DistributedModel, so each of the {current.rank.world_size} ranks would train a "
+        f"model of its own, with gradients summed over its {current.rank.config.microbatches} "
+        "microbatches. Wrap the model before the step: model = smp.DistributedModel(model), keep "
+        "it as long as the step function is used, and call model.backward(loss) in the step "
+        "function"
     )

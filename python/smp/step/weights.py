@@ -97,7 +97,7 @@ class WeightRule:
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(
                     f"{_C.rank_prefix()}weight of step '{self._name}' returned a tensor of shape "
-                    f"{tuple(value.shape)}; return one number for the microbatch, .sum() for one"
+                    f"{tuple(value.shape)}; return one number for the microbatch (.sum())"
                 )
         if all(isinstance(value, Tensor) for value in found):  # the host waits once
             found = torch.stack([value.reshape(()).double() for value in found]).tolist()
@@ -122,7 +122,7 @@ class WeightRule:
             raise ValueError(
                 f"{_C.rank_prefix()}step '{self._name}' has a weight, which is for means, and "
                 f"model {summed.label} has average_grads_across_microbatches=False, which adds up "
-                "the losses of microbatches; leave one of the two out"
+                "the losses of microbatches; remove one of the two"
             )
         if len({engine.gradients.averages for engine in engines}) > 1:
             samples = [batch.samples_by_microbatch() for batch in batches]

@@ -74,7 +74,7 @@ def fetch(address: Address, tag: str | None, target: Path) -> Manifest:
     """
     folders.check_name(target.name)
     if target.exists():
-        raise FileExistsError(f"{target} is there already; give a new folder")
+        raise FileExistsError(f"{target} exists already; give a new folder")
     store = ObjectStore(address)
     key = find(store, tag)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -107,8 +107,8 @@ def send(
     manifest = manifests.read(source)
     if not names.is_ordered(manifest.generation):
         raise ValueError(
-            f"{source} has the generation {manifest.generation!r}, which does not tell when it was "
-            "saved; `smp ckpt reshard` gives it one"
+            f"{source} has the generation {manifest.generation!r}, which has no time of saving; "
+            "`smp ckpt reshard` gives it one"
         )
     key = Key(manifest.generation, _name(source))
     store = ObjectStore(address)
@@ -120,7 +120,7 @@ def send(
         told(name)
     found = store.stored(key)
     if lost := plan.missing(sizes, found.sizes):
-        raise RuntimeError(f"{address} has not all bytes of {', '.join(lost)}; send it again")
+        raise RuntimeError(f"{address} lacks bytes of {', '.join(lost)}; send it again")
     if not found.is_complete:
         store.put(key, FILE_NAME, source / FILE_NAME)
     return key, missing

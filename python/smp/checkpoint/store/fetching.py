@@ -109,8 +109,8 @@ class Fetched:
 
     def _gone(self, name: str) -> FileNotFoundError:
         return FileNotFoundError(
-            f"{self._where(name)} is not there any more: the checkpoint was deleted, perhaps by a "
-            "job that keeps fewer; resume once more, from a newer one"
+            f"{self._where(name)} does not exist any more: the checkpoint was deleted, perhaps by "
+            "a job that keeps fewer; resume again, from a newer one"
         )
 
     def _fetch(self, name: str, path: Path) -> None:
@@ -191,7 +191,7 @@ class _Use:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     os.close(descriptor)
-                    raise TimeoutError(f"{folder} is being deleted for {_DELETE_S:g} s") from None
+                    raise TimeoutError(f"{folder} is not deleted after {_DELETE_S:g} s") from None
                 time.sleep(_POLL_S)
             except BaseException:
                 os.close(descriptor)

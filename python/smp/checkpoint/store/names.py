@@ -89,7 +89,7 @@ def parse(text: str) -> Address:
     """
     match = _ADDRESS.match(text)
     if match is None:
-        raise ValueError(f"{text!r} is no address of a store; give s3://bucket/prefix or the like")
+        raise ValueError(f"{text!r} is not an address of a store; write s3://bucket/prefix")
     protocol, path = match[1].lower(), match[2].rstrip("/")
     if protocol not in PROTOCOLS:
         raise ValueError(
@@ -97,7 +97,7 @@ def parse(text: str) -> Address:
             f"in {protocol}://; give one of these, or a folder"
         )
     if "::" in text or any(ord(letter) < 32 for letter in text):
-        raise ValueError(f"{text!r}: chains of stores and control characters are not for addresses")
+        raise ValueError(f"{text!r}: an address has no chains of stores and no control characters")
     parts = path.split("/")
     if protocol == "file" and not path.startswith("/"):
         raise ValueError(f"{text!r}: give the whole path, file:///folder")

@@ -57,7 +57,7 @@ class Pending:
         while not self.folder.is_dir():
             if time.monotonic() > deadline:
                 raise FileNotFoundError(
-                    f"{self.folder}, which the first rank has made, is not seen here"
+                    f"{self.folder}, which the first rank has created, is not visible here"
                 )
             time.sleep(0.05)
 

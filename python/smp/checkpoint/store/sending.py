@@ -143,8 +143,8 @@ def complete(
             seen, deadline = now, time.monotonic() + timeout_s
         if time.monotonic() > deadline:
             raise NotSent(
-                f"{store.address}: {len(missing)} files of {pending.key.folder()} have not come in "
-                f"{timeout_s:g} s, {missing[0]} among them"
+                f"{store.address}: {len(missing)} files of {pending.key.folder()} have not arrived "
+                f"within {timeout_s:g} s, {missing[0]} among them"
             )
         wait()
     for name in plan.surplus(found.sizes, sizes):

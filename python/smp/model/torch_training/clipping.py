@@ -126,9 +126,9 @@ def _cell(name: str) -> CellType:
     cells: tuple[CellType, ...] = wrapper.__closure__ or ()
     if len(cells) != 1 or not callable(cells[0].cell_contents):
         raise RuntimeError(
-            f"{_C.rank_prefix()}torch.nn.utils.{name} of this torch has another form than those "
-            "that smp was written for (smp doctor names the releases), or was replaced; each rank "
-            "would clip by the gradients that it has itself"
+            f"{_C.rank_prefix()}torch.nn.utils.{name} of this release of torch differs from the "
+            "supported ones (smp doctor lists them), or was replaced; each rank would clip by its "
+            "own gradients only"
         )
     return cells[0]
 

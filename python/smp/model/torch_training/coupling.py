@@ -52,9 +52,9 @@ def refuse_parts(rank: Rank, optimizer: torch.optim.Optimizer) -> None:
     if found is Coupling.PARAMETERS or (found is Coupling.ELEMENTS and cuts_parameters):
         raise ValueError(
             f"{_C.rank_prefix()}DistributedOptimizer: {type(optimizer).__name__} updates elements "
-            f"by {found.value} (a trial on small tensors has shown it), and with {option} no rank "
-            "has all of these: it would train with other numbers than one process. Use an "
-            "optimizer that updates each element by itself, as torch.optim.AdamW does, or "
+            f"by {found.value} (found by a trial on small tensors), and with {option} no rank has "
+            "all of these, so its updates would differ from those of one process. Use an optimizer "
+            "that updates each element by itself, such as torch.optim.AdamW, or "
             "smp.optimizers.FusedLAMB, or leave that option out"
         )
 

@@ -121,7 +121,7 @@ def refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
     names = [name for p in parameters_of(optimizer) if (name := replaced_name(p)) is not None]
     if names:
         raise ValueError(
-            f"{_C.rank_prefix()}the optimizer holds {len(names)} parameters, '{names[0]}' for one, "
-            "of modules that distributed ones have replaced; make it from the parameters of the "
-            "DistributedModel"
+            f"{_C.rank_prefix()}the optimizer holds {len(names)} parameters, '{names[0]}' among "
+            "them, of modules that distributed ones have replaced; make it from the parameters of "
+            "the DistributedModel"
         )
