@@ -26,15 +26,14 @@ from planning_report import compared, summary
 from run import launch
 from torch import nn
 
-from smp.commands.estimate import traced_estimate
+from smp.commands.arguments import traced_estimate
 from smp.commands.models import LoadedModel, quiet_transformers
-from smp.commands.plan import View
 from smp.commands.split_form import split_form
 from smp.config.schema import Config
 from smp.planning import hardware
-from smp.planning.decided import Run
 from smp.planning.hardware import Hardware
 from smp.planning.layout import Layout
+from smp.planning.run_cuts import Run, View
 from smp.planning.search import Job, Plan, predict
 
 SHAPE = {"n_layer": 8, "n_embd": 512, "n_head": 8, "n_positions": 128, "vocab_size": 4096}
@@ -86,7 +85,7 @@ def case_of(layout: Layout) -> dict[str, Any]:
     """What the worker is told."""
     return {
         "name": layout.text(),
-        "config": layout.config("fp32"),
+        "config": layout.config(),
         "checkpoints": layout.checkpoints,
     }
 
@@ -105,18 +104,7 @@ def predictions(layouts: Sequence[Layout], device: Hardware) -> dict[str, Predic
 
 
 def _job(whole: View, split: View, ranks: int, device: Hardware) -> Job:
-    return Job(
-        whole.profile,
-        device,
-        ranks,
-        ranks,
-        device.memory_bytes,
-        SAMPLES,
-        "fp32",
-        split.profile,
-        whole.cuts,
-        split.cuts,
-    )
+    return Job(whole, device, ranks, ranks, device.memory_bytes, SAMPLES, "fp32", split)
 
 
 def meta_model() -> nn.Module:
@@ -127,7 +115,7 @@ def meta_model() -> nn.Module:
 
 def _prediction(layout: Layout, plan: Plan) -> Predicted:
     ranks = layout.num_ranks
-    values = layout.config("fp32")
+    values = layout.config()
     run = Run(Config.from_dict(values), frozenset(values), ranks, layout.checkpoints)
     own = make_batch(SHAPE, layout.microbatch)
     model = LoadedModel("gpt", meta_model(), lambda batch, seq: ((), {}), None, "gpt")

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from smp.config.schema import Config
-from smp.planning.decided import Run
 from smp.planning.estimate import estimate
 from smp.planning.layout import Layout
-from smp.planning.run_cuts import RunCuts
-from smp.planning.traced_model import TracedModel, profile
+from smp.planning.run_cuts import Run, RunCuts
+from smp.planning.traced_model import TracedModel
 from tests.conftest import REPO
 
 RESULTS = REPO / "benchmarks" / "results" / "planning_xeon2_202611.jsonl"
@@ -82,8 +81,8 @@ def test_stages_of_a_plan_are_those_of_the_run(benchmark: ModuleType) -> None:
         benchmark.meta_model(), (), {"input_ids": ids, "labels": ids}, device.flops_per_byte("fp32")
     )
     layout = Layout(pp=8, microbatches=8, active=8)
-    stages = RunCuts(traced, "cpu").stages(layout, "fp32", 10**10)
-    run = Run(Config.from_dict(layout.config("fp32")), frozenset(), 8)
+    stages = RunCuts(traced, "cpu").stages(layout, 10**10)
+    run = Run(Config.from_dict(layout.config()), frozenset(), 8)
     (_, kwargs), expected = traced.call, benchmark.meta_model()
     decision = estimate(expected, (), dict(kwargs), run).decision
     assert [stage.rank for stage in stages] == [*range(8), 0]  # and the head, which is tied
@@ -96,15 +95,8 @@ def test_stages_of_a_plan_are_those_of_the_run(benchmark: ModuleType) -> None:
     chain = traced.profile()
     assert chain.tail is not None
     for key in ("forward", "backward", "kept"):
-        total = sum(
-            getattr(p, f"split_{key}") + getattr(p, f"whole_{key}")
-            for stage in stages
-            for p in stage.parts
-        )
-        whole = sum(
-            getattr(p, f"split_{key}") + getattr(p, f"whole_{key}")
-            for p in (*chain.parts, chain.tail)
-        )
+        total = sum(getattr(p, key).total for stage in stages for p in stage.parts)
+        whole = sum(getattr(p, key).total for p in chain.chain)
         assert total == pytest.approx(whole) and whole > 0
     assert sum(p.num_products for s in stages for p in s.parts) == 2 * 8
     border = 128 * 512 * 4
@@ -129,13 +121,13 @@ def test_layers_of_the_split_form_have_their_parameters(benchmark: ModuleType) -
     """Their products are read by the code of the layer, and never called."""
     ids = benchmark.make_batch(benchmark.SHAPE, 1)
     call = {"input_ids": ids, "labels": ids}
-    plain = profile(benchmark.meta_model(), (), call, 10.0)
+    plain = TracedModel(benchmark.meta_model(), (), call, 10.0).profile()
     with benchmark.split_form(benchmark.meta_model()) as form:
-        split = profile(form, (), call, 10.0)
+        split = TracedModel(form, (), call, 10.0).profile()
     assert split.elements == plain.elements
     for found, expected in zip(split.parts, plain.parts, strict=True):
         assert found.elements == expected.elements and found.is_layer == expected.is_layer
     assert split.tail is not None and plain.tail is not None
     assert split.tail.tied_elements == plain.tail.tied_elements > 0
-    kept = [sum(p.split_kept + p.whole_kept for p in x.parts) for x in (plain, split)]
+    kept = [sum(p.kept.total for p in x.parts) for x in (plain, split)]
     assert kept[1] < 0.7 * kept[0], "fused operators keep less"
