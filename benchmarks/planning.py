@@ -12,7 +12,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from smp.planning import hardware
 from smp.planning.hardware import Hardware
 from smp.planning.layout import Layout
 from smp.planning.run_cuts import Run, View
-from smp.planning.search import Job, Plan, predict
+from smp.planning.search import Job, predict
 
 SHAPE = {"n_layer": 8, "n_embd": 512, "n_head": 8, "n_positions": 128, "vocab_size": 4096}
 SAMPLES = 8
@@ -91,20 +92,27 @@ def case_of(layout: Layout) -> dict[str, Any]:
 
 
 def predictions(layouts: Sequence[Layout], device: Hardware) -> dict[str, Predicted]:
-    """As the commands predict: all ranks are on one host, with the cores of the hardware file."""
+    """Predicts layouts as the commands do."""
+    with jobs_on(device) as jobs:
+        return {layout.text(): prediction(layout, jobs[layout.num_ranks]) for layout in layouts}
+
+
+@contextmanager
+def jobs_on(device: Hardware) -> Iterator[dict[int, Job]]:
+    """Traces the model, whole and split, for each number of ranks.
+
+    All ranks are on one host, with the cores of the hardware file.
+    """
     ids = make_batch(SHAPE, 1)
     call = ((), {"input_ids": ids, "labels": ids})
     whole = View.of(meta_model(), call, device, "fp32")
     with split_form(meta_model()) as form:
         assert form is not None, "GPT-2 has a distributed form"
         split = View.of(form, call, device, "fp32")
-        jobs = {ranks: _job(whole, split, ranks, device) for ranks in (2, 4, 8)}
-        plans = {layout: predict(jobs[layout.num_ranks], layout) for layout in layouts}
-    return {layout.text(): _prediction(layout, plan) for layout, plan in plans.items()}
-
-
-def _job(whole: View, split: View, ranks: int, device: Hardware) -> Job:
-    return Job(whole, device, ranks, ranks, device.memory_bytes, SAMPLES, "fp32", split)
+        yield {
+            ranks: Job(whole, device, ranks, ranks, device.memory_bytes, SAMPLES, "fp32", split)
+            for ranks in (2, 4, 8)
+        }
 
 
 def meta_model() -> nn.Module:
@@ -113,12 +121,12 @@ def meta_model() -> nn.Module:
         return make_model(SHAPE).train()
 
 
-def _prediction(layout: Layout, plan: Plan) -> Predicted:
-    ranks = layout.num_ranks
-    values = layout.config()
-    run = Run(Config.from_dict(values), frozenset(values), ranks, layout.checkpoints)
+def prediction(layout: Layout, job: Job) -> Predicted:
+    """Predicts one layout by the plan and by the estimate."""
+    plan, values = predict(job, layout), layout.config()
+    run = Run(Config.from_dict(values), frozenset(values), layout.num_ranks, layout.checkpoints)
     own = make_batch(SHAPE, layout.microbatch)
-    model = LoadedModel("gpt", meta_model(), lambda batch, seq: ((), {}), None, "gpt")
+    model = LoadedModel("gpt", meta_model(), lambda batch, seq: ((), {}), "gpt")
     stages = traced_estimate(model, (), {"input_ids": own, "labels": own}, run).stages
     return Predicted(
         plan.time.total,

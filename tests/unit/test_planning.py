@@ -31,7 +31,7 @@ from tests.conftest import REPO
 HERE = "tests.unit.test_planning"
 PUBLISHED = json.loads((REPO / "tests" / "unit" / "published_runs.json").read_text())
 TOLERANCE = 0.15
-SHAPE = GptShape(8, 512, 8, 4096, 128)
+SMALL = GptShape(4, 256, 4, 512, 64)
 
 
 def untied(found: ModelProfile, num_layers: int) -> ModelProfile:
@@ -114,7 +114,7 @@ def test_published_run_is_predicted(run: dict[str, Any]) -> None:
 
 def test_peaks_are_those_of_the_estimate() -> None:
     """The plan has cuts and formulas of its own; the estimate has the library's partition."""
-    ids = torch.zeros(1, 128, dtype=torch.long)
+    ids = torch.zeros(1, SMALL.seq_len, dtype=torch.long)
     cases: list[tuple[dict[str, Any], Layout]] = [
         ({}, Layout()),
         ({"shard_optimizer_state": True}, Layout(rdp=4, shard=4)),
@@ -128,13 +128,13 @@ def test_peaks_are_those_of_the_estimate() -> None:
             Layout(tp=2, in_memory=True),
         ),
     ]
+    with torch.device("meta"):
+        model = Gpt(SMALL, SMALL.num_layers).train()
+    traced = TracedModel(model, (ids, ids), {}, 10.0).profile()
     for (values, layout), again in itertools.product(cases, (False, True)):
-        with torch.device("meta"):
-            model = Gpt(SHAPE, SHAPE.num_layers).train()
         config = Config.from_dict({"ddp": True, **values})
         run = Run(config, frozenset(values), layout.num_ranks, again)
         expected = max(s.held.peak for s in estimate(model, (ids, ids), {}, run).stages)
-        traced = TracedModel(model, (ids, ids), {}, 10.0).profile()
         job = Job(View(traced), CPU, layout.num_ranks, 8, 1, 1, "fp32")
         found = predict(job, replace(layout, checkpoints=again), simulated=False).peak_bytes
         assert found == pytest.approx(expected, rel=0.1), (values, again)
@@ -244,8 +244,8 @@ def test_nothing_that_fits_names_the_nearest() -> None:
 
 
 def gpt() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
-    ids = torch.zeros(1, 128, dtype=torch.long)
-    return Gpt(SHAPE, SHAPE.num_layers), (ids, ids)
+    ids = torch.zeros(1, SMALL.seq_len, dtype=torch.long)
+    return Gpt(SMALL, SMALL.num_layers), (ids, ids)
 
 
 COMMAND = ["plan", f"{HERE}:gpt", "--gpus", "4", "--per-host", "2", "--batch", "16"]
@@ -256,7 +256,7 @@ def test_command_prints_plans(capsys: pytest.CaptureFixture[str]) -> None:
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert 2 <= len(plans) <= 10
     for plan in plans:
-        assert plan["tokens_per_s"] == pytest.approx(16 * 128 / plan["step_s"])
+        assert plan["tokens_per_s"] == pytest.approx(16 * SMALL.seq_len / plan["step_s"])
         assert sum(plan["shares"].values()) == pytest.approx(1)
         Config.from_dict(plan["config"])
     assert main(COMMAND) == 0

@@ -130,15 +130,14 @@ def test_more_replicas_than_cores_take_as_long_as_their_work() -> None:
 
 
 def test_peak_of_the_search_is_that_of_the_fullest_rank() -> None:
-    number = 0
-    for layout in layouts(job(8)):
+    found = list(layouts(job(8)))
+    assert len(found) > 500
+    for layout in found[::7]:
         plan = predict(job(8), layout, simulated=False)
         contents = contents_of(plan.stages, layout.pp, layout.chunks)
         assert sorted(r for c in contents for r in c.ranks) == list(range(layout.pp))
         most = max(held.peak for held in held_by_rank(contents, layout))
         assert peak_bytes(contents, layout) == pytest.approx(most)
-        number += 1
-    assert number > 500
 
 
 def test_best_plan_of_the_search_is_the_best_of_its_kinds() -> None:

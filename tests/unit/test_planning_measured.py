@@ -16,6 +16,7 @@ from smp.config.schema import Config
 from smp.planning.estimate import estimate
 from smp.planning.layout import Layout
 from smp.planning.run_cuts import Run, RunCuts
+from smp.planning.search import Job, predict
 from smp.planning.traced_model import TracedModel
 from tests.conftest import REPO
 
@@ -38,29 +39,31 @@ def benchmark() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def predicted(benchmark: ModuleType) -> dict[str, Any]:
-    """By layout; the model is traced once for all."""
-    found: dict[str, Any] = benchmark.predictions(benchmark.LAYOUTS, benchmark.hardware_of(TIMES))
-    return found
+def jobs(benchmark: ModuleType) -> Iterator[dict[int, Job]]:
+    """The model is traced once for all layouts."""
+    with benchmark.jobs_on(benchmark.hardware_of(TIMES)) as found:
+        yield found
 
 
-@pytest.mark.sample(keep=7)
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("line", MEASURED, ids=lambda line: line["contender"])
 def test_peaks_of_the_fullest_rank_are_the_measured_one_within_a_tenth(
-    line: dict[str, Any], predicted: dict[str, Any]
+    line: dict[str, Any], benchmark: ModuleType, jobs: dict[int, Job]
 ) -> None:
-    found = predicted[line["contender"]]
+    (layout,) = (x for x in benchmark.LAYOUTS if x.text() == line["contender"])
+    found = benchmark.prediction(layout, jobs[layout.num_ranks])
     assert max(found.rank_mb) == pytest.approx(max(line["peak_mb"]), rel=TOLERANCE)
     assert found.plan_mb == pytest.approx(max(line["peak_mb"]), rel=TOLERANCE)
 
 
 def test_order_of_quiet_times_is_met_as_far_as_the_page_says(
-    benchmark: ModuleType, predicted: dict[str, Any]
+    benchmark: ModuleType, jobs: dict[int, Job]
 ) -> None:
     from planning_report import kendall_tau
 
     lines = benchmark.measured_before(TIMES, benchmark.LAYOUTS)
-    times = [predicted[name].step_s for name in lines]
+    times = [predict(jobs[x.num_ranks], x).time.total for x in benchmark.LAYOUTS]
+    assert [x.text() for x in benchmark.LAYOUTS] == list(lines)
     for key in ("median_ms", "min_ms"):
         assert kendall_tau(times, [line[key] for line in lines.values()]) >= TAU
 

@@ -51,10 +51,10 @@ def add_parser(subparsers: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     moves = dict(_move(word) for word in arguments.what_if)
     traced = traced_pipeline(arguments)
-    decision, config = traced.found.decision, traced.run.config
+    decision = traced.found.decision
     try:
         found = explain(decision, arguments.module)
-        other = what_if(decision, moves, config) if moves else None
+        other = what_if(decision, moves, traced.run) if moves else None
         if arguments.write is not None:
             partition_file.write(decision if other is None else other, arguments.write)
     except (ValueError, OSError) as error:
@@ -188,8 +188,8 @@ def _title(traced: Traced) -> str:
 
 
 def _blocks(traced: Traced, found: Explanation, changed: Explanation | None) -> list[Block]:
-    decision, config = traced.found.decision, traced.run.config
-    words = bounds_in_words(bounds_of(decision, config), config.microbatches)
+    decision, run = traced.found.decision, traced.run
+    words = bounds_in_words(bounds_of(decision, run), run.layout.microbatches)
     blocks: list[Block] = [_rank_table(found), *map(Text, _boundaries(found))]
     blocks += [Heading("What bounds it"), *map(Text, words)]
     if decision.considered:
@@ -208,7 +208,7 @@ def _facts(
         "model": traced.loaded.name,
         "decided_by": decision.decided_by,
         **_in_figures(found),
-        "bounds": asdict(bounds_of(decision, traced.run.config)),
+        "bounds": asdict(bounds_of(decision, traced.run)),
         "considered": [
             {
                 "lead_weight": candidate.options.lead_weight,

@@ -20,9 +20,9 @@ from smp.commands.report import (
     timeline,
     write_page,
 )
+from smp.pipeline import schedules
 from smp.pipeline.schedules import Simulation
-from smp.planning.run_cuts import shape_of
-from smp.planning.simulation import Proof, proof_in_words, prove, simulate, stages_of
+from smp.planning.simulation import Proof, proof_in_words, prove, stages_of
 
 
 def add_parser(subparsers: Any) -> None:
@@ -49,10 +49,12 @@ def _run(arguments: argparse.Namespace) -> int:
         raise BadUse(f"--microbatch-ms {arguments.microbatch_ms:g} is no time above 0")
     traced = traced_pipeline(arguments)
     unit = "units" if arguments.microbatch_ms is None else "ms"
-    shape = shape_of(traced.run.config)
+    shape = traced.run.layout.shape
     try:
-        stages = stages_of(traced.found.decision, traced.run.config, arguments.microbatch_ms)
-        simulation = simulate(stages, shape)
+        stages = stages_of(traced.found.decision, traced.run, arguments.microbatch_ms)
+        simulation = schedules.simulate(
+            stages, shape.microbatches, shape.policy, active_microbatches=shape.active
+        )
         proof = prove(simulation, len(stages), shape.microbatches, shape.active)
     except ValueError as error:
         raise BadUse(str(error)) from None

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from smp.config.schema import check_world
-from smp.partition.costs import Trace
 from smp.partition.decision import Decision
 from smp.planning.layout import Layout
 from smp.planning.memory import RankBytes, activations_of, rank_bytes, weights_of
@@ -47,13 +46,11 @@ class Estimate:
         elements: parameter elements of the whole model, shared ones once.
         stages: estimates by pipeline rank.
         decision: the partition.
-        costs: costs of modules, by which the partition was decided.
     """
 
     elements: int
     stages: tuple[StageEstimate, ...]
     decision: Decision
-    costs: Trace
 
 
 def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: Run) -> Estimate:
@@ -72,12 +69,11 @@ def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: 
     with computing_in(root, run.config.half_dtype):
         model = TracedModel(root, args, kwargs)
     layout = run.layout
-    traced = scaled(model.costs, root, layout)
-    decision = decided(root, traced, run)
+    decision = decided(root, scaled(model, model.costs, layout), run)
     contents = contents_of(stages_of(model, decision), layout.pp, decision.num_chunks)
     content_of = {rank: content for content in contents for rank in content.ranks}
     stages = tuple(_stage(rank, content_of[rank], layout) for rank in range(layout.pp))
-    return Estimate(sum(p.numel() for p in root.parameters()), stages, decision, traced)
+    return Estimate(sum(p.numel() for p in root.parameters()), stages, decision)
 
 
 def _stage(pp_rank: int, content: Content, layout: Layout) -> StageEstimate:

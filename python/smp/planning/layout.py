@@ -12,6 +12,7 @@ import smp._C as _C
 from smp.config.schema import Config
 from smp.data_parallel import DEFAULT_MB, bucket_cap_bytes
 from smp.partition.decide import kept_by
+from smp.partition.fastest import StepShape
 from smp.planning.profile import Shares
 
 
@@ -113,6 +114,11 @@ class Layout:
         """Returns the shares in the table of borders of docs/design/tensor_parallelism.md."""
         own = float(self.tp) if self.own_batches else 1.0
         return Shares(1 / self.tp, own / self.tp, own / self.tp if self.in_memory else own)
+
+    @property
+    def shape(self) -> StepShape:
+        """Returns how a step passes the pipeline."""
+        return StepShape(self.schedule, self.microbatches, self.active)
 
     @property
     def kept(self) -> tuple[int, ...]:

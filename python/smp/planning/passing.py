@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import smp._C as _C
-from smp.partition.fastest import StepShape, simulated_step_ms
+from smp.partition.fastest import simulated_step_ms
 from smp.planning.hardware import Hardware, Link
 from smp.planning.layout import Layout
 from smp.planning.stages import Stage
@@ -104,9 +104,8 @@ def simulated_s(
     stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, link: Link
 ) -> float:
     """Returns the seconds of all microbatches in the pipeline if each rank has its own device."""
-    shape = StepShape(layout.schedule, layout.microbatches, layout.active)
     costs = _costs(stages, times, layout, link)
-    return simulated_step_ms(*costs, layout.pp, shape) / 1e3
+    return simulated_step_ms(*costs, layout.pp, layout.shape) / 1e3
 
 
 def _costs(

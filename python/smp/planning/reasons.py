@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import smp._C as _C
-from smp.config.schema import Config
 from smp.partition import partition_file
 from smp.partition.decide import partition_options
 from smp.partition.decision import Decision
 from smp.partition.fastest import StageTimes, stage_times, step_ratio
-from smp.planning.run_cuts import shape_of
+from smp.planning.run_cuts import Run
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,12 @@ class Bounds:
 
 
 def evaluated(
-    decision: Decision, config: Config, assignment: _C.Assignment | None = None
+    decision: Decision, run: Run, assignment: _C.Assignment | None = None
 ) -> tuple[_C.Evaluation, _C.PartitionOptions]:
     """Returns the costs of a partition, or of another assignment, and the options of both."""
     options = decision.options
     if options is None:
-        options = partition_options(config, decision.num_partitions, decision.num_chunks)
+        options = partition_options(run.config, decision.num_partitions, decision.num_chunks)
     tree = decision.index.tree
     return _C.evaluate_partition(tree, assignment or decision.assignment, options), options
 
@@ -97,11 +96,11 @@ def module_costs(decision: Decision) -> list[ModuleCosts]:
     return found
 
 
-def bounds_of(decision: Decision, config: Config) -> Bounds:
+def bounds_of(decision: Decision, run: Run) -> Bounds:
     """Returns what bounds the time and the memory of a partition."""
     size, tree = decision.num_partitions, decision.index.tree
-    evaluation, options = evaluated(decision, config)
-    times, shape = times_of(decision, evaluation), shape_of(config)
+    evaluation, options = evaluated(decision, run)
+    times, shape = times_of(decision, evaluation), run.layout.shape
     by_rank = [
         sum(t.forward + t.backward + t.weight for t in times if t.pp_rank == rank)
         for rank in range(size)
@@ -128,13 +127,13 @@ def bounds_of(decision: Decision, config: Config) -> Bounds:
     )
 
 
-def what_if(decision: Decision, moves: Mapping[str, int], config: Config) -> Decision:
+def what_if(decision: Decision, moves: Mapping[str, int], run: Run) -> Decision:
     """Returns the partition with modules, and all modules below them, on other ranks.
 
     Args:
         decision: the original partition.
         moves: rank by qualified name, applied in this order.
-        config: configuration whose schedule is simulated.
+        run: run whose schedule is simulated.
 
     Raises:
         ValueError: there is no such module or rank, or it cannot be there.
@@ -150,9 +149,9 @@ def what_if(decision: Decision, moves: Mapping[str, int], config: Config) -> Dec
             assignment = _C.move_in_partition(tree, assignment, idx, pp_rank)
         except ValueError as error:
             raise ValueError(f"{name}={pp_rank} is not possible: {error}") from None
-    evaluation, options = evaluated(decision, config, assignment)
+    evaluation, options = evaluated(decision, run, assignment)
     size = decision.num_partitions
-    ratio = step_ratio(evaluation, tree.compute_per_byte, size, shape_of(config))
+    ratio = step_ratio(evaluation, tree.compute_per_byte, size, run.layout.shape)
     return replace(Decision.of(decision.index, assignment, options), step_ratio=ratio)
 
 

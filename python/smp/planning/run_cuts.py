@@ -17,20 +17,17 @@ from smp.partition import trace_flops
 from smp.partition.costs import Trace
 from smp.partition.decide import Fastest, decide
 from smp.partition.decision import Decision
-from smp.partition.fastest import StepShape
 from smp.partition.room import state_factor
 from smp.partition.together import without_cuts
 from smp.partition.trace import trace
 from smp.partition.tree import build_tree
-from smp.planning import tensor_split
 from smp.planning.hardware import Hardware
 from smp.planning.layout import Layout
-from smp.planning.profile import ModelProfile, Shares
+from smp.planning.profile import ModelProfile
 from smp.planning.stages import Stage, of_parts
 from smp.planning.traced_model import (
     TracedModel,
     computing_in,
-    layer_inputs,
     repeated_layers,
 )
 from smp.world.log import first_rank_log
@@ -62,12 +59,6 @@ class Run:
         return Layout.of(self.config, self.num_ranks, self.checkpoints, self.device)
 
 
-def shape_of(config: Config) -> StepShape:
-    """Returns how a step passes the pipeline under a configuration."""
-    active = min(config.active_microbatches or config.microbatches, config.microbatches)
-    return StepShape(config.pipeline, config.microbatches, active)
-
-
 def decided(root: nn.Module, traced: Trace, run: Run) -> Decision:
     """Decides as a run does, which does not count what checkpoints save.
 
@@ -81,7 +72,7 @@ def decided(root: nn.Module, traced: Trace, run: Run) -> Decision:
     fastest = None
     if pp_size > 1 and not {"memory_weight", "optimize"} & run.given:
         factor = state_factor(root.parameters(), config, run.layout.shard)
-        fastest = Fastest(shape_of(config), run.room_bytes, factor)
+        fastest = Fastest(run.layout.shape, run.room_bytes, factor)
     decision = decide(
         root,
         config,
@@ -98,21 +89,20 @@ def decided(root: nn.Module, traced: Trace, run: Run) -> Decision:
     return without_cuts(root, traced, whole, fastest, decision)
 
 
-def scaled(traced: Trace, root: nn.Module, layout: Layout) -> Trace:
+def scaled(model: TracedModel, traced: Trace, layout: Layout) -> Trace:
     """Returns a trace of one sample with the samples and activations of a rank of a layout.
 
     All figures are linear in the samples. A rank of a tensor-parallel group keeps its share.
+
+    Args:
+        model: the model.
+        traced: a trace of it.
+        layout: layout of the run.
     """
     samples, shares = layout.microbatch, layout.shares
-    width = tensor_split.hidden_width(root)
-    border = max(layer_inputs(traced, repeated_layers(root)).values(), default=0)
-    routed = 0 if layout.spreads_experts else tensor_split.experts_per_token(root)
 
-    def kept(module: nn.Module, num_bytes: float) -> int:
-        if shares == Shares(1.0, 1.0, 1.0):
-            return int(samples * num_bytes)
-        own = tensor_split.kept_bytes(module, num_bytes, width, border, routed)
-        return int(samples * own.on(shares))
+    def kept(idx: int, num_bytes: float) -> int:
+        return int(samples * model.kept(idx, num_bytes, layout.spreads_experts).on(shares))
 
     return replace(
         traced,
@@ -121,16 +111,16 @@ def scaled(traced: Trace, root: nn.Module, layout: Layout) -> Trace:
                 cost,
                 forward_flops=samples * cost.forward_flops,
                 backward_flops=samples * cost.backward_flops,
-                activation_bytes=kept(module, cost.activation_bytes),
+                activation_bytes=kept(idx, cost.activation_bytes),
             )
-            for module, cost in zip(traced.modules, traced.costs, strict=True)
+            for idx, cost in enumerate(traced.costs)
         ),
         values=tuple(
             replace(
                 value,
                 num_bytes=int(shares.whole * samples * value.num_bytes),
                 flops=samples * value.flops,
-                activation_bytes=kept(traced.modules[value.producer], value.activation_bytes),
+                activation_bytes=kept(value.producer, value.activation_bytes),
             )
             for value in traced.values
         ),
@@ -194,9 +184,8 @@ class RunCuts:
             room_bytes,
             layout.device,
         )
-        root = self._model.root
         with _silent():
-            decision = decided(root, scaled(self._costs, root, layout), run)
+            decision = decided(self._model.root, scaled(self._model, self._costs, layout), run)
         return stages_of(self._model, decision)
 
 

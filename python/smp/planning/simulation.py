@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from smp.config.schema import Config
 from smp.partition.decision import Decision
-from smp.partition.fastest import StepShape
 from smp.pipeline import schedules
 from smp.planning.reasons import evaluated, times_of
+from smp.planning.run_cuts import Run
 
 #: Milliseconds that the simulator counts for a microbatch of the whole model on one rank.
 WHOLE = 1000.0
@@ -44,21 +42,19 @@ class NotOrdered(Exception):
     """An action of a schedule comes before something that it waits for, or is missing."""
 
 
-def stages_of(
-    decision: Decision, config: Config, microbatch_ms: float | None
-) -> list[schedules.Stage]:
+def stages_of(decision: Decision, run: Run, microbatch_ms: float | None) -> list[schedules.Stage]:
     """Returns the chain that a microbatch passes, with times of a partition.
 
     Args:
         decision: the partition, with costs.
-        config: configuration whose schedule decides how many activations ranks keep.
+        run: run whose schedule decides how many activations ranks keep.
         microbatch_ms: milliseconds of forward and backward of one microbatch in one process; None:
             `WHOLE`.
 
     Raises:
         ValueError: no costs are known.
     """
-    evaluation, _ = evaluated(decision, config)
+    evaluation, _ = evaluated(decision, run)
     times = times_of(decision, evaluation)
     if not times:
         raise ValueError("the model computes nothing that was traced, so stages have no times")
@@ -73,17 +69,6 @@ def stages_of(
         )
         for time, num_bytes in zip(times, evaluation.activation_bytes, strict=True)
     ]
-
-
-def simulate(stages: Sequence[schedules.Stage], shape: StepShape) -> schedules.Simulation:
-    """Simulates a step.
-
-    Raises:
-        ValueError: the schedule does not fit the stages.
-    """
-    return schedules.simulate(
-        stages, shape.microbatches, shape.policy, active_microbatches=shape.active
-    )
 
 
 _Action = tuple[str, int, int]  # kind, stage, microbatch

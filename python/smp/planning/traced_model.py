@@ -56,7 +56,7 @@ def repeated_layers(root: nn.Module) -> list[nn.Module]:
     return found
 
 
-def layer_inputs(traced: Trace, layers: Sequence[nn.Module]) -> dict[nn.Module, int]:
+def _layer_inputs(traced: Trace, layers: Sequence[nn.Module]) -> dict[nn.Module, int]:
     """Returns the bytes of the tensors with gradients that come into each layer."""
     index_of = {module: idx for idx, module in enumerate(traced.modules)}
     inputs = {}
@@ -109,7 +109,7 @@ class TracedModel:
         layers = repeated_layers(root)
         self._names = {module: name or "(root)" for name, module in root.named_modules()}
         self._groups = _groups(self.costs, layers, self._names)
-        self._inputs = layer_inputs(self.costs, layers)
+        self._inputs = _layer_inputs(self.costs, layers)
         self._border = max(self._inputs.values(), default=0)
         self._width = tensor_split.hidden_width(root)
         self._routed = tensor_split.experts_per_token(root)
@@ -229,7 +229,7 @@ class TracedModel:
             weights.append(Weight(parameter.numel(), is_split, is_wide, parameter.requires_grad))
         products = (0, 0) if layer is None else _num_products(layer, set(modules))
         costs = self.costs.costs
-        kept = [self._kept(idx, costs[idx].activation_bytes) for idx in idxs]
+        kept = [self.kept(idx, costs[idx].activation_bytes) for idx in idxs]
         return Part(
             name=name if len(idxs) == len(whole) else self._names[modules[0]],
             is_layer=layer is not None,
@@ -249,10 +249,11 @@ class TracedModel:
             ),
         )
 
-    def _kept(self, idx: int, num_bytes: float) -> Amount:
-        return tensor_split.kept_bytes(
-            self.costs.modules[idx], num_bytes, self._width, self._border, self._routed
-        )
+    def kept(self, idx: int, num_bytes: float, spreads_experts: bool = False) -> Amount:
+        """Returns the bytes of activations of a module, if its own code keeps `num_bytes`."""
+        routed = 0 if spreads_experts else self._routed
+        module = self.costs.modules[idx]
+        return tensor_split.kept_bytes(module, num_bytes, self._width, self._border, routed)
 
     def _work(self, idx: int, flops: float) -> Amount:
         module = self.costs.modules[idx]
