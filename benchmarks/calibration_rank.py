@@ -18,11 +18,11 @@ from torch.nn import functional
 
 import smp
 import smp._C as _C
-from smp.commands.plan import View
 from smp.data_parallel import DEFAULT_MB, bucket_cap_bytes
 from smp.planning import hardware
 from smp.planning.hardware import Hardware
 from smp.planning.layout import Layout
+from smp.planning.run_cuts import View
 from smp.planning.search import Job, predict
 from smp.world import runtime
 
@@ -213,7 +213,7 @@ def pipeline(known: str) -> dict[str, object]:
     size = int(os.environ["SMP_WORLD_SIZE"])
     layout = Layout(pp=size, microbatches=4 * _SHARED_CORES, active=size)
     device = replace(hardware.read(known, "calibration"), at_once=len(cores))
-    step, data, model = _training_step(layout.config("fp32"), _TOKENS, _MANY_LAYERS)
+    step, data, model = _training_step(layout.config(), _TOKENS, _MANY_LAYERS)
     optimizer = _optimizer(model)
     spent = []
     for _ in range(2 + _STEPS):
@@ -236,16 +236,7 @@ def _predicted_s(layout: Layout, device: Hardware) -> float:
         model = _Transformer(_MANY_LAYERS)
     sample = torch.zeros(1, _TOKENS, dtype=torch.int64)
     view = View.of(model, ((sample,), {}), device, "fp32")
-    job = Job(
-        view.profile,
-        device,
-        layout.pp,
-        layout.pp,
-        device.memory_bytes,
-        layout.samples,
-        "fp32",
-        cuts=view.cuts,
-    )
+    job = Job(view, device, layout.pp, layout.pp, device.memory_bytes, layout.samples, "fp32")
     return predict(job, layout).time.total
 
 

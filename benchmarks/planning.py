@@ -12,7 +12,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,15 @@ from planning_report import compared, summary
 from run import launch
 from torch import nn
 
-from smp.commands.estimate import traced_estimate
+from smp.commands.arguments import traced_estimate
 from smp.commands.models import LoadedModel, quiet_transformers
-from smp.commands.plan import View
 from smp.commands.split_form import split_form
 from smp.config.schema import Config
 from smp.planning import hardware
-from smp.planning.decided import Run
 from smp.planning.hardware import Hardware
 from smp.planning.layout import Layout
-from smp.planning.search import Job, Plan, predict
+from smp.planning.run_cuts import Run, View
+from smp.planning.search import Job, predict
 
 SHAPE = {"n_layer": 8, "n_embd": 512, "n_head": 8, "n_positions": 128, "vocab_size": 4096}
 SAMPLES = 8
@@ -86,37 +86,33 @@ def case_of(layout: Layout) -> dict[str, Any]:
     """What the worker is told."""
     return {
         "name": layout.text(),
-        "config": layout.config("fp32"),
+        "config": layout.config(),
         "checkpoints": layout.checkpoints,
     }
 
 
 def predictions(layouts: Sequence[Layout], device: Hardware) -> dict[str, Predicted]:
-    """As the commands predict: all ranks are on one host, with the cores of the hardware file."""
+    """Predicts layouts as the commands do."""
+    with jobs_on(device) as jobs:
+        return {layout.text(): prediction(layout, jobs[layout.num_ranks]) for layout in layouts}
+
+
+@contextmanager
+def jobs_on(device: Hardware) -> Iterator[dict[int, Job]]:
+    """Traces the model, whole and split, for each number of ranks.
+
+    All ranks are on one host, with the cores of the hardware file.
+    """
     ids = make_batch(SHAPE, 1)
     call = ((), {"input_ids": ids, "labels": ids})
     whole = View.of(meta_model(), call, device, "fp32")
     with split_form(meta_model()) as form:
         assert form is not None, "GPT-2 has a distributed form"
         split = View.of(form, call, device, "fp32")
-        jobs = {ranks: _job(whole, split, ranks, device) for ranks in (2, 4, 8)}
-        plans = {layout: predict(jobs[layout.num_ranks], layout) for layout in layouts}
-    return {layout.text(): _prediction(layout, plan) for layout, plan in plans.items()}
-
-
-def _job(whole: View, split: View, ranks: int, device: Hardware) -> Job:
-    return Job(
-        whole.profile,
-        device,
-        ranks,
-        ranks,
-        device.memory_bytes,
-        SAMPLES,
-        "fp32",
-        split.profile,
-        whole.cuts,
-        split.cuts,
-    )
+        yield {
+            ranks: Job(whole, device, ranks, ranks, device.memory_bytes, SAMPLES, "fp32", split)
+            for ranks in (2, 4, 8)
+        }
 
 
 def meta_model() -> nn.Module:
@@ -125,12 +121,12 @@ def meta_model() -> nn.Module:
         return make_model(SHAPE).train()
 
 
-def _prediction(layout: Layout, plan: Plan) -> Predicted:
-    ranks = layout.num_ranks
-    values = layout.config("fp32")
-    run = Run(Config.from_dict(values), frozenset(values), ranks, layout.checkpoints)
+def prediction(layout: Layout, job: Job) -> Predicted:
+    """Predicts one layout by the plan and by the estimate."""
+    plan, values = predict(job, layout), layout.config()
+    run = Run(Config.from_dict(values), frozenset(values), layout.num_ranks, layout.checkpoints)
     own = make_batch(SHAPE, layout.microbatch)
-    model = LoadedModel("gpt", meta_model(), lambda batch, seq: ((), {}), None, "gpt")
+    model = LoadedModel("gpt", meta_model(), lambda batch, seq: ((), {}), "gpt")
     stages = traced_estimate(model, (), {"input_ids": own, "labels": own}, run).stages
     return Predicted(
         plan.time.total,

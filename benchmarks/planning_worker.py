@@ -22,7 +22,7 @@ from torch import Tensor, distributed
 from workers import Worker
 
 import smp
-from smp.planning.recomputed import repeated_layers
+from smp.planning.traced_model import repeated_layers
 
 MB = 1e6
 

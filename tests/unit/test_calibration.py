@@ -6,7 +6,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import pytest
 from smp_cli import cores
 
 from smp.planning import hardware
@@ -15,14 +18,21 @@ from tests.conftest import REPO
 SCRIPT = REPO / "benchmarks" / "calibration.py"
 
 
-def calibrate(path: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+@pytest.fixture
+def calibration(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Scripts of that folder import each other by their names."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import calibration
+
+    return calibration
 
 
-def test_calibration_is_hardware_for_a_plan(tmp_path: Path) -> None:
-    file = tmp_path / "here.json"
-    done = calibrate(file)
+@pytest.mark.sample(keep=0)  # a minute or two
+@pytest.mark.parametrize("name", ["here.json"])
+def test_calibration_is_hardware_for_a_plan(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    command = [sys.executable, str(SCRIPT), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     found = hardware.load(str(file))
     assert json.loads(done.stdout) == found.to_json()
@@ -36,6 +46,46 @@ def test_calibration_is_hardware_for_a_plan(tmp_path: Path) -> None:
     assert 1e-6 < overheads.call_s < 1e-1 and overheads.crowded >= 1
 
 
-def test_calibration_into_no_folder_is_bad_use(tmp_path: Path) -> None:
-    done = calibrate(tmp_path / "no" / "here.json")
-    assert done.returncode == 2 and "usage: calibration.py FILE" in done.stderr
+def test_measurements_make_a_hardware_file(
+    calibration: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = {"bytes_per_s": 4e9, "latency_s": 1e-5}
+    measured: dict[str, Any] = {
+        "rates": {"flops": {"fp32": 1e11}, "moved": 1e10, "copied": 5e9, "alone": 1.25},
+        "messages": link,
+        "sums": {"byte s": 1e-9},
+        "training": {"microbatch s": 3e-9, "update s": -1e-9},
+        "calls": {"call s": 1e-4, "microbatch s": 2e-3},
+    }
+
+    def measure(kind: str, size: int, *, shared_memory: bool = True, text: str = "") -> Any:
+        if kind != "pipeline":
+            return measured[kind]
+        assert hardware.read(text, "known").overheads is not None
+        return {"measured s": 0.75 * size, "predicted s": size if size == 2 else 2.0}
+
+    monkeypatch.setattr(calibration, "_measure", measure)
+    monkeypatch.setattr(calibration, "usable_cores", lambda: 2)
+    found = hardware.read(json.dumps(calibration.calibrate()), "here")
+    assert (found.at_once, found.devices_per_host, found.rate("fp32")) == (2, 2, 1e11)
+    assert found.inside == found.between == hardware.Link(**link)
+    assert found.collective is not None and found.collective.latency_s == 1e-5
+    assert found.collective.bytes_per_s == pytest.approx(1e9)  # one of two sends what it has
+    # What a busy machine measures below zero is next to nothing; 1.5 is missed over 0.75.
+    assert found.overheads == hardware.Overheads(3e-9, 1e-12, 1e-4, 2e-3, 1.25, 2.0)
+
+
+def test_ranks_measure_a_link(calibration: ModuleType) -> None:
+    found = calibration._measure("messages", 2)
+    assert 0 < found["latency_s"] < 1 and found["bytes_per_s"] > 1e6
+
+
+def test_calibration_into_no_folder_is_bad_use(
+    calibration: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["calibration.py", str(tmp_path / "no" / "here.json")])
+    assert calibration.main() == 2
+    assert "usage: calibration.py FILE" in capsys.readouterr().err

@@ -18,9 +18,10 @@ from smp.commands.plan import profiled
 from smp.config.schema import Config
 from smp.modules.training_dtypes import plan_dtypes
 from smp.planning import hardware
-from smp.planning.decided import Run
 from smp.planning.estimate import Estimate, estimate
-from smp.planning.memory import Holding, Sharding, rank_bytes
+from smp.planning.layout import Layout
+from smp.planning.memory import Activations, Weights, rank_bytes
+from smp.planning.run_cuts import Run
 from tests.conftest import REPO
 
 HERE = "tests.unit.test_estimate"
@@ -87,9 +88,14 @@ def test_state_is_that_of_the_table(half: bool, parameters: bool, size: int) -> 
         (True, False): 2 + 16 / size,
         (True, True): 18 / size,
     }
-    sharding = Sharding(half, size, parameters)
-    assert sharding.state_bytes == pytest.approx(table[half, parameters])
-    held = rank_bytes(Holding(1e9, 1e9, activations=1e9), sharding, microbatches=2)
+    layout = Layout(
+        rdp=size,
+        shard=size,
+        shards_parameters=parameters,
+        microbatches=2,
+        precision="bf16" if half else "fp32",
+    )
+    held = rank_bytes(Weights(1e9, 1e9), Activations(1e9), layout)
     state = held.parameters + held.gradients + held.optimizer
     assert state == pytest.approx(1e9 * table[half, parameters])
 
@@ -143,8 +149,8 @@ def test_widths_are_those_of_training(precision: str) -> None:
     assert held.parameters == sum(p.numel() * dtypes.of(p).itemsize for p in own)
     assert held.optimizer == 8 * elements + 4 * (elements - wide)
     with profiled(f"{HERE}:t5", None, precision, hardware.load("h200")) as (_, view, _):
-        parts = [*view.profile.parts, *([view.profile.tail] if view.profile.tail else [])]
-        assert sum(n for part in parts for n, _, is_wide in part.tensors if is_wide) == wide
+        weights = [weight for part in view.profile.chain for weight in part.weights]
+        assert sum(weight.elements for weight in weights if weight.is_wide) == wide
 
 
 class Scaled(nn.Module):

@@ -17,25 +17,28 @@ from benchmarks.models import Gpt, GptShape
 from smp.commands.plan import layout_texts
 from smp.config.schema import Config, check_world
 from smp.planning import hardware, search
-from smp.planning.decided import Run
 from smp.planning.estimate import estimate
+from smp.planning.groups import reach
 from smp.planning.hardware import Hardware, Link
-from smp.planning.layout import Layout, reach
-from smp.planning.profile import ModelProfile, Part
+from smp.planning.layout import Layout
+from smp.planning.profile import Amount, ModelProfile, Part, Weight
+from smp.planning.run_cuts import Run, View
 from smp.planning.search import Job, predict
 from smp.planning.stages import cut
-from smp.planning.traced_model import profile
+from smp.planning.traced_model import TracedModel
 from tests.conftest import REPO
 
 HERE = "tests.unit.test_planning"
 PUBLISHED = json.loads((REPO / "tests" / "unit" / "published_runs.json").read_text())
 TOLERANCE = 0.15
-SHAPE = GptShape(8, 512, 8, 4096, 128)
+SMALL = GptShape(4, 256, 4, 512, 64)
 
 
-def untied(found: ModelProfile) -> ModelProfile:
+def untied(found: ModelProfile, num_layers: int) -> ModelProfile:
     """Megatron-LM has the embedding on the first rank and on the last one."""
-    parts = found.parts if found.tail is None else (*found.parts, found.tail)
+    layers = [part for part in found.chain if part.is_layer]
+    begin, end = (found.chain.index(layer) for layer in (layers[0], layers[-1]))
+    parts = (*found.chain[:begin], *num_layers * [layers[1]], *found.chain[end + 1 :])
     return replace(found, parts=parts, tail=None)
 
 
@@ -82,8 +85,8 @@ def test_published_run_is_predicted(run: dict[str, Any]) -> None:
     device = hardware.load(run["hardware"])
     ids = torch.zeros(1, run["tokens"], dtype=torch.long)
     rate = device.flops_per_byte("bf16")
-    traced = profile(published_model(run), (), {"input_ids": ids, "labels": ids}, rate)
-    model = untied(traced.repeated(run["layers"]))
+    traced = TracedModel(published_model(run), (), {"input_ids": ids, "labels": ids}, rate)
+    model = untied(traced.profile(), run["layers"])
     assert model.elements == pytest.approx(1e9 * run["billions"], rel=0.03)
     layout = Layout(
         pp=run["pp"],
@@ -95,9 +98,11 @@ def test_published_run_is_predicted(run: dict[str, Any]) -> None:
         microbatches=run["batch"] // run["rdp"] // run["microbatch"],
         active=run["pp"],
         checkpoints=True,
+        precision="bf16",
+        device="cuda",
     )
     assert layout.samples == run["batch"]
-    job = Job(model, device, layout.num_ranks, 8, device.memory_bytes, run["batch"], "bf16")
+    job = Job(View(model), device, layout.num_ranks, 8, device.memory_bytes, run["batch"], "bf16")
     plan = predict(job, layout)
     s, layers, h, v = run["tokens"], run["layers"], run["hidden"], run["vocabulary"]
     one = 96 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
@@ -109,7 +114,7 @@ def test_published_run_is_predicted(run: dict[str, Any]) -> None:
 
 def test_peaks_are_those_of_the_estimate() -> None:
     """The plan has cuts and formulas of its own; the estimate has the library's partition."""
-    ids = torch.zeros(1, 128, dtype=torch.long)
+    ids = torch.zeros(1, SMALL.seq_len, dtype=torch.long)
     cases: list[tuple[dict[str, Any], Layout]] = [
         ({}, Layout()),
         ({"shard_optimizer_state": True}, Layout(rdp=4, shard=4)),
@@ -123,13 +128,14 @@ def test_peaks_are_those_of_the_estimate() -> None:
             Layout(tp=2, in_memory=True),
         ),
     ]
+    with torch.device("meta"):
+        model = Gpt(SMALL, SMALL.num_layers).train()
+    traced = TracedModel(model, (ids, ids), {}, 10.0).profile()
     for (values, layout), again in itertools.product(cases, (False, True)):
-        with torch.device("meta"):
-            model = Gpt(SHAPE, SHAPE.num_layers).train()
         config = Config.from_dict({"ddp": True, **values})
-        run = Run(config, frozenset(values), layout.num_ranks, again, device="cuda")
+        run = Run(config, frozenset(values), layout.num_ranks, again)
         expected = max(s.held.peak for s in estimate(model, (ids, ids), {}, run).stages)
-        job = Job(profile(model, (ids, ids), {}, 10.0), CPU, layout.num_ranks, 8, 1, 1, "fp32")
+        job = Job(View(traced), CPU, layout.num_ranks, 8, 1, 1, "fp32")
         found = predict(job, replace(layout, checkpoints=again), simulated=False).peak_bytes
         assert found == pytest.approx(expected, rel=0.1), (values, again)
 
@@ -151,11 +157,10 @@ def layer(idx: int, work: float = 1e9, input_bytes: float = 0.0) -> Part:
     return Part(
         f"layer {idx}",
         True,
-        split_elements=10**6,
-        tensors=((10**6, True, False),),
-        split_forward=work,
-        split_backward=2 * work,
-        split_kept=1e6,
+        weights=(Weight(10**6, True),),
+        forward=Amount(work),
+        backward=Amount(2 * work),
+        kept=Amount(1e6),
         input_bytes=input_bytes,
         num_products=2,
     )
@@ -163,11 +168,11 @@ def layer(idx: int, work: float = 1e9, input_bytes: float = 0.0) -> Part:
 
 def chain(num_layers: int, input_bytes: float = 0.0) -> ModelProfile:
     parts = tuple(layer(i, input_bytes=input_bytes) for i in range(num_layers))
-    return ModelProfile(parts, None, 16, 8, 64)
+    return ModelProfile(parts, None, 16, 8)
 
 
 def job_of(model: ModelProfile, num_ranks: int, memory_bytes: int = 10**9) -> Job:
-    return Job(model, CPU, num_ranks, 8, memory_bytes, 16, "fp32")
+    return Job(View(model), CPU, num_ranks, 8, memory_bytes, 16, "fp32")
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
@@ -186,12 +191,12 @@ def test_cut_is_the_best_of_all() -> None:
     weights = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
     parts = tuple(layer(i, work) for i, work in enumerate(weights))
     for tail, num_stages in itertools.product((None, layer(9, 4.0)), (2, 3, 5, 8)):
-        model = ModelProfile(parts, tail, 1, 1, 1)
-        stages = cut(model, num_stages, 1, lambda part: part.split_forward)
+        model = ModelProfile(parts, tail, 1, 1)
+        stages = cut(model, num_stages, 1, lambda part: part.forward.split)
         by_rank = [0.0] * num_stages
         for stage in stages:
             assert stage.parts
-            by_rank[stage.rank] += sum(part.split_forward for part in stage.parts)
+            by_rank[stage.rank] += sum(part.forward.split for part in stage.parts)
         best = min(
             max(
                 sum(weights[begin:end]) + (4.0 if tail and begin == 0 else 0.0)
@@ -215,7 +220,7 @@ def test_groups_that_leave_a_host_have_its_link() -> None:
     whole = reach(Layout(rdp=16), "D", 16, 8, CPU)
     assert whole.link.bytes_per_s == 8 * CPU.between.bytes_per_s
     # A ring of n ranks sends (n - 1) / n of the bytes.
-    assert inside.gather_s(4e9) == pytest.approx(3 * (1e9 / 1e10 + 1e-6))
+    assert inside.gather(4e9).seconds == pytest.approx(3 * (1e9 / 1e10 + 1e-6))
 
 
 def test_each_plan_is_a_configuration_that_is_accepted_and_fits() -> None:
@@ -225,7 +230,7 @@ def test_each_plan_is_a_configuration_that_is_accepted_and_fits() -> None:
     times = [plan.time.total for plan in found.plans]
     assert times == sorted(times)
     for plan in found.plans:
-        config = Config.from_dict(plan.layout.config("fp32"))
+        config = Config.from_dict(plan.layout.config())
         check_world(config, 16)
         assert plan.layout.samples == 16 and plan.peak_bytes <= 0.9 * job.memory_bytes
         assert config.microbatches == plan.layout.microbatches
@@ -239,8 +244,8 @@ def test_nothing_that_fits_names_the_nearest() -> None:
 
 
 def gpt() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
-    ids = torch.zeros(1, 128, dtype=torch.long)
-    return Gpt(SHAPE, SHAPE.num_layers), (ids, ids)
+    ids = torch.zeros(1, SMALL.seq_len, dtype=torch.long)
+    return Gpt(SMALL, SMALL.num_layers), (ids, ids)
 
 
 COMMAND = ["plan", f"{HERE}:gpt", "--gpus", "4", "--per-host", "2", "--batch", "16"]
@@ -251,7 +256,7 @@ def test_command_prints_plans(capsys: pytest.CaptureFixture[str]) -> None:
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert 2 <= len(plans) <= 10
     for plan in plans:
-        assert plan["tokens_per_s"] == pytest.approx(16 * 128 / plan["step_s"])
+        assert plan["tokens_per_s"] == pytest.approx(16 * SMALL.seq_len / plan["step_s"])
         assert sum(plan["shares"].values()) == pytest.approx(1)
         Config.from_dict(plan["config"])
     assert main(COMMAND) == 0
@@ -264,13 +269,13 @@ def test_command_prints_plans(capsys: pytest.CaptureFixture[str]) -> None:
 def test_rows_with_equal_words_show_in_which_keys_they_differ() -> None:
     few, many = (Layout(pp=2, microbatches=4, active=active) for active in (2, 4))
     cut = Layout(tp=2, in_memory=True)
-    assert layout_texts([few, cut, many, few], "bf16") == [
+    assert layout_texts([few, cut, many, few]) == [
         f"{few.text()}, active_microbatches=2",
         cut.text(),
         f"{few.text()}, active_microbatches=4",
         f"{few.text()}, active_microbatches=2",
     ]
-    texts = layout_texts([cut, replace(cut, in_memory=False, placement="TPD")], "bf16")
+    texts = layout_texts([cut, replace(cut, in_memory=False, placement="TPD")])
     assert [text.removeprefix(f"{cut.text()}, ") for text in texts] == [
         "optimize=None, placement_strategy=DPT",
         "optimize=speed, placement_strategy=TPD",

@@ -12,14 +12,15 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from smp.config.schema import Config, check_world
-from smp.planning.decided import Run
 from smp.planning.estimate import estimate
+from smp.planning.groups import other_ranks
 from smp.planning.hardware import Hardware, Link
-from smp.planning.layout import Layout, other_ranks
+from smp.planning.layout import Layout
 from smp.planning.profile import ModelProfile
+from smp.planning.run_cuts import Run, View
 from smp.planning.search import Job, layouts, predict
-from smp.planning.sent import sent_bytes
-from smp.planning.traced_model import profile
+from smp.planning.step_time import sent_bytes
+from smp.planning.traced_model import TracedModel
 
 HERE = "tests.unit.test_planning_experts"
 LAYERS, EXPERTS, ROUTED, HIDDEN, TOKENS = 3, 8, 2, 64, 32
@@ -61,11 +62,11 @@ def meta_model() -> nn.Module:
 @pytest.fixture(scope="module")
 def mixture() -> ModelProfile:
     ids = torch.zeros(1, TOKENS, dtype=torch.long)
-    return profile(meta_model(), (), {"input_ids": ids, "labels": ids}, 10.0)
+    return TracedModel(meta_model(), (), {"input_ids": ids, "labels": ids}, 10.0).profile()
 
 
 def job_of(model: ModelProfile, num_ranks: int, per_host: int = 8) -> Job:
-    return Job(model, DEVICE, num_ranks, per_host, 10**9, 16, "fp32")
+    return Job(View(model), DEVICE, num_ranks, per_host, 10**9, 16, "fp32")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
@@ -84,10 +85,11 @@ def test_profile_knows_experts(mixture: ModelProfile) -> None:
     experts = EXPERTS * 3 * HIDDEN * 96
     for part in layers:
         assert (part.num_products, part.num_mixtures) == (2, 1)  # attention and experts
-        assert part.split_elements >= experts + 4 * HIDDEN**2
+        split = sum(weight.elements for weight in part.weights if weight.is_split)
+        assert split >= experts + 4 * HIDDEN**2
         # A row and a result of each expert of a token.
         assert part.routed_kept == pytest.approx(2 * ROUTED * TOKENS * HIDDEN * 4)
-        assert part.routed_kept <= part.whole_kept
+        assert part.routed_kept <= part.kept.whole
     assert mixture.elements == sum(p.numel() for p in meta_model().parameters())
 
 
@@ -113,10 +115,10 @@ def test_bytes_of_the_all_to_all_are_those_of_tokens_that_leave(mixture: ModelPr
     leaving = other_ranks(4, EXPERTS, ROUTED) * num_bytes / 4
     # Dispatch and combine, and a gather of results; forward and backward; microbatches and layers.
     expected = 2 * 2 * LAYERS * (2 * leaving + num_bytes * 3 / 4)
-    sent = sent_bytes(plan.stages, layout, plan.grid, "fp32")
+    sent = sent_bytes(plan.stages, layout, plan.grid)
     assert sent["experts"] == pytest.approx(expected)
     assert sent["tensor"] == pytest.approx(2 * 4 * LAYERS * num_bytes * 3 / 4)  # attention alone
-    by_link = plan.sent("fp32")
+    by_link = plan.sent()
     assert by_link["inside"] == pytest.approx(sent["experts"] + sent["tensor"])
     assert by_link["between"] == pytest.approx(sent["reduce"]) and sent["reduce"] > 0
     slow = replace(DEVICE, inside=Link(1e8, 1e-6))
@@ -132,7 +134,7 @@ def test_search_spreads_experts_where_they_divide_and_configurations_are_accepte
     assert {layout.tp for layout in spread} == {2, 4, 8}
     assert not any(layout.in_memory for layout in found)
     for layout in spread[::50]:
-        config = Config.from_dict(layout.config("fp32"))
+        config = Config.from_dict(layout.config())
         check_world(config, 8)
         assert config.expert_parallel_degree == layout.tp and f"ep {layout.tp}" in layout.text()
     odd = replace(mixture, experts=6)
@@ -144,7 +146,7 @@ def test_search_spreads_experts_where_they_divide_and_configurations_are_accepte
 @pytest.mark.parametrize("spreads", [False, True])
 def test_memory_is_that_of_the_estimate(mixture: ModelProfile, spreads: bool) -> None:
     layout = Layout(tp=2, microbatch=8, spreads_experts=spreads)
-    values = layout.config("fp32")
+    values = layout.config()
     ids = torch.zeros(8, TOKENS, dtype=torch.long)
     run = Run(Config.from_dict(values), frozenset(values), 2)
     (stage,) = estimate(meta_model(), (), {"input_ids": ids, "labels": ids}, run).stages

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from smp.config.schema import Config
-from smp.planning.decided import Run
 from smp.planning.estimate import estimate
 from smp.planning.layout import Layout
-from smp.planning.run_cuts import RunCuts
-from smp.planning.traced_model import TracedModel, profile
+from smp.planning.run_cuts import Run, RunCuts
+from smp.planning.search import Job, predict
+from smp.planning.traced_model import TracedModel
 from tests.conftest import REPO
 
 RESULTS = REPO / "benchmarks" / "results" / "planning_xeon2_202611.jsonl"
@@ -39,29 +39,31 @@ def benchmark() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def predicted(benchmark: ModuleType) -> dict[str, Any]:
-    """By layout; the model is traced once for all."""
-    found: dict[str, Any] = benchmark.predictions(benchmark.LAYOUTS, benchmark.hardware_of(TIMES))
-    return found
+def jobs(benchmark: ModuleType) -> Iterator[dict[int, Job]]:
+    """The model is traced once for all layouts."""
+    with benchmark.jobs_on(benchmark.hardware_of(TIMES)) as found:
+        yield found
 
 
-@pytest.mark.sample(keep=7)
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("line", MEASURED, ids=lambda line: line["contender"])
 def test_peaks_of_the_fullest_rank_are_the_measured_one_within_a_tenth(
-    line: dict[str, Any], predicted: dict[str, Any]
+    line: dict[str, Any], benchmark: ModuleType, jobs: dict[int, Job]
 ) -> None:
-    found = predicted[line["contender"]]
+    (layout,) = (x for x in benchmark.LAYOUTS if x.text() == line["contender"])
+    found = benchmark.prediction(layout, jobs[layout.num_ranks])
     assert max(found.rank_mb) == pytest.approx(max(line["peak_mb"]), rel=TOLERANCE)
     assert found.plan_mb == pytest.approx(max(line["peak_mb"]), rel=TOLERANCE)
 
 
 def test_order_of_quiet_times_is_met_as_far_as_the_page_says(
-    benchmark: ModuleType, predicted: dict[str, Any]
+    benchmark: ModuleType, jobs: dict[int, Job]
 ) -> None:
     from planning_report import kendall_tau
 
     lines = benchmark.measured_before(TIMES, benchmark.LAYOUTS)
-    times = [predicted[name].step_s for name in lines]
+    times = [predict(jobs[x.num_ranks], x).time.total for x in benchmark.LAYOUTS]
+    assert [x.text() for x in benchmark.LAYOUTS] == list(lines)
     for key in ("median_ms", "min_ms"):
         assert kendall_tau(times, [line[key] for line in lines.values()]) >= TAU
 
@@ -82,8 +84,8 @@ def test_stages_of_a_plan_are_those_of_the_run(benchmark: ModuleType) -> None:
         benchmark.meta_model(), (), {"input_ids": ids, "labels": ids}, device.flops_per_byte("fp32")
     )
     layout = Layout(pp=8, microbatches=8, active=8)
-    stages = RunCuts(traced, "cpu").stages(layout, "fp32", 10**10)
-    run = Run(Config.from_dict(layout.config("fp32")), frozenset(), 8)
+    stages = RunCuts(traced, "cpu").stages(layout, 10**10)
+    run = Run(Config.from_dict(layout.config()), frozenset(), 8)
     (_, kwargs), expected = traced.call, benchmark.meta_model()
     decision = estimate(expected, (), dict(kwargs), run).decision
     assert [stage.rank for stage in stages] == [*range(8), 0]  # and the head, which is tied
@@ -96,15 +98,8 @@ def test_stages_of_a_plan_are_those_of_the_run(benchmark: ModuleType) -> None:
     chain = traced.profile()
     assert chain.tail is not None
     for key in ("forward", "backward", "kept"):
-        total = sum(
-            getattr(p, f"split_{key}") + getattr(p, f"whole_{key}")
-            for stage in stages
-            for p in stage.parts
-        )
-        whole = sum(
-            getattr(p, f"split_{key}") + getattr(p, f"whole_{key}")
-            for p in (*chain.parts, chain.tail)
-        )
+        total = sum(getattr(p, key).total for stage in stages for p in stage.parts)
+        whole = sum(getattr(p, key).total for p in chain.chain)
         assert total == pytest.approx(whole) and whole > 0
     assert sum(p.num_products for s in stages for p in s.parts) == 2 * 8
     border = 128 * 512 * 4
@@ -129,13 +124,13 @@ def test_layers_of_the_split_form_have_their_parameters(benchmark: ModuleType) -
     """Their products are read by the code of the layer, and never called."""
     ids = benchmark.make_batch(benchmark.SHAPE, 1)
     call = {"input_ids": ids, "labels": ids}
-    plain = profile(benchmark.meta_model(), (), call, 10.0)
+    plain = TracedModel(benchmark.meta_model(), (), call, 10.0).profile()
     with benchmark.split_form(benchmark.meta_model()) as form:
-        split = profile(form, (), call, 10.0)
+        split = TracedModel(form, (), call, 10.0).profile()
     assert split.elements == plain.elements
     for found, expected in zip(split.parts, plain.parts, strict=True):
         assert found.elements == expected.elements and found.is_layer == expected.is_layer
     assert split.tail is not None and plain.tail is not None
     assert split.tail.tied_elements == plain.tail.tied_elements > 0
-    kept = [sum(p.split_kept + p.whole_kept for p in x.parts) for x in (plain, split)]
+    kept = [sum(p.kept.total for p in x.parts) for x in (plain, split)]
     assert kept[1] < 0.7 * kept[0], "fused operators keep less"

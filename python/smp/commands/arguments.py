@@ -1,24 +1,55 @@
-"""Defines options that several commands about a model share."""
+"""Reads the arguments of commands about a model, and traces it."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from smp.commands.ending import BadUse
+from smp_cli.sagemaker import CONFIG_FORM, split_config
+
+from smp.commands.ending import BadUse, DoesNotFit
+from smp.commands.models import LoadedModel, load_model, quiet_transformers
 from smp.commands.printing import parse_bytes
+from smp.commands.split_form import split_form
+from smp.config.schema import Config, check_world, normalize
+from smp.config.sources import read_user_config
+from smp.partition.trace import TraceError
+from smp.planning.estimate import Estimate, estimate
+from smp.planning.run_cuts import Run
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds ``MODEL``, ``--seq`` and ``--json``."""
+def add_model(parser: argparse.ArgumentParser, memory: str) -> None:
+    """Adds ``MODEL``, ``--seq``, ``--json`` and ``--memory``.
+
+    Args:
+        memory: words for the command's use of ``--memory``.
+    """
     parser.add_argument(
         "model", metavar="MODEL", help="folder or name of Hugging Face, or module:function"
     )
     parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sample")
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--memory", type=parse_bytes, metavar="SIZE", help=f"of a device (80GiB): {memory}"
+    )
 
 
-def add_microbatch(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--microbatch``."""
+def add_run(parser: argparse.ArgumentParser, memory: str) -> None:
+    """Adds the arguments of `add_model`, ``--config``, ``--processes`` and ``--microbatch``."""
+    add_model(parser, memory)
+    parser.add_argument(
+        "--config",
+        metavar=CONFIG_FORM,
+        help="configuration of smp.init: JSON or YAML files and single keys, later ones win",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="of the run; default: the fewest that the degrees need",
+    )
     parser.add_argument(
         "--microbatch",
         type=int,
@@ -28,15 +59,10 @@ def add_microbatch(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_memory(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Adds ``--memory``.
-
-    Args:
-        meaning: words for the command's use of it.
-    """
-    parser.add_argument(
-        "--memory", type=parse_bytes, metavar="SIZE", help=f"of a device (80GiB): {meaning}"
-    )
+def add_pipeline_run(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `add_run`, and ``--page``."""
+    add_run(parser, "a limit")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="also write a page (HTML)")
 
 
 def check_counts(arguments: argparse.Namespace, *names: str) -> None:
@@ -53,3 +79,95 @@ def check_counts(arguments: argparse.Namespace, *names: str) -> None:
         value = getattr(arguments, name.replace("-", "_"))
         if value is not None and value < 1:
             raise BadUse(f"--{name} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model, the run that the arguments describe, and its estimate."""
+
+    loaded: LoadedModel
+    run: Run
+    found: Estimate
+
+
+def traced_run(arguments: argparse.Namespace, **choices: Any) -> Traced:
+    """Traces the model of the arguments of `add_run` under their configuration.
+
+    Args:
+        arguments: parsed arguments.
+        choices: other attributes of the `Run`.
+
+    Raises:
+        BadUse: the arguments are wrong, or the model cannot be traced.
+        DoesNotFit: the model cannot be partitioned as configured.
+    """
+    run = _read_run(arguments, choices)
+    with quiet_transformers():
+        loaded = load_model(arguments.model)
+        call = loaded.call(arguments.microbatch, arguments.seq)
+        return Traced(loaded, run, traced_estimate(loaded, *call, run))
+
+
+def traced_pipeline(arguments: argparse.Namespace) -> Traced:
+    """Returns the same as `traced_run`, for questions about a partition.
+
+    Raises:
+        BadUse: as `traced_run`; or the configuration has no pipeline.
+    """
+    if _read_run(arguments, {}).layout.pp == 1:
+        raise BadUse(
+            "there is one partition, and nothing to decide; give pipeline_parallel_degree, for "
+            "example --config pipeline_parallel_degree=2,microbatches=8"
+        )
+    return traced_run(arguments)
+
+
+def _read_run(arguments: argparse.Namespace, choices: dict[str, Any]) -> Run:
+    """Reads the run of the arguments; ``ddp`` is set by default.
+
+    Raises:
+        BadUse: there is an unknown key, a bad value, a file that cannot be read, or degrees that
+            do not divide the number of processes.
+    """
+    check_counts(arguments, "microbatch", "seq", "processes")
+    try:
+        given = _given(arguments.config)
+        config = Config.from_dict({"ddp": True, **given})
+        num_ranks = arguments.processes or (
+            config.pipeline_parallel_degree
+            * config.tensor_parallel_degree
+            * config.sharded_data_parallel_degree
+        )
+        check_world(config, num_ranks)
+    except ValueError as error:
+        raise BadUse(str(error)) from None
+    return Run(config, frozenset(given), num_ranks, room_bytes=arguments.memory or 0, **choices)
+
+
+def _given(text: str | None) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for word in [] if text is None else split_config(text):
+        key, separator, value = word.partition("=")
+        read = normalize({key: value}, from_text=True) if separator else read_user_config(word)
+        given |= read.values
+    return given
+
+
+def traced_estimate(
+    loaded: LoadedModel, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run
+) -> Estimate:
+    """Calls `estimate`, and converts its errors to those of a command.
+
+    Raises:
+        BadUse: the model cannot be traced.
+        DoesNotFit: the model cannot be partitioned as configured.
+    """
+    try:
+        if run.layout.tp == 1:
+            return estimate(loaded.module, args, kwargs, run)
+        with split_form(loaded.module) as form:
+            return estimate(loaded.module if form is None else form, args, kwargs, run)
+    except TraceError as error:
+        raise BadUse(f"model {loaded.name!r} cannot be traced: {error}") from None
+    except (ValueError, OSError) as error:
+        raise DoesNotFit(str(error)) from None

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from smp.commands.decided import Decided, add_arguments, decide
+from smp.commands.arguments import Traced, add_pipeline_run, traced_pipeline
 from smp.commands.ending import DONE, NO, BadUse, guarded
 from smp.commands.printing import bytes_text, print_json
-from smp.commands.report import Block, Heading, Table, Text, bars, print_blocks, write_page
+from smp.commands.report import Block, Heading, Table, Text, print_blocks, write_page
 from smp.partition import partition_file
 from smp.partition.decision import Decision
-from smp.partition.explain import Explanation, explain
+from smp.partition.explain import Explanation, ModulePlacement, explain
 from smp.partition.fastest import Candidate
 from smp.planning.reasons import (
     ModuleCosts,
@@ -22,11 +23,6 @@ from smp.planning.reasons import (
     module_costs,
     what_if,
 )
-
-_RANKS = ("pp_rank", "parameters", "activations", "memory", "compute", "transfers", "load")
-_MODULES = ("module", "pp_rank", "compute", "parameters", "activations")
-_CONSIDERED = ("candidate", "taken", "time of a step", "memory of the largest rank")
-_COMPARED = ("", "now", "what if")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -37,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
         description="Explains the partition that a run would have: one process, no device, no "
         "weights. Figures are estimates from FLOPs and bytes.",
     )
-    add_arguments(parser)
+    add_pipeline_run(parser)
     parser.add_argument("--module", metavar="NAME", help="also why this module is where it is")
     parser.add_argument(
         "--what-if",
@@ -54,21 +50,21 @@ def add_parser(subparsers: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     moves = dict(_move(word) for word in arguments.what_if)
-    decided = decide(arguments)
-    decision = decided.decision
+    traced = traced_pipeline(arguments)
+    decision = traced.found.decision
     try:
         found = explain(decision, arguments.module)
-        other = what_if(decision, moves, decided.config) if moves else None
+        other = what_if(decision, moves, traced.run) if moves else None
         if arguments.write is not None:
             partition_file.write(decision if other is None else other, arguments.write)
     except (ValueError, OSError) as error:
         raise BadUse(str(error)) from None
     changed = None if other is None else explain(other)
-    title, blocks = _title(decided), _blocks(decided, found, changed)
+    title, blocks = _title(traced), _blocks(traced, found, changed)
     if arguments.page is not None:
         write_page(arguments.page, f"Partition of {title}", blocks)
     if arguments.json:
-        print_json(_facts(decided, found, other, changed))
+        print_json(_facts(traced, found, other, changed))
     else:
         print_blocks([Text(title), *blocks])
     limit = arguments.memory
@@ -87,46 +83,53 @@ def _move(word: str) -> tuple[str, int]:
 
 def _rank_table(found: Explanation) -> Table:
     rows = [
-        [
-            str(rank.pp_rank),
-            bytes_text(rank.param_bytes),
-            bytes_text(rank.activation_bytes),
-            bytes_text(rank.memory_bytes),
-            f"{100 * rank.compute_share:.1f} %",
-            bytes_text(rank.transfer_bytes),
-            f"{rank.load:.4f}",
-        ]
+        {
+            "pp_rank": rank.pp_rank,
+            "parameters": bytes_text(rank.param_bytes),
+            "activations": bytes_text(rank.activation_bytes),
+            "memory": bytes_text(rank.memory_bytes),
+            "compute": f"{100 * rank.compute_share:.1f} %",
+            "transfers": bytes_text(rank.transfer_bytes),
+            "load": f"{rank.load:.4f}",
+        }
         for rank in found.ranks
     ]
-    return Table(_RANKS, rows, text_columns=0)
+    return Table.of(rows, text_columns=0)
 
 
 def _module_table(costs: list[ModuleCosts]) -> Table:
     rows = [
-        [
-            cost.name or "(root)",
-            str(cost.pp_rank),
-            f"{100 * cost.compute_share:.1f} %",
-            bytes_text(cost.param_bytes),
-            bytes_text(cost.activation_bytes),
-        ]
+        {
+            "module": cost.name or "(root)",
+            "pp_rank": cost.pp_rank,
+            "compute": f"{100 * cost.compute_share:.1f} %",
+            "parameters": bytes_text(cost.param_bytes),
+            "activations": bytes_text(cost.activation_bytes),
+        }
         for cost in costs
     ]
-    return Table(_MODULES, rows)
+    return Table.of(rows)
 
 
 def _candidate_table(decision: Decision) -> Table:
-    taken = tuple(decision.partition_idxs)
     rows = [
-        [
-            _name_of(candidate),
-            "yes" if tuple(candidate.assignment.partition_idxs) == taken else "",
-            "-" if candidate.step_ratio is None else f"{candidate.step_ratio:.3f}",
-            bytes_text(candidate.memory_bytes),
-        ]
+        {
+            "candidate": _name_of(candidate),
+            "taken": "yes" if _is_taken(candidate, decision) else "",
+            "time of a step": _ratio_text(candidate.step_ratio),
+            "memory of the largest rank": bytes_text(candidate.memory_bytes),
+        }
         for candidate in decision.considered
     ]
-    return Table(_CONSIDERED, rows, text_columns=2)
+    return Table.of(rows, text_columns=2)
+
+
+def _is_taken(candidate: Candidate, decision: Decision) -> bool:
+    return tuple(candidate.assignment.partition_idxs) == tuple(decision.partition_idxs)
+
+
+def _ratio_text(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}"
 
 
 def _name_of(candidate: Candidate) -> str:
@@ -137,17 +140,17 @@ def _name_of(candidate: Candidate) -> str:
 
 
 def _comparison_table(found: Explanation, changed: Explanation) -> Table:
-    def of(explanation: Explanation) -> list[str]:
-        ratio = explanation.step_ratio
-        return [
-            "-" if ratio is None else f"{ratio:.3f}",
-            f"{explanation.largest_load:.4f}",
-            bytes_text(max(rank.memory_bytes for rank in explanation.ranks)),
-            bytes_text(explanation.crossing_bytes),
-        ]
-
-    names = ("time of a step", "largest load", "memory of the largest rank", "between ranks")
-    return Table(_COMPARED, list(zip(names, of(found), of(changed), strict=True)))
+    figures: dict[str, Callable[[Explanation], str]] = {
+        "time of a step": lambda one: _ratio_text(one.step_ratio),
+        "largest load": lambda one: f"{one.largest_load:.4f}",
+        "memory of the largest rank": lambda one: bytes_text(
+            max(rank.memory_bytes for rank in one.ranks)
+        ),
+        "between ranks": lambda one: bytes_text(one.crossing_bytes),
+    }
+    return Table.of(
+        [{"": name, "now": of(found), "what if": of(changed)} for name, of in figures.items()]
+    )
 
 
 def _boundaries(found: Explanation) -> list[str]:
@@ -174,55 +177,49 @@ def _why(found: Explanation) -> list[str]:
     return lines
 
 
-def _title(decided: Decided) -> str:
+def _title(traced: Traced) -> str:
+    decision = traced.found.decision
     how = {
         "auto": "found automatically",
         "file": "from a partition file",
         "marks": "from marks in the model",
-    }[decided.decision.decided_by]
-    return f"{decided.loaded.trained} on {decided.decision.num_partitions} ranks, {how} (predicted)"
+    }[decision.decided_by]
+    return f"{traced.loaded.trained} on {decision.num_partitions} ranks, {how} (predicted)"
 
 
-def _blocks(decided: Decided, found: Explanation, changed: Explanation | None) -> list[Block]:
-    decision, config = decided.decision, decided.config
-    costs = module_costs(decision)
-    words = bounds_in_words(bounds_of(decision, config), config.microbatches)
+def _blocks(traced: Traced, found: Explanation, changed: Explanation | None) -> list[Block]:
+    decision, run = traced.found.decision, traced.run
+    words = bounds_in_words(bounds_of(decision, run), run.layout.microbatches)
     blocks: list[Block] = [_rank_table(found), *map(Text, _boundaries(found))]
     blocks += [Heading("What bounds it"), *map(Text, words)]
     if decision.considered:
         blocks += [Heading("Candidates"), _candidate_table(decision)]
-    shares = [(f"{cost.name or '(root)'} on {cost.pp_rank}", cost.compute_share) for cost in costs]
-    blocks += [Heading("Modules"), bars(shares), _module_table(costs)]
-    blocks += map(Text, _why(found))
+    blocks += [Heading("Modules"), _module_table(module_costs(decision)), *map(Text, _why(found))]
     if changed is not None:
         blocks += [Heading("What if"), _comparison_table(found, changed), _rank_table(changed)]
     return blocks
 
 
 def _facts(
-    decided: Decided,
-    found: Explanation,
-    other: Decision | None,
-    changed: Explanation | None,
+    traced: Traced, found: Explanation, other: Decision | None, changed: Explanation | None
 ) -> dict[str, Any]:
-    decision = decided.decision
-    bounds = bounds_of(decision, decided.config)
+    decision = traced.found.decision
     facts = {
-        "model": decided.loaded.name,
+        "model": traced.loaded.name,
         "decided_by": decision.decided_by,
         **_in_figures(found),
-        "bounds": asdict(bounds),
+        "bounds": asdict(bounds_of(decision, traced.run)),
         "considered": [
             {
                 "lead_weight": candidate.options.lead_weight,
                 "step_ratio": candidate.step_ratio,
                 "memory_bytes": candidate.memory_bytes,
-                "is_taken": tuple(candidate.assignment.partition_idxs) == decision.partition_idxs,
+                "is_taken": _is_taken(candidate, decision),
             }
             for candidate in decision.considered
         ],
         "modules": [asdict(cost) for cost in module_costs(decision)],
-        "module": None if found.module is None else _module_facts(found),
+        "module": None if found.module is None else _module_facts(found.module),
     }
     if changed is not None and other is not None:
         facts["what_if"] = {
@@ -245,9 +242,8 @@ def _in_figures(found: Explanation) -> dict[str, Any]:
     }
 
 
-def _module_facts(found: Explanation) -> dict[str, Any]:
-    assert found.module is not None
-    facts = asdict(found.module)
+def _module_facts(module: ModulePlacement) -> dict[str, Any]:
+    facts = asdict(module)
     for move in facts["moves"]:  # JSON has no infinity
         move["largest_load"] = None if move["refusal"] else move["largest_load"]
     return facts

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp.commands.ending import BadUse
-from smp.commands.hub import why_unreachable
 
-DEFAULT_SEQ = 2048
+_MOST_TOKENS = 2048  # of a sample, if no length is given
+_PATIENCE_S = 1.5  # until the server of models has to answer
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -34,14 +35,12 @@ class LoadedModel:
         call: function of (batch, seq) that returns positional and keyword arguments of a forward:
             small real tensors on the CPU, with labels if the model computes the loss. If ``seq`` is
             None the model's own length is used.
-        seq: tokens of a sample if ``seq`` is None; None for a model without token inputs.
         trained: class and configuration, for messages.
     """
 
     name: str
     module: nn.Module
     call: Callable[[int, int | None], Call]
-    seq: int | None
     trained: str
 
 
@@ -105,13 +104,13 @@ def _of_function(name: str) -> LoadedModel:
     module.train()
     trained = f"{type(module).__name__} of {name}"
     if inputs is not None:
-        return LoadedModel(name, module, _resized(inputs), None, trained)
+        return LoadedModel(name, module, _resized(inputs), trained)
     if getattr(module, "config", None) is None:
         raise BadUse(
             f"model {name!r}: nothing is known of the arguments of {type(module).__name__}; return "
             "the model and the arguments of its forward (a dictionary, tuple or tensor)"
         )
-    return LoadedModel(name, module, *_call_of_huggingface(name, module), trained)
+    return LoadedModel(name, module, _call_of_huggingface(name, module), trained)
 
 
 def _of_huggingface(name: str) -> LoadedModel:
@@ -122,7 +121,7 @@ def _of_huggingface(name: str) -> LoadedModel:
             f"model {name!r} needs transformers, which is not installed; install it, or give "
             "module:function"
         ) from None
-    away = why_unreachable() if _can_be_of_hub(name) else None
+    away = _why_unreachable() if _can_be_of_hub(name) else None
     try:
         # Files that were downloaded before are there without a connection, too.
         config = transformers.AutoConfig.from_pretrained(name, local_files_only=away is not None)
@@ -145,8 +144,7 @@ def _of_huggingface(name: str) -> LoadedModel:
     except Exception as error:
         raise BadUse(f"model {name!r} cannot be built: {_first_line(error)}") from error
     module.train()
-    call, seq = _call_of_huggingface(name, module)
-    return LoadedModel(name, module, call, seq, type(module).__name__)
+    return LoadedModel(name, module, _call_of_huggingface(name, module), type(module).__name__)
 
 
 def _can_be_of_hub(name: str) -> bool:
@@ -154,43 +152,68 @@ def _can_be_of_hub(name: str) -> bool:
     return not Path(name).exists() and name.count("/") <= 1 and name[:1] not in "./~"
 
 
-def _call_of_huggingface(
-    name: str, module: nn.Module
-) -> tuple[Callable[[int, int | None], Call], int | None]:
-    """Returns a function that makes arguments of the model, and the default sample length."""
+def _why_unreachable() -> str | None:
+    """Returns a reason in words if the server of models does not answer, or None.
+
+    The client of `huggingface_hub` would retry for half a minute. The request uses its session, so
+    its proxies and its offline switch count. It runs in a thread, because looking up a name obeys
+    no timeout.
+    """
+    hub = importlib.import_module("huggingface_hub")
+    endpoint: str = importlib.import_module("huggingface_hub.constants").ENDPOINT
+    found: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            hub.utils.get_session().head(endpoint, timeout=_PATIENCE_S)
+            found.append(None)
+        except Exception as error:  # the session may raise any exception
+            text = str(error).strip().splitlines()
+            found.append(text[0] if text else type(error).__name__)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_S)
+    reason = found[0] if found else f"no answer within {_PATIENCE_S:g} s"
+    return None if reason is None else f"{endpoint} cannot be reached ({reason})"
+
+
+def _call_of_huggingface(name: str, module: nn.Module) -> Callable[[int, int | None], Call]:
+    """Returns a function that makes arguments of the model."""
     config: Any = module.config
     known = inspect.signature(module.forward).parameters
     longest = getattr(config, "max_position_embeddings", None)
     kind = type(module).__name__
 
-    def call(batch: int, seq: int | None) -> Call:
-        length = seq or default
+    def tokens(batch: int, seq: int | None) -> Call:
+        length = seq or min(longest or _MOST_TOKENS, _MOST_TOKENS)
         if longest is not None and length > longest:
             raise BadUse(f"model {name!r} takes {longest} tokens at most, got --seq {length}")
-        tokens = torch.zeros(batch, length, dtype=torch.long)
-        arguments = {"input_ids": tokens}
-        if "labels" in known:
-            whole = kind.endswith(("LM", "LMHeadModel", "ConditionalGeneration", "PreTraining"))
-            arguments["labels"] = tokens.clone() if whole else tokens[:, 0].clone()
-        return (), arguments
+        ids = torch.zeros(batch, length, dtype=torch.long)
+        whole = kind.endswith(("LM", "LMHeadModel", "ConditionalGeneration", "PreTraining"))
+        return (), {"input_ids": ids, "labels": ids.clone() if whole else ids[:, 0].clone()}
 
     def pictures(batch: int, seq: int | None) -> Call:
         side = config.image_size
         size = (side, side) if isinstance(side, int) else tuple(side)
-        arguments = {"pixel_values": torch.zeros(batch, config.num_channels, *size)}
-        if "labels" in known:
-            arguments["labels"] = torch.zeros(batch, dtype=torch.long)
-        return (), arguments
+        pixels = torch.zeros(batch, config.num_channels, *size)
+        return (), {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)}
 
     if "input_ids" in known:
-        default = min(longest or DEFAULT_SEQ, DEFAULT_SEQ)
-        return call, default
-    if "pixel_values" in known and hasattr(config, "image_size"):
-        return pictures, None
-    raise BadUse(
-        f"model {name!r}: the arguments of {kind} are not known (neither input_ids nor "
-        "pixel_values); give module:function, which returns the model and its arguments"
-    )
+        make = tokens
+    elif "pixel_values" in known and hasattr(config, "image_size"):
+        make = pictures
+    else:
+        raise BadUse(
+            f"model {name!r}: the arguments of {kind} are not known (neither input_ids nor "
+            "pixel_values); give module:function, which returns the model and its arguments"
+        )
+
+    def call(batch: int, seq: int | None) -> Call:
+        args, kwargs = make(batch, seq)
+        return args, {key: value for key, value in kwargs.items() if key in known}
+
+    return call
 
 
 def _resized(inputs: Any) -> Callable[[int, int | None], Call]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -18,7 +18,6 @@ td:first-child, th:first-child { text-align: left }
 svg { display: block; margin: 1em 0 } svg text { font: 11px system-ui, sans-serif }
 pre { line-height: 1.35 }
 .F { fill: #6aa9d8 } .B { fill: #e3a857 } .W { fill: #8fbf74 } .idle { fill: #f0f0f0 }
-.bar { fill: #6aa9d8 }
 """
 _ROW, _LEFT, _WIDTH = 30, 70, 1100  # pixels of a timeline
 
@@ -76,6 +75,16 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     text_columns: int = 1
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, object]], text_columns: int = 1) -> Table:
+        """Returns a table of rows that map the names of columns to their cells.
+
+        Args:
+            rows: rows with the same keys; at least one.
+            text_columns: see `Table`.
+        """
+        return cls(list(rows[0]), [[str(c) for c in row.values()] for row in rows], text_columns)
 
     def to_text(self) -> str:
         lines = [self.columns, *self.rows]
@@ -161,7 +170,7 @@ def timeline(simulation: Simulation, unit: str) -> OnPage:
         f'<text x="{_WIDTH}" y="{height - 6}" text-anchor="end">'
         f"{simulation.makespan_ms:.4g} {escape(unit)}</text>"
     )
-    return _picture(_WIDTH, height, parts)
+    return OnPage(f'<svg width="{_WIDTH}" height="{height}" role="img">{"".join(parts)}</svg>')
 
 
 def _box(entry: TimelineEntry, scale: float, unit: str) -> str:
@@ -180,19 +189,3 @@ def _box(entry: TimelineEntry, scale: float, unit: str) -> str:
 def _rectangle(kind: str, x: float, y: float, width: float, inside: str = "") -> str:
     place = f'x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 6}"'
     return f'<rect class="{kind}" {place} stroke="#fff" stroke-width="0.5">{inside}</rect>'
-
-
-def bars(rows: Sequence[tuple[str, float]]) -> OnPage:
-    """Returns a picture of shares in [0, 1] as horizontal bars with their names."""
-    largest = max((share for _, share in rows), default=0.0) or 1.0
-    parts = []
-    for number, (name, share) in enumerate(rows):
-        y, width = number * 20, 600 * share / largest
-        parts.append(f'<text x="0" y="{y + 14}">{escape(name)}</text>')
-        parts.append(f'<rect class="bar" x="330" y="{y + 3}" width="{width:.1f}" height="14"/>')
-        parts.append(f'<text x="{335 + width:.1f}" y="{y + 14}">{100 * share:.1f} %</text>')
-    return _picture(1000, len(rows) * 20 + 4, parts)
-
-
-def _picture(width: int, height: int, parts: Sequence[str]) -> OnPage:
-    return OnPage(f'<svg width="{width}" height="{height}" role="img">{"".join(parts)}</svg>')

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from smp.commands.decided import Decided, add_arguments, decide
+from smp.commands.arguments import Traced, add_pipeline_run, traced_pipeline
 from smp.commands.ending import DONE, BadUse, guarded
 from smp.commands.printing import bytes_text, print_json
 from smp.commands.report import (
@@ -20,10 +20,9 @@ from smp.commands.report import (
     timeline,
     write_page,
 )
+from smp.pipeline import schedules
 from smp.pipeline.schedules import Simulation
-from smp.planning.simulation import Proof, proof_in_words, prove, simulate, stages_of
-
-_COLUMNS = ("pp_rank", "busy", "idle", "bubble", "most microbatches", "activations")
+from smp.planning.simulation import Proof, proof_in_words, prove, stages_of
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
         description="Simulates one step of a model under a configuration: one process, no device, "
         "no weights. Times are estimates from FLOPs and bytes.",
     )
-    add_arguments(parser)
+    add_pipeline_run(parser)
     parser.add_argument(
         "--microbatch-ms",
         type=float,
@@ -48,34 +47,31 @@ def add_parser(subparsers: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.microbatch_ms is not None and not arguments.microbatch_ms > 0:
         raise BadUse(f"--microbatch-ms {arguments.microbatch_ms:g} is no time above 0")
-    decided = decide(arguments)
-    config = decided.config
+    traced = traced_pipeline(arguments)
     unit = "units" if arguments.microbatch_ms is None else "ms"
-    active = min(config.active_microbatches or config.microbatches, config.microbatches)
+    shape = traced.run.layout.shape
     try:
-        stages = stages_of(decided.decision, config, arguments.microbatch_ms)
-        simulation = simulate(stages, config)
-        proof = prove(simulation, len(stages), config.microbatches, active)
+        stages = stages_of(traced.found.decision, traced.run, arguments.microbatch_ms)
+        simulation = schedules.simulate(
+            stages, shape.microbatches, shape.policy, active_microbatches=shape.active
+        )
+        proof = prove(simulation, len(stages), shape.microbatches, shape.active)
     except ValueError as error:
         raise BadUse(str(error)) from None
-    words = proof_in_words(proof, config.pipeline, active)
-    blocks = _blocks(decided, simulation, proof, words, unit)
-    if arguments.page is not None:
-        write_page(arguments.page, f"Schedule of {decided.loaded.trained}", blocks)
-    if arguments.json:
-        print_json(_facts(decided, simulation, proof, words, unit))
-    else:
-        print_blocks(blocks)
-    return DONE
-
-
-def _title(decided: Decided, simulation: Simulation, unit: str) -> str:
-    config = decided.config
-    return (
-        f"{decided.loaded.trained}: a step of {config.microbatches} microbatches takes "
+    words = proof_in_words(proof, shape.policy, shape.active)
+    title = (
+        f"{traced.loaded.trained}: a step of {shape.microbatches} microbatches takes "
         f"{simulation.makespan_ms:.4g} {unit}, and ranks are idle for "
         f"{100 * _bubble(simulation):.1f} % of it (predicted)"
     )
+    blocks = [Text(title), *_blocks(simulation, proof, words, unit)]
+    if arguments.page is not None:
+        write_page(arguments.page, f"Schedule of {traced.loaded.trained}", blocks)
+    if arguments.json:
+        print_json(_facts(traced, simulation, proof, words, unit))
+    else:
+        print_blocks(blocks)
+    return DONE
 
 
 def _bubble(simulation: Simulation) -> float:
@@ -85,17 +81,17 @@ def _bubble(simulation: Simulation) -> float:
 
 def _table(simulation: Simulation) -> Table:
     rows = [
-        [
-            str(pp_rank),
-            f"{rank.busy_ms:.4g}",
-            f"{rank.bubble_ms:.4g}",
-            f"{100 * rank.bubble_ms / simulation.makespan_ms:.1f} %",
-            str(rank.peak_activations),
-            bytes_text(rank.peak_activation_bytes),
-        ]
+        {
+            "pp_rank": pp_rank,
+            "busy": f"{rank.busy_ms:.4g}",
+            "idle": f"{rank.bubble_ms:.4g}",
+            "bubble": f"{100 * rank.bubble_ms / simulation.makespan_ms:.1f} %",
+            "most microbatches": rank.peak_activations,
+            "activations": bytes_text(rank.peak_activation_bytes),
+        }
         for pp_rank, rank in enumerate(simulation.ranks)
     ]
-    return Table(_COLUMNS, rows, text_columns=0)
+    return Table.of(rows, text_columns=0)
 
 
 def _order_lines(proof: Proof) -> list[str]:
@@ -106,15 +102,12 @@ def _order_lines(proof: Proof) -> list[str]:
     return lines
 
 
-def _blocks(
-    decided: Decided, simulation: Simulation, proof: Proof, words: list[str], unit: str
-) -> list[Block]:
+def _blocks(simulation: Simulation, proof: Proof, words: list[str], unit: str) -> list[Block]:
     explanation = Text(
         "F: forward, B: backward, W: gradients of weights; the number is the microbatch, the one "
         "behind a dot the stage of its rank. A box tells its times."
     )
     return [
-        Text(_title(decided, simulation, unit)),
         timeline(simulation, unit),
         OnPage(explanation.to_html()),
         _table(simulation),
@@ -126,10 +119,10 @@ def _blocks(
 
 
 def _facts(
-    decided: Decided, simulation: Simulation, proof: Proof, words: list[str], unit: str
+    traced: Traced, simulation: Simulation, proof: Proof, words: list[str], unit: str
 ) -> dict[str, Any]:
     return {
-        "model": decided.loaded.name,
+        "model": traced.loaded.name,
         "unit": unit,
         "makespan": simulation.makespan_ms,
         "bubble": _bubble(simulation),

@@ -9,17 +9,12 @@ from typing import Any
 from torch import nn
 
 from smp.config.schema import check_world
-from smp.partition.costs import Trace
-from smp.partition.decide import kept_microbatches
 from smp.partition.decision import Decision
-from smp.planning.decided import Run, decided, scaled, sharding_of
-from smp.planning.half import computing_in
-from smp.planning.memory import RankBytes, rank_bytes
-from smp.planning.recomputed import repeated_layers
-from smp.planning.run_cuts import stages_of
-from smp.planning.stages import Content, Terms, contents_of, holding_of
-from smp.planning.tensor_split import Shares
-from smp.planning.traced_model import TracedModel
+from smp.planning.layout import Layout
+from smp.planning.memory import RankBytes, activations_of, rank_bytes, weights_of
+from smp.planning.run_cuts import Run, decided, scaled, stages_of
+from smp.planning.stages import Content, contents_of
+from smp.planning.traced_model import TracedModel, computing_in
 
 
 @dataclass(frozen=True)
@@ -51,13 +46,11 @@ class Estimate:
         elements: parameter elements of the whole model, shared ones once.
         stages: estimates by pipeline rank.
         decision: the partition.
-        costs: costs of modules, by which the partition was decided.
     """
 
     elements: int
     stages: tuple[StageEstimate, ...]
     decision: Decision
-    costs: Trace
 
 
 def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: Run) -> Estimate:
@@ -72,50 +65,24 @@ def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: 
         ValueError: the configuration does not fit the number of ranks or the model.
         TraceError: the forward raised.
     """
-    config = run.config
-    check_world(config, run.num_ranks)
-    with computing_in(root, config.half_dtype):
+    check_world(run.config, run.num_ranks)
+    with computing_in(root, run.config.half_dtype):
         model = TracedModel(root, args, kwargs)
-    terms = terms_of(run)
-    traced = scaled(model.costs, root, terms.shares, terms.spreads_experts)
-    decision = decided(root, traced, run, repeated_layers(root) if run.checkpoints else ())
-    size = decision.num_partitions
-    contents = contents_of(stages_of(model, decision), size, decision.num_chunks)
-    return Estimate(
-        sum(p.numel() for p in root.parameters()),
-        tuple(_stage(rank, contents, terms, run.num_ranks // size) for rank in range(size)),
-        decision,
-        traced,
-    )
+    layout = run.layout
+    decision = decided(root, scaled(model, model.costs, layout), run)
+    contents = contents_of(stages_of(model, decision), layout.pp, decision.num_chunks)
+    content_of = {rank: content for content in contents for rank in content.ranks}
+    stages = tuple(_stage(rank, content_of[rank], layout) for rank in range(layout.pp))
+    return Estimate(sum(p.numel() for p in root.parameters()), stages, decision)
 
 
-def terms_of(run: Run) -> Terms:
-    """Returns the terms of a configuration; a sample is one rank's share of a microbatch."""
-    config = run.config
-    pp = config.pipeline_parallel_degree
-    return Terms(
-        Shares.of(config),
-        kept_microbatches(config, pp, config.virtual_stages if pp > 1 else 1),
-        config.microbatches,
-        sharding_of(config, run.num_ranks, run.device),
-        checkpoints=run.checkpoints,
-        offload=config.offload_activations,
-        horizon=config.activation_loading_horizon,
-        spreads_experts=config.expert_parallel_degree > 1,
-    )
-
-
-def _stage(
-    pp_rank: int, contents: Sequence[Content], terms: Terms, num_ranks: int
-) -> StageEstimate:
-    (content,) = (one for one in contents if pp_rank in one.ranks)
-    kept = terms.kept[pp_rank]
-    holding = holding_of(content, terms, kept)
+def _stage(pp_rank: int, content: Content, layout: Layout) -> StageEstimate:
+    kept, weights = layout.kept[pp_rank], weights_of(content, layout)
     return StageEstimate(
         pp_rank=pp_rank,
-        num_ranks=num_ranks,
-        elements=int(holding.elements),
+        num_ranks=layout.num_ranks // layout.pp,
+        elements=int(weights.elements),
         kept_microbatches=kept,
-        microbatch_bytes=holding_of(content, terms, 1).activations,
-        held=rank_bytes(holding, terms.sharding, terms.microbatches),
+        microbatch_bytes=activations_of(content, weights, layout, 1).kept,
+        held=rank_bytes(weights, activations_of(content, weights, layout, kept), layout),
     )

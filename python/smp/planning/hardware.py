@@ -8,10 +8,7 @@ from importlib.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from smp.config import given_files
-from smp.data_parallel import DEFAULT_MB, bucket_cap_bytes
 
 _FOLDER = "devices"
 
@@ -103,11 +100,6 @@ class Hardware:
         """Returns the type of its devices, as PyTorch calls it."""
         return "cpu" if self.at_once else "cuda"
 
-    @property
-    def bucket_bytes(self) -> int:
-        """Returns the default bytes of gradients that are reduced together."""
-        return bucket_cap_bytes(DEFAULT_MB, torch.device(self.type))
-
     def to_json(self) -> dict[str, Any]:
         """Returns values that `read` takes as JSON."""
         return asdict(self)
@@ -156,17 +148,20 @@ def read(text: str, where: str) -> Hardware:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"hardware {where!r}: {error}") from None
     for field in fields(Hardware):
-        value = getattr(hardware, field.name)
-        numbers = value.values() if isinstance(value, dict) else [value]
-        if isinstance(value, Link):
-            numbers = [value.bytes_per_s]
-        elif isinstance(value, Overheads):
-            numbers = asdict(value).values()
-        for number in numbers:
-            if isinstance(number, str) or number is None:
-                continue
-            if field.name == "at_once" and number == 0:
-                continue
-            if not isinstance(number, int | float) or number <= 0:
+        for number in _numbers(getattr(hardware, field.name)):
+            if number <= 0 and (field.name, number) != ("at_once", 0):
                 raise ValueError(f"hardware {where!r}: {field.name} has to be above 0")
     return hardware
+
+
+def _numbers(value: Any) -> list[float]:
+    """Returns the numbers of a field that have to be above 0; other values are no numbers."""
+    if isinstance(value, Link):
+        return _numbers(value.bytes_per_s)
+    if isinstance(value, Overheads):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return [number for own in value.values() for number in _numbers(own)]
+    if value is None or isinstance(value, str):
+        return []
+    return [value if isinstance(value, int | float) else 0]

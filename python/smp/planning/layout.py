@@ -1,18 +1,19 @@
-"""Layouts of a model on a number of devices, and the groups of ranks that they make."""
+"""Layouts of a model on a number of devices."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
-import smp._C as _C
-from smp.planning.hardware import Hardware, Link
-from smp.planning.memory import Sharding
-from smp.planning.tensor_split import Shares
+import torch
 
-PERSISTENT = 1_000_000  # default of sdp_param_persistence_threshold
+import smp._C as _C
+from smp.config.schema import Config
+from smp.data_parallel import DEFAULT_MB, bucket_cap_bytes
+from smp.partition.decide import kept_by
+from smp.partition.fastest import StepShape
+from smp.planning.profile import Shares
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Layout:
         placement: axes from slow to fast.
         spreads_experts: experts are spread over the ranks of a tensor-parallel group, and their
             features are not split.
+        precision: "fp32", "bf16" or "fp16".
+        device: type of the devices: "cpu" or "cuda".
+        own_batches: each rank of a tensor-parallel group reads a microbatch of its own.
+        persistent: sharded tensors of fewer elements stay whole between uses.
+        horizon: inputs of checkpoints that are back on the device before they are needed.
     """
 
     pp: int = 1
@@ -51,6 +57,37 @@ class Layout:
     in_memory: bool = False
     placement: str = "DPT"
     spreads_experts: bool = False
+    precision: str = "fp32"
+    device: str = "cpu"
+    own_batches: bool = False
+    persistent: int = 1_000_000
+    horizon: int = 4
+
+    @classmethod
+    def of(cls, config: Config, num_ranks: int, checkpoints: bool, device: str) -> Layout:
+        """Returns the layout of a configuration; a sample is what a rank reads in a microbatch."""
+        pp, tp = config.pipeline_parallel_degree, config.tensor_parallel_degree
+        rdp = num_ranks // (pp * tp)
+        return cls(
+            pp,
+            tp,
+            rdp,
+            config.shard_size(rdp),
+            config.sharded_data_parallel_degree > 1,
+            microbatches=config.microbatches,
+            schedule=config.pipeline,
+            chunks=config.virtual_stages if pp > 1 else 1,
+            active=min(config.active_microbatches or config.microbatches, config.microbatches),
+            checkpoints=checkpoints,
+            offload=config.offload_activations,
+            in_memory=config.optimize == "memory",
+            spreads_experts=config.expert_parallel_degree > 1,
+            precision="fp16" if config.fp16 else "bf16" if config.bf16 else "fp32",
+            device=device,
+            own_batches=not config.prescaled_batch,
+            persistent=config.sdp_param_persistence_threshold,
+            horizon=config.activation_loading_horizon,
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -62,47 +99,58 @@ class Layout:
         """Returns the samples of a step, over all ranks."""
         return self.microbatch * self.microbatches * self.rdp
 
+    @property
+    def width(self) -> int:
+        """Returns the bytes of an element in the precision of the layout."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Returns whether a rank keeps less than whole parameters."""
+        return self.shards_parameters and self.shard > 1
+
     @cached_property
     def shares(self) -> Shares:
-        """Returns the shares that a rank has of a tensor-parallel group's microbatch."""
-        return Shares(1 / self.tp, 1 / self.tp, 1 / self.tp if self.in_memory else 1.0)
+        """Returns the shares in the table of borders of docs/design/tensor_parallelism.md."""
+        own = float(self.tp) if self.own_batches else 1.0
+        return Shares(1 / self.tp, own / self.tp, own / self.tp if self.in_memory else own)
 
-    def sharding(self, half: bool, bucket_bytes: int) -> Sharding:
-        """Returns how state is kept."""
-        return Sharding(half, self.shard, self.shards_parameters, PERSISTENT, bucket_bytes)
+    @property
+    def shape(self) -> StepShape:
+        """Returns how a step passes the pipeline."""
+        return StepShape(self.schedule, self.microbatches, self.active)
 
-    def config(self, precision: str) -> dict[str, Any]:
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Returns the microbatches whose activations each pipeline rank keeps."""
+        return _kept(self.schedule, self.pp, self.chunks, self.microbatches, self.active)
+
+    @cached_property
+    def bucket_bytes(self) -> int:
+        """Returns the bytes of gradients that are reduced together by default."""
+        return bucket_cap_bytes(DEFAULT_MB, torch.device(self.device))
+
+    def config(self) -> dict[str, Any]:
         """Returns the configuration of `smp.init`: keys that differ from the defaults."""
-        values: dict[str, Any] = {
+        several, split, piped = self.num_ranks > 1, self.tp > 1, self.pp > 1
+        keys = {
             "pipeline_parallel_degree": self.pp,
             "tensor_parallel_degree": self.tp,
             "microbatches": self.microbatches,
+            "ddp": several or None,
+            "active_microbatches": self.active if self.microbatches > 1 else None,
+            "pipeline": self.schedule if piped else None,
+            "virtual_stages": self.chunks if piped and self.chunks > 1 else None,
+            "prescaled_batch": split or None,
+            "optimize": "speed" if split and not self.in_memory else None,
+            "expert_parallel_degree": self.tp if self.spreads_experts else None,
+            "sharded_data_parallel_degree": self.shard if self.cuts_parameters else None,
+            "shard_optimizer_state": (self.shard > 1 and not self.shards_parameters) or None,
+            self.precision: True if self.precision != "fp32" else None,
+            "offload_activations": self.offload or None,
+            "placement_strategy": self.placement if several else None,
         }
-        if self.num_ranks > 1:
-            values["ddp"] = True
-        if self.microbatches > 1:
-            values["active_microbatches"] = self.active
-        if self.pp > 1:
-            values["pipeline"] = self.schedule
-            if self.chunks > 1:
-                values["virtual_stages"] = self.chunks
-        if self.tp > 1:
-            values["prescaled_batch"] = True
-            if not self.in_memory:
-                values["optimize"] = "speed"
-        if self.spreads_experts:
-            values["expert_parallel_degree"] = self.tp
-        if self.shard > 1 and self.shards_parameters:
-            values["sharded_data_parallel_degree"] = self.shard
-        elif self.shard > 1:
-            values["shard_optimizer_state"] = True
-        if precision != "fp32":
-            values[precision] = True
-        if self.offload:
-            values["offload_activations"] = True
-        if self.num_ranks > 1:
-            values["placement_strategy"] = self.placement
-        return values
+        return {key: value for key, value in keys.items() if value is not None}
 
     def text(self) -> str:
         """Returns degrees and choices in few words, for tables."""
@@ -119,74 +167,7 @@ class Layout:
         return ", ".join(words)
 
 
-@dataclass(frozen=True)
-class Reach:
-    """A group of ranks and how fast they exchange.
-
-    Attributes:
-        size: number of ranks.
-        crosses: the group spans several hosts.
-        link: speed of the slowest place, for each rank.
-    """
-
-    size: int
-    crosses: bool
-    link: Link
-
-    def all_reduce_s(self, num_bytes: float) -> float:
-        """Returns the seconds of a ring of 2 (n - 1) messages of 1/n of the bytes."""
-        return 2 * self.gather_s(num_bytes)
-
-    def gather_s(self, num_bytes: float) -> float:
-        """Returns the seconds of an all-gather or a reduce-scatter of `num_bytes` in all."""
-        if self.size == 1:
-            return 0.0
-        pieces = self.size - 1
-        return pieces * (num_bytes / self.size / self.link.bytes_per_s + self.link.latency_s)
-
-    def exchange_s(self, sent_bytes: float) -> float:
-        """Returns the seconds of an all-to-all in which each rank sends `sent_bytes` to others."""
-        if self.size == 1:
-            return 0.0
-        return sent_bytes / self.link.bytes_per_s + (self.size - 1) * self.link.latency_s
-
-    def sent_bytes(self, num_bytes: float) -> float:
-        """Returns the bytes that a rank sends in an all-gather or a reduce-scatter."""
-        return num_bytes * (self.size - 1) / self.size
-
-
-def other_ranks(num_ranks: int, experts: int, routed: int) -> float:
-    """Returns the mean number of other ranks that a token is sent to.
-
-    All choices of its experts are equally likely. A token is sent to a rank once, however many of
-    its experts are there.
-
-    Args:
-        num_ranks: number of ranks that share the experts evenly.
-        experts: number of experts of the mixture.
-        routed: experts per token.
-    """
-    elsewhere = experts - experts // num_ranks
-    missed = math.comb(elsewhere, routed) / math.comb(experts, routed)
-    return (num_ranks - 1) * (1 - missed)
-
-
-def reach(layout: Layout, axis: str, size: int, per_host: int, hardware: Hardware) -> Reach:
-    """Returns a group of `size` neighbours along an axis.
-
-    Args:
-        axis: "D", "P" or "T".
-    """
-    sizes = {"D": layout.rdp, "P": layout.pp, "T": layout.tp}
-    stride = 1
-    for letter in reversed(layout.placement):
-        if letter == axis:
-            break
-        stride *= sizes[letter]
-    if stride * size <= per_host or size == 1:
-        link = hardware.inside if axis == "P" else hardware.collective or hardware.inside
-        return Reach(size, False, link)
-    # Ranks of a ring that share a host send between hosts once, over what all of them have.
-    together = max(1, per_host // stride)
-    speed = min(hardware.inside.bytes_per_s, hardware.between.bytes_per_s * min(together, size))
-    return Reach(size, True, Link(speed, hardware.between.latency_s))
+# Layouts share few schedules, and a search asks for each of them thousands of times.
+@cache
+def _kept(policy: str, pp: int, chunks: int, microbatches: int, active: int) -> tuple[int, ...]:
+    return tuple(kept_by(policy, pp, chunks, microbatches, active))

@@ -1,4 +1,4 @@
-"""Computes bytes of a rank by kind from numbers of elements and of activations.
+"""Computes bytes of a rank by kind from the parts of a model that it holds.
 
 The formulas are those of docs/memory.md and docs/design/memory.md. The peak is reached when a
 forward ends, with all activations, or when the backward ends, with all gradients.
@@ -6,71 +6,15 @@ forward ends, with all activations, or when the backward ends, with all gradient
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from smp.planning.layout import Layout
+from smp.planning.stages import Content
 
 _MASTER = 4
 _MOMENTS = 8  # two, in FP32
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Choices of how a rank keeps parameters and their state.
-
-    Attributes:
-        half: 16-bit parameters with FP32 masters and sums; otherwise FP32.
-        size: ranks that hold one copy of the state together.
-        parameters: parameters and gradients are cut as well, not the optimizer state alone.
-        persistent: tensors of fewer elements stay whole between uses, if parameters are cut.
-        bucket_bytes: bytes of gradients that are reduced together.
-    """
-
-    half: bool = False
-    size: int = 1
-    parameters: bool = False
-    persistent: int = 0
-    bucket_bytes: int = 25 << 20
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Returns the bytes of one parameter element."""
-        return 2 if self.half else 4
-
-    @property
-    def state_bytes(self) -> float:
-        """Returns the bytes on one rank of an element with gradient and the state of Adam."""
-        optimizer = _MOMENTS + (_MASTER if self.half else 0)
-        shared = (4 + optimizer) / self.size
-        return self.parameter_bytes / (self.size if self.parameters else 1) + shared
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Parameters and activations that a rank computes with.
-
-    Attributes:
-        elements: elements of whole parameters.
-        trainable: elements with gradients.
-        small: elements in tensors below `Sharding.persistent`.
-        largest: elements of the largest tensor.
-        units: elements of the two largest layers, without those in small tensors.
-        wide: elements of 32 bits, which are their own masters.
-        activations: bytes that the microbatches in flight keep, together.
-        temporary: additional bytes where a forward ends, in the backward of the loss or of one
-            recomputed layer.
-        late: additional bytes where a backward ends: a gradient, and a recomputed layer.
-        host: bytes of activations in host memory.
-    """
-
-    elements: float
-    trainable: float
-    small: float = 0
-    largest: float = 0
-    units: float = 0
-    wide: float = 0
-    activations: float = 0
-    temporary: float = 0
-    late: float = 0
-    host: float = 0
+_MOST_LEAVING = 2  # copies to the host under way, see docs/design/memory.md
 
 
 @dataclass(frozen=True)
@@ -94,67 +38,138 @@ class RankBytes:
 
 
 @dataclass(frozen=True)
-class Passing:
-    """Bytes that are held for the time of a few operators.
+class Weights:
+    """Parameters that a rank computes with, in elements of whole tensors.
 
     Attributes:
-        tensor: bytes of the largest tensor that a microbatch makes.
-        gradient: bytes of the largest parameter's gradient, before it is added up.
-        tied: bytes of gradients of parameters that are used at both ends of the model: the first
-            one in a backward is kept until the last one is there.
-        again: bytes of activations of the largest recomputed layer.
+        elements: all elements.
+        trained: elements with gradients.
+        wide: elements of 32 bits, which are their own masters.
+        small: elements in tensors below `Layout.persistent`.
+        largest: elements of the largest tensor.
+        units: elements of the two largest layers, without those in small tensors.
     """
 
-    tensor: float
-    gradient: float
-    tied: float = 0.0
-    again: float = 0.0
-
-    def forward_ends(self, kept: int) -> float:
-        """Returns bytes in addition to the activations of `kept` microbatches, one in backward."""
-        loss = self.tensor + max(self.tensor, self.gradient)
-        return max(loss, self.again) + (kept - 1) * self.tied
-
-    @property
-    def backward_ends(self) -> float:
-        """Returns bytes in addition to all gradients."""
-        return max(self.gradient, self.again) + self.tied
+    elements: float
+    trained: float
+    wide: float = 0.0
+    small: float = 0.0
+    largest: float = 0.0
+    units: float = 0.0
 
 
-def rank_bytes(holding: Holding, sharding: Sharding, microbatches: int) -> RankBytes:
-    """Returns what a rank holds at its peak.
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of activations, and of what is held for the time of a few operators.
 
-    Args:
-        holding: parameters and activations of the rank.
-        sharding: sharding of parameters and state.
-        microbatches: number of microbatches of a step; from the second on, gradients of earlier
-            ones are held during a forward.
+    Attributes:
+        kept: bytes that the microbatches in flight keep on the device, together.
+        temporary: additional bytes where a forward ends, in the backward of the loss or of one
+            recomputed layer.
+        late: additional bytes where a backward ends: a gradient, and a recomputed layer.
+        host: bytes in host memory.
     """
-    size, cuts = sharding.size, sharding.parameters and sharding.size > 1
-    width = sharding.parameter_bytes
-    wide = holding.wide if sharding.half else 0.0
-    parameters = (width * holding.elements + (4 - width) * wide) / (size if cuts else 1)
-    gradients = 4 * holding.trainable / size
-    masters = max(0.0, holding.trainable - wide) if sharding.half else 0.0
-    optimizer = (_MOMENTS * holding.trainable + _MASTER * masters) / size
-    gathered = width * (holding.units + holding.small * (1 - 1 / size)) if cuts else 0.0
+
+    kept: float
+    temporary: float = 0.0
+    late: float = 0.0
+    host: float = 0.0
+
+
+def held_by_rank(contents: Sequence[Content], layout: Layout) -> list[RankBytes]:
+    """Returns the bytes of each pipeline rank at its peak."""
+    content_of = {rank: content for content in contents for rank in content.ranks}
+    return [_held(content_of[rank], layout, layout.kept[rank]) for rank in range(layout.pp)]
+
+
+def peak_bytes(contents: Sequence[Content], layout: Layout) -> float:
+    """Returns the peak of the fullest rank."""
+    return max(
+        _held(content, layout, max(layout.kept[rank] for rank in content.ranks)).peak
+        for content in contents
+    )
+
+
+def _held(content: Content, layout: Layout, kept: int) -> RankBytes:
+    weights = weights_of(content, layout)
+    return rank_bytes(weights, activations_of(content, weights, layout, kept), layout)
+
+
+def weights_of(content: Content, layout: Layout) -> Weights:
+    """Returns the parameters that a rank computes with."""
+    elements = trained = wide = small = largest = 0.0
+    units: list[float] = []
+    for part, count in (*content.kinds, *((part, 1) for part in content.tail)):
+        unit = 0.0
+        for weight in part.weights:
+            own = weight.on(layout.shares)
+            elements += count * own
+            trained += count * own * weight.is_trained
+            wide += count * own * weight.is_wide
+            largest = max(largest, own)
+            if own < layout.persistent:
+                small += count * own
+            else:
+                unit += own
+        units += [unit] * min(count, 2)
+    return Weights(elements, trained, wide, small, largest, sum(sorted(units, reverse=True)[:2]))
+
+
+def activations_of(content: Content, weights: Weights, layout: Layout, kept: int) -> Activations:
+    """Returns the activations of a rank that keeps those of `kept` microbatches."""
+    shares, samples, width = layout.shares, layout.microbatch, layout.width
+    bytes_kept = again = tensor = inputs = largest_input = tied = 0.0
+    parts = [(part, count, kept) for part, count in content.kinds]
+    # The activations of a tail are freed at once, as on the last rank.
+    parts += [(part, 1, layout.kept[-1]) for part in content.tail]
+    for part, count, times in parts:
+        own = part.kept.on(shares)
+        if layout.spreads_experts:
+            own -= part.routed_kept * (shares.whole - shares.split)
+        if layout.checkpoints and part.is_layer:
+            again = max(again, samples * own)
+            own = min(own, part.input_bytes * shares.whole)
+            largest_input = max(largest_input, samples * own)
+            inputs += count
+        bytes_kept += times * count * samples * own
+        tensor = max(tensor, samples * part.largest_bytes * shares.split)
+        tied += width * part.tied_elements * shares.split_state
+    gradient = width * weights.largest
+    # A tied parameter's first gradient in a backward is kept until its last one is there.
+    forward_ends = max(tensor + max(tensor, gradient), again) + (kept - 1) * tied
+    found = Activations(bytes_kept, forward_ends, max(gradient, again) + tied)
+    if not layout.offload:
+        return found
+    inputs *= kept * largest_input
+    near = min(inputs, (_MOST_LEAVING + layout.horizon) * largest_input)
+    return replace(found, kept=max(near, bytes_kept - (inputs - near)), host=inputs - near)
+
+
+def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> RankBytes:
+    """Returns the bytes that a rank holds at its peak."""
+    size, cuts, width = layout.shard, layout.cuts_parameters, layout.width
+    wide = weights.wide if width < 4 else 0.0
+    masters = max(0.0, weights.trained - wide) if width < 4 else 0.0
+    gradients = 4 * weights.trained / size
     buckets = 0.0
     if size > 1:
-        cap = sharding.bucket_bytes / (2 if sharding.parameters else 1)
-        buckets = min(2 * max(cap, 4 * holding.largest), 4 * holding.trainable)
-    # The first sum of gradients allocates their shards; whole buckets stay from step to step.
-    early = gradients if size == 1 or microbatches > 1 else 0.0
-    forward_ends = RankBytes(
-        parameters,
-        early,
-        optimizer,
-        holding.activations,
-        gathered,
-        buckets,
-        holding.temporary,
-        holding.host,
-    )
+        cap = layout.bucket_bytes / (2 if layout.shards_parameters else 1)
+        buckets = min(2 * max(cap, 4 * weights.largest), 4 * weights.trained)
     backward_ends = RankBytes(
-        parameters, gradients, optimizer, 0.0, gathered, buckets, holding.late, 0.0
+        parameters=(width * weights.elements + (4 - width) * wide) / (size if cuts else 1),
+        gradients=gradients,
+        optimizer=(_MOMENTS * weights.trained + _MASTER * masters) / size,
+        activations=0.0,
+        gathered=width * (weights.units + weights.small * (1 - 1 / size)) if cuts else 0.0,
+        buckets=buckets,
+        temporary=activations.late,
+    )
+    forward_ends = replace(
+        backward_ends,
+        # The first sum of gradients allocates their shards; whole buckets stay from step to step.
+        gradients=gradients if size == 1 or layout.microbatches > 1 else 0.0,
+        activations=activations.kept,
+        temporary=activations.temporary,
+        host=activations.host,
     )
     return max(forward_ends, backward_ends, key=lambda found: found.peak)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import smp._C as _C
-from smp.partition.fastest import StepShape, simulated_step_ms
+from smp.partition.fastest import simulated_step_ms
 from smp.planning.hardware import Hardware, Link
 from smp.planning.layout import Layout
 from smp.planning.stages import Stage
@@ -67,8 +67,7 @@ class Cores:
         """Returns the factor by which microbatches take longer if ranks outnumber cores."""
         if layout.num_ranks <= self.num:
             return 1.0
-        gathers = layout.shards_parameters and layout.shard > 1
-        return self.crowded ** ((layout.pp > 1) + (layout.tp > 1) + gathers)
+        return self.crowded ** ((layout.pp > 1) + (layout.tp > 1) + layout.cuts_parameters)
 
     def pace(self, working: int) -> float:
         """Returns the factor by which work takes longer (or less) while `working` ranks work."""
@@ -84,7 +83,11 @@ class Cores:
     ) -> float:
         """Returns the extra time of all microbatches, as a share of that on a device per rank."""
         together = layout.tp * layout.rdp  # ranks that do the same at the same time
-        timeline = _simulation(stages, times, layout, link).timeline
+        # So many microbatches show how many ranks work at one time.
+        rounds = min(layout.microbatches, _SHOWN_PER_RANK * layout.pp)
+        active = min(layout.active, rounds)
+        costs = _costs(stages, times, layout, link)
+        timeline = _C.simulate_policy(*costs, rounds, active, layout.schedule).timeline
         changes = sorted(
             [(entry.start_ms, 1) for entry in timeline] + [(entry.end_ms, -1) for entry in timeline]
         )
@@ -101,23 +104,8 @@ def simulated_s(
     stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, link: Link
 ) -> float:
     """Returns the seconds of all microbatches in the pipeline if each rank has its own device."""
-    costs, boundaries = _costs(stages, times, layout, link)
-    return simulated_step_ms(costs, boundaries, layout.pp, _shape(layout)) / 1e3
-
-
-def _simulation(
-    stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, link: Link
-) -> _C.SimulationResult:
-    """Simulates enough microbatches to show how many ranks work at one time."""
-    costs, boundaries = _costs(stages, times, layout, link)
-    shape = _shape(layout)
-    rounds = min(shape.microbatches, _SHOWN_PER_RANK * layout.pp)
-    active = min(shape.active, rounds)
-    return _C.simulate_policy(costs, boundaries, rounds, active, shape.policy)
-
-
-def _shape(layout: Layout) -> StepShape:
-    return StepShape(layout.schedule, layout.microbatches, layout.active)
+    costs = _costs(stages, times, layout, link)
+    return simulated_step_ms(*costs, layout.pp, layout.shape) / 1e3
 
 
 def _costs(
@@ -127,13 +115,6 @@ def _costs(
         _C.StageCost(stage.rank, 1e3 * t.forward, 1e3 * t.backward, 1e3 * t.weight, 0)
         for stage, t in zip(stages, times, strict=True)
     ]
-    boundaries = [
-        _C.BoundaryCost(
-            1e3 * link.latency_s,
-            1e3 / link.bytes_per_s,
-            int(layout.microbatch * stage.input_bytes),
-            int(layout.microbatch * stage.input_bytes),
-        )
-        for stage in stages[1:]
-    ]
-    return costs, boundaries
+    sizes = [int(layout.microbatch * stage.input_bytes) for stage in stages[1:]]
+    latency_ms, byte_ms = 1e3 * link.latency_s, 1e3 / link.bytes_per_s
+    return costs, [_C.BoundaryCost(latency_ms, byte_ms, size, size) for size in sizes]

@@ -2,7 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Shares of one process's microbatch that a rank of a tensor-parallel group has.
+
+    Attributes:
+        split_state: share of the parameters of split modules.
+        split: share of activations inside split modules, and of their work.
+        whole: share of activations between split modules, and of the work on them.
+    """
+
+    split_state: float
+    split: float
+    whole: float
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Work or bytes, by whether tensor parallelism divides them."""
+
+    split: float = 0.0
+    whole: float = 0.0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.split + other.split, self.whole + other.whole)
+
+    def on(self, shares: Shares) -> float:
+        """Returns the amount of one rank."""
+        return self.split * shares.split + self.whole * shares.whole
+
+    @property
+    def total(self) -> float:
+        """Returns the amount of the whole model."""
+        return self.split + self.whole
+
+
+class Weight(NamedTuple):
+    """A parameter: its elements, and whether it is divided, has 32 bits, and is trained."""
+
+    elements: int
+    is_split: bool
+    is_wide: bool = False
+    is_trained: bool = True
+
+    def on(self, shares: Shares) -> float:
+        """Returns the elements on one rank."""
+        return self.elements * (shares.split_state if self.is_split else 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,38 +65,27 @@ class Part:
     Attributes:
         name: name of the first module.
         is_layer: the part is a repeated layer, which checkpoints are put around.
-        split_elements, whole_elements: parameter elements that tensor parallelism divides, and
-            others.
-        tensors: elements of each parameter, whether it is divided, and whether it has 32 bits.
-        split_forward, whole_forward: work of the forward that is divided, and that is not.
-        split_backward, whole_backward: work of the backward that is divided, and that is not.
-        split_kept, whole_kept: bytes of activations that are divided, and that are not.
+        weights: parameters that no earlier part has.
+        forward, backward: work.
+        kept: bytes of activations.
         input_bytes: bytes with a gradient that come from the part before.
         largest_bytes: bytes of the largest tensor that it makes.
         tied_elements: elements of parameters that an earlier part has as well.
-        frozen_split, frozen_whole: elements that are not trained, divided and whole.
         num_products: pairs of columns and rows that are summed over ranks in a forward.
         num_mixtures: number of these that are experts that tokens are routed to.
         routed_kept: bytes of activations that experts keep, and that are whole on each rank unless
-            experts are spread over the ranks; included in `whole_kept`.
+            experts are spread over the ranks; included in `kept`.
     """
 
     name: str
     is_layer: bool
-    split_elements: int = 0
-    whole_elements: int = 0
-    tensors: tuple[tuple[int, bool, bool], ...] = ()
-    split_forward: float = 0.0
-    whole_forward: float = 0.0
-    split_backward: float = 0.0
-    whole_backward: float = 0.0
-    split_kept: float = 0.0
-    whole_kept: float = 0.0
+    weights: tuple[Weight, ...] = ()
+    forward: Amount = Amount()
+    backward: Amount = Amount()
+    kept: Amount = Amount()
     input_bytes: float = 0.0
     largest_bytes: float = 0.0
     tied_elements: int = 0
-    frozen_split: int = 0
-    frozen_whole: int = 0
     num_products: int = 0
     num_mixtures: int = 0
     routed_kept: float = 0.0
@@ -54,7 +93,17 @@ class Part:
     @property
     def elements(self) -> int:
         """Returns the elements of all parameters."""
-        return self.split_elements + self.whole_elements
+        return sum(self._elements)
+
+    def elements_on(self, shares: Shares) -> float:
+        """Returns the elements that a rank computes with."""
+        split, whole = self._elements
+        return split * shares.split_state + whole
+
+    @cached_property
+    def _elements(self) -> tuple[int, int]:
+        split = sum(weight.elements for weight in self.weights if weight.is_split)
+        return split, sum(weight.elements for weight in self.weights) - split
 
     @property
     def costs(self) -> tuple[object, ...]:
@@ -72,7 +121,6 @@ class ModelProfile:
             share parameters (a head tied to the embedding), or None.
         tokens: tokens of a sample; 1 for a model without token inputs.
         heads: attention heads that tensor parallelism can divide; 0: not known.
-        width: channels between layers; 0: not known.
         experts: number of experts of each mixture; 0: there is none.
         routed: number of experts that a token is sent to.
     """
@@ -81,27 +129,15 @@ class ModelProfile:
     tail: Part | None
     tokens: int
     heads: int
-    width: int
     experts: int = 0
     routed: int = 1
 
     @property
-    def elements(self) -> int:
-        """Returns the number of parameter elements, shared ones once."""
-        return sum(part.elements for part in (*self.parts, *([self.tail] if self.tail else [])))
+    def chain(self) -> tuple[Part, ...]:
+        """Returns all parts, the tail at the end."""
+        return self.parts if self.tail is None else (*self.parts, self.tail)
 
     @property
-    def forward(self) -> float:
-        """Returns the work of a forward."""
-        chain = (*self.parts, *([self.tail] if self.tail else []))
-        return sum(part.split_forward + part.whole_forward for part in chain)
-
-    def repeated(self, num_layers: int) -> ModelProfile:
-        """Returns the same model with `num_layers` layers, all like its second one."""
-        first = next(i for i, part in enumerate(self.parts) if part.is_layer)
-        layers = [part for part in self.parts if part.is_layer]
-        others = [part for part in self.parts[first:] if not part.is_layer]
-        middle = [
-            replace(layers[min(1, len(layers) - 1)], name=f"layer {i}") for i in range(num_layers)
-        ]
-        return replace(self, parts=(*self.parts[:first], *middle, *others))
+    def elements(self) -> int:
+        """Returns the number of parameter elements, shared ones once."""
+        return sum(part.elements for part in self.chain)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import smp._C as _C
-from smp.config.schema import Config
 from smp.partition import partition_file
 from smp.partition.decide import partition_options
 from smp.partition.decision import Decision
-from smp.partition.fastest import StepShape, stage_times, step_ratio
+from smp.partition.fastest import StageTimes, stage_times, step_ratio
+from smp.planning.run_cuts import Run
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,21 @@ class Bounds:
     limit_bytes: int
 
 
-def shape_of(config: Config) -> StepShape:
-    """Returns how a step passes the pipeline under a configuration."""
-    active = min(config.active_microbatches or config.microbatches, config.microbatches)
-    return StepShape(config.pipeline, config.microbatches, active)
+def evaluated(
+    decision: Decision, run: Run, assignment: _C.Assignment | None = None
+) -> tuple[_C.Evaluation, _C.PartitionOptions]:
+    """Returns the costs of a partition, or of another assignment, and the options of both."""
+    options = decision.options
+    if options is None:
+        options = partition_options(run.config, decision.num_partitions, decision.num_chunks)
+    tree = decision.index.tree
+    return _C.evaluate_partition(tree, assignment or decision.assignment, options), options
 
 
-def options_of(decision: Decision, config: Config) -> _C.PartitionOptions:
-    """Returns the options by which a partition is judged."""
-    if decision.options is not None:
-        return decision.options
-    return partition_options(config, decision.num_partitions, decision.num_chunks)
+def times_of(decision: Decision, evaluation: _C.Evaluation) -> list[StageTimes]:
+    """Returns the times of the stages of a partition; an empty list where no costs are known."""
+    tree = decision.index.tree
+    return stage_times(evaluation, tree.compute_per_byte, decision.num_partitions)
 
 
 def module_costs(decision: Decision) -> list[ModuleCosts]:
@@ -92,12 +96,11 @@ def module_costs(decision: Decision) -> list[ModuleCosts]:
     return found
 
 
-def bounds_of(decision: Decision, config: Config) -> Bounds:
+def bounds_of(decision: Decision, run: Run) -> Bounds:
     """Returns what bounds the time and the memory of a partition."""
     size, tree = decision.num_partitions, decision.index.tree
-    options = options_of(decision, config)
-    evaluation = _C.evaluate_partition(tree, decision.assignment, options)
-    times = stage_times(evaluation, tree.compute_per_byte, size)
+    evaluation, options = evaluated(decision, run)
+    times, shape = times_of(decision, evaluation), run.layout.shape
     by_rank = [
         sum(t.forward + t.backward + t.weight for t in times if t.pp_rank == rank)
         for rank in range(size)
@@ -109,13 +112,12 @@ def bounds_of(decision: Decision, config: Config) -> Bounds:
     if times:
         stage = 1000 / len(times)
         costs = [_C.StageCost(t.pp_rank, stage / 3, stage / 3, stage / 3, 0) for t in times]
-        shape = shape_of(config)
         step_ms = _C.simulate_policy(
             costs, [], shape.microbatches, shape.active, shape.policy
         ).makespan_ms
         even = step_ms * size / (1000 * shape.microbatches)
     return Bounds(
-        step_ratio(evaluation, tree.compute_per_byte, size, shape_of(config)),
+        step_ratio(evaluation, tree.compute_per_byte, size, shape),
         even,
         largest,
         by_rank[largest] / mean if mean else 1.0,
@@ -125,13 +127,13 @@ def bounds_of(decision: Decision, config: Config) -> Bounds:
     )
 
 
-def what_if(decision: Decision, moves: Mapping[str, int], config: Config) -> Decision:
+def what_if(decision: Decision, moves: Mapping[str, int], run: Run) -> Decision:
     """Returns the partition with modules, and all modules below them, on other ranks.
 
     Args:
         decision: the original partition.
         moves: rank by qualified name, applied in this order.
-        config: configuration whose schedule is simulated.
+        run: run whose schedule is simulated.
 
     Raises:
         ValueError: there is no such module or rank, or it cannot be there.
@@ -147,10 +149,9 @@ def what_if(decision: Decision, moves: Mapping[str, int], config: Config) -> Dec
             assignment = _C.move_in_partition(tree, assignment, idx, pp_rank)
         except ValueError as error:
             raise ValueError(f"{name}={pp_rank} is not possible: {error}") from None
-    options = options_of(decision, config)
-    evaluation = _C.evaluate_partition(tree, assignment, options)
+    evaluation, options = evaluated(decision, run, assignment)
     size = decision.num_partitions
-    ratio = step_ratio(evaluation, tree.compute_per_byte, size, shape_of(config))
+    ratio = step_ratio(evaluation, tree.compute_per_byte, size, run.layout.shape)
     return replace(Decision.of(decision.index, assignment, options), step_ratio=ratio)
 
 

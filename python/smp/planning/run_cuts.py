@@ -1,25 +1,130 @@
-"""Cuts a model into the stages of a run's partition, also inside layers."""
+"""Decides the partition that a run would have, and cuts a model into its stages."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
+from torch import nn
 
 from smp.config.schema import Config
 from smp.partition import trace_flops
 from smp.partition.costs import Trace
+from smp.partition.decide import Fastest, decide
 from smp.partition.decision import Decision
+from smp.partition.room import state_factor
+from smp.partition.together import without_cuts
 from smp.partition.trace import trace
-from smp.planning.decided import Run, decided, scaled
+from smp.partition.tree import build_tree
+from smp.planning.hardware import Hardware
 from smp.planning.layout import Layout
-from smp.planning.recomputed import repeated_layers
+from smp.planning.profile import ModelProfile
 from smp.planning.stages import Stage, of_parts
-from smp.planning.traced_model import TracedModel
+from smp.planning.traced_model import (
+    TracedModel,
+    computing_in,
+    repeated_layers,
+)
 from smp.world.log import first_rank_log
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run whose partition is decided.
+
+    Attributes:
+        config: configuration of the run.
+        given: keys of the configuration that were set explicitly.
+        num_ranks: number of processes.
+        checkpoints: each repeated layer is computed again in backward.
+        room_bytes: memory of a device that the partition may take; 0: not known.
+        device: type of device, which decides bucket sizes.
+    """
+
+    config: Config
+    given: frozenset[str] = frozenset()
+    num_ranks: int = 1
+    checkpoints: bool = False
+    room_bytes: int = 0
+    device: str = "cpu"
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Returns the layout of the run."""
+        return Layout.of(self.config, self.num_ranks, self.checkpoints, self.device)
+
+
+def decided(root: nn.Module, traced: Trace, run: Run) -> Decision:
+    """Decides as a run does, which does not count what checkpoints save.
+
+    Args:
+        root: the model.
+        traced: its costs, as `scaled` returns them.
+        run: the run.
+    """
+    config = run.config
+    pp_size = config.pipeline_parallel_degree
+    fastest = None
+    if pp_size > 1 and not {"memory_weight", "optimize"} & run.given:
+        factor = state_factor(root.parameters(), config, run.layout.shard)
+        fastest = Fastest(run.layout.shape, run.room_bytes, factor)
+    decision = decide(
+        root,
+        config,
+        pp_size,
+        index=build_tree(root, traced),
+        file=config.partition_file,
+        num_chunks=run.layout.chunks,
+        memory_limit_bytes=config.partition_memory_limit or 0,
+        fastest=fastest,
+    )
+    if decision.decided_by != "auto":
+        return decision
+    whole = repeated_layers(root) if run.checkpoints else ()
+    return without_cuts(root, traced, whole, fastest, decision)
+
+
+def scaled(model: TracedModel, traced: Trace, layout: Layout) -> Trace:
+    """Returns a trace of one sample with the samples and activations of a rank of a layout.
+
+    All figures are linear in the samples. A rank of a tensor-parallel group keeps its share.
+
+    Args:
+        model: the model.
+        traced: a trace of it.
+        layout: layout of the run.
+    """
+    samples, shares = layout.microbatch, layout.shares
+
+    def kept(idx: int, num_bytes: float) -> int:
+        return int(samples * model.kept(idx, num_bytes, layout.spreads_experts).on(shares))
+
+    return replace(
+        traced,
+        costs=tuple(
+            replace(
+                cost,
+                forward_flops=samples * cost.forward_flops,
+                backward_flops=samples * cost.backward_flops,
+                activation_bytes=kept(idx, cost.activation_bytes),
+            )
+            for idx, cost in enumerate(traced.costs)
+        ),
+        values=tuple(
+            replace(
+                value,
+                num_bytes=int(shares.whole * samples * value.num_bytes),
+                flops=samples * value.flops,
+                activation_bytes=kept(value.producer, value.activation_bytes),
+            )
+            for value in traced.values
+        ),
+    )
 
 
 def stages_of(model: TracedModel, decision: Decision) -> list[Stage]:
@@ -31,12 +136,8 @@ def stages_of(model: TracedModel, decision: Decision) -> list[Stage]:
     """
     size = decision.num_partitions
     chunks = decision.chunk_idxs or (0,) * len(decision.modules)
-    stage_of = {
-        module: chunk * size + rank
-        for module, rank, chunk in zip(
-            decision.modules, decision.partition_idxs, chunks, strict=True
-        )
-    }
+    places = zip(decision.modules, decision.partition_idxs, chunks, strict=True)
+    stage_of = {module: chunk * size + rank for module, rank, chunk in places}
     by_module = [stage_of[module] for module in model.costs.modules]
     return of_parts(model.cut(by_module, size * decision.num_chunks, size), size)
 
@@ -63,61 +164,29 @@ class RunCuts:
         rate = trace_flops.flops_per_byte(device)
         traced = trace(model.root, args, kwargs, device=torch.device("cpu"), flops_per_byte=rate)
         self._costs = replace(traced, cost_per_link_byte=trace_flops.flops_per_link_byte(device))
-        self._layers = repeated_layers(model.root)
-        self._device = device
 
-    def stages(self, layout: Layout, precision: str, room_bytes: int) -> list[Stage]:
+    def stages(self, layout: Layout, room_bytes: int) -> list[Stage]:
         """Returns the stages of a layout with several pipeline ranks.
 
         Args:
             layout: layout of the run.
-            precision: precision of its parameters.
             room_bytes: bytes that the partition may take on a rank.
 
         Raises:
             ValueError: the library cannot partition the model so.
         """
-        return stages_of(self._model, self._decided(layout, precision, room_bytes))
-
-    def _decided(self, layout: Layout, precision: str, room_bytes: int) -> Decision:
-        values = layout.config(precision)
+        values = layout.config()
         run = Run(
             Config.from_dict(values),
             frozenset(values),
             layout.num_ranks,
             layout.checkpoints,
             room_bytes,
-            self._device,
+            layout.device,
         )
-        costs = _of_samples(self._costs, layout.microbatch)
-        costs = scaled(costs, self._model.root, layout.shares, layout.spreads_experts)
         with _silent():
-            return decided(self._model.root, costs, run, self._layers if run.checkpoints else ())
-
-
-def _of_samples(traced: Trace, samples: int) -> Trace:
-    """Multiplies all figures of a trace of one sample, which are linear in the samples."""
-    return replace(
-        traced,
-        costs=tuple(
-            replace(
-                cost,
-                forward_flops=samples * cost.forward_flops,
-                backward_flops=samples * cost.backward_flops,
-                activation_bytes=samples * cost.activation_bytes,
-            )
-            for cost in traced.costs
-        ),
-        values=tuple(
-            replace(
-                value,
-                num_bytes=samples * value.num_bytes,
-                flops=samples * value.flops,
-                activation_bytes=samples * value.activation_bytes,
-            )
-            for value in traced.values
-        ),
-    )
+            decision = decided(self._model.root, scaled(self._model, self._costs, layout), run)
+        return stages_of(self._model, decision)
 
 
 @contextmanager
@@ -129,3 +198,34 @@ def _silent() -> Iterator[None]:
         yield
     finally:
         first_rank_log.logger.setLevel(level)
+
+
+@dataclass(frozen=True)
+class View:
+    """A model as a plan uses it.
+
+    Attributes:
+        profile: chain of its layers.
+        cuts: partitions that runs would have; None: stages are cut between parts of the profile.
+    """
+
+    profile: ModelProfile
+    cuts: RunCuts | None = None
+
+    @classmethod
+    def of(
+        cls,
+        root: nn.Module,
+        call: tuple[Sequence[Any], dict[str, Any]],
+        device: Hardware,
+        precision: str,
+    ) -> View:
+        """Traces a model on the meta device; `call` has the arguments of one sample.
+
+        Raises:
+            TraceError: the forward raised.
+        """
+        half = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        with computing_in(root, half):
+            traced = TracedModel(root, *call, device.flops_per_byte(precision))
+        return cls(traced.profile(), RunCuts(traced, device.type))

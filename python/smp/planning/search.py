@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import smp._C as _C
+from smp.planning.groups import Grid
 from smp.planning.hardware import Hardware
-from smp.planning.layout import Layout, other_ranks
-from smp.planning.memory import RankBytes
+from smp.planning.layout import Layout
+from smp.planning.memory import RankBytes, held_by_rank, peak_bytes
 from smp.planning.profile import ModelProfile, Part
-from smp.planning.run_cuts import RunCuts
-from smp.planning.sent import sent_bytes
-from smp.planning.stages import (
-    Content,
-    Stage,
-    Terms,
-    contents_of,
-    cut,
-    held_by_rank,
-    peak_bytes,
-)
-from smp.planning.step_time import Grid, StepTime, step_time
+from smp.planning.run_cuts import View
+from smp.planning.stages import Content, Stage, contents_of, cut
+from smp.planning.step_time import StepTime, sent_bytes, step_time
 
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _SIMULATED = 24  # number of candidates that are simulated
@@ -35,44 +29,33 @@ class Job:
     """A model, devices and samples for which a layout is searched.
 
     Attributes:
-        profile: profile of the model, traced for this hardware and precision.
+        whole: the model, traced for this hardware and precision.
         hardware: figures of the devices.
         num_ranks: number of devices.
         per_host: devices of a host.
         memory_bytes: memory of a device.
         samples: samples of a step, over all devices.
         precision: "fp32", "bf16" or "fp16".
-        split_profile: profile of the model with the library's tensor-parallel operators; None:
-            the model's own code is split.
-        cuts, split_cuts: partitions that runs of the two profiles would have; None: stages are cut
-            between parts of the profile.
+        split: the model with the library's tensor-parallel operators; None: its own code is split.
     """
 
-    profile: ModelProfile
+    whole: View
     hardware: Hardware
     num_ranks: int
     per_host: int
     memory_bytes: int
     samples: int
     precision: str
-    split_profile: ModelProfile | None = None
-    cuts: RunCuts | None = None
-    split_cuts: RunCuts | None = None
+    split: View | None = None
 
     @property
-    def half(self) -> bool:
-        """Returns whether parameters have 16 bits."""
-        return self.precision != "fp32"
+    def profile(self) -> ModelProfile:
+        """Returns the chain of the model."""
+        return self.whole.profile
 
-    def profile_of(self, tp: int) -> ModelProfile:
-        """Returns the profile that counts with `tp` tensor-parallel ranks."""
-        if tp == 1 or self.split_profile is None:
-            return self.profile
-        return self.split_profile
-
-    def cuts_of(self, tp: int) -> RunCuts | None:
-        """Returns the partitions that count with `tp` tensor-parallel ranks."""
-        return self.cuts if tp == 1 or self.split_profile is None else self.split_cuts
+    def view(self, tp: int) -> View:
+        """Returns the model that counts with `tp` tensor-parallel ranks."""
+        return self.whole if tp == 1 or self.split is None else self.split
 
     @property
     def usable_bytes(self) -> float:
@@ -105,23 +88,26 @@ class Plan:
 
     def shares(self) -> dict[str, float]:
         """Returns shares of the step by what the busiest rank does; their sum is 1."""
-        time, rounds = self.time, self.layout.microbatches
+        time = self.time
         own = [
-            t
-            for s, t in zip(self.stages, time.stages, strict=True)
-            if s.rank == self.stages[time.busiest].rank
+            stage_time
+            for stage, stage_time in zip(self.stages, time.stages, strict=True)
+            if stage.rank == time.busiest
         ]
-        exchanged = rounds * sum(t.exchanged for t in own)
-        gathered = rounds * sum(t.gathered for t in own)
-        copied = rounds * sum(t.copied for t in own)
-        again = rounds * sum(t.again for t in own)
-        busy = rounds * sum(t.total for t in own)
+
+        def spent(key: str) -> float:
+            total: float = sum(getattr(one, key) for one in own)
+            return self.layout.microbatches * total
+
+        others = {
+            "second forward": spent("again"),
+            "tensor exchange": spent("exchanged"),
+            "gathers": spent("gathered"),
+            "offloading": spent("copied"),
+        }
         parts = {
-            "compute": busy - exchanged - gathered - copied - again,
-            "second forward": again,
-            "tensor exchange": exchanged,
-            "gathers": gathered,
-            "offloading": copied,
+            "compute": spent("total") - sum(others.values()),
+            **others,
             "gradient sums": time.reduced,
             "optimizer": time.updated,
             "cores": time.shared,
@@ -136,7 +122,7 @@ class Plan:
         most = max(others, key=others.__getitem__, default="compute")
         return most if others and others[most] >= 0.05 else "compute"
 
-    def sent(self, precision: str) -> dict[str, float]:
+    def sent(self) -> dict[str, float]:
         """Returns the bytes of the rank that sends most in a step, by link: "inside", "between"."""
         grid = self.grid
         crosses = {
@@ -147,7 +133,7 @@ class Plan:
             "pipeline": grid.next_stage.crosses,
         }
         result = {"inside": 0.0, "between": 0.0}
-        for kind, num_bytes in sent_bytes(self.stages, self.layout, grid, precision).items():
+        for kind, num_bytes in sent_bytes(self.stages, self.layout, grid).items():
             result["between" if crosses[kind] else "inside"] += num_bytes
         return result
 
@@ -175,85 +161,61 @@ def predict(job: Job, layout: Layout, simulated: bool = True) -> Plan:
     Raises:
         ValueError: the model cannot be cut into the stages of the layout.
     """
-    cuts = job.cuts_of(layout.tp)
-    if cuts is None or layout.pp == 1:
-        stages = _cuts(job.profile_of(layout.tp), layout)
+    view = job.view(layout.tp)
+    if view.cuts is None or layout.pp == 1:
+        stages = _cuts(view.profile, layout)
     else:
-        stages = tuple(cuts.stages(layout, job.precision, int(job.usable_bytes)))
-    return _predicted(job, layout, stages, simulated)
-
-
-def _cuts(profile: ModelProfile, layout: Layout) -> tuple[Stage, ...]:
-    again = 1.0 if layout.checkpoints else 0.0
-    shares = layout.shares
-
-    def weight(part: Part) -> float:
-        runs = 1 + (again if part.is_layer else 0)
-        split = runs * part.split_forward + part.split_backward
-        whole = runs * part.whole_forward + part.whole_backward
-        return split * shares.split + whole * shares.whole
-
-    return tuple(cut(profile, layout.pp, layout.chunks, weight))
-
-
-def _predicted(job: Job, layout: Layout, stages: tuple[Stage, ...], simulated: bool) -> Plan:
+        stages = view.cuts.stages(layout, int(job.usable_bytes))
     time, grid = _time(job, layout, stages, simulated)
     contents = contents_of(stages, layout.pp, layout.chunks)
-    held = held_by_rank(contents, Terms.of(layout, job.half, job.hardware.bucket_bytes))
-    return Plan(layout, stages, time, tuple(held), grid)
+    return Plan(layout, tuple(stages), time, tuple(held_by_rank(contents, layout)), grid)
+
+
+def _cuts(profile: ModelProfile, layout: Layout) -> list[Stage]:
+    def weight(part: Part) -> float:
+        runs = 2 if layout.checkpoints and part.is_layer else 1
+        return runs * part.forward.on(layout.shares) + part.backward.on(layout.shares)
+
+    return cut(profile, layout.pp, layout.chunks, weight)
 
 
 def _time(
     job: Job, layout: Layout, stages: Sequence[Stage], simulated: bool
 ) -> tuple[StepTime, Grid]:
-    apart = 0.0
-    if layout.spreads_experts:
-        apart = other_ranks(layout.tp, job.profile.experts, job.profile.routed)
-    grid = Grid.of(layout, job.per_host, job.hardware, apart)
-    time = step_time(
-        stages, layout, grid, job.hardware, job.precision, job.per_host, simulated=simulated
-    )
-    return time, grid
+    model, device = job.profile, job.hardware
+    grid = Grid.of(layout, job.per_host, device, model.experts, model.routed)
+    return step_time(stages, layout, grid, device, job.per_host, simulated), grid
 
 
-def search(job: Job, tell: Callable[[str], None] = lambda text: None) -> Found:
-    """Returns the fastest layouts that fit.
-
-    Args:
-        job: the model, devices and samples.
-        tell: function that is called with lines about the progress of the search.
-    """
+def search(job: Job) -> Found:
+    """Returns the fastest layouts that fit."""
     fitting: list[tuple[float, Layout]] = []  # with bounds of their times
     closest: Layout | None = None
     least = math.inf
     tried = 0
-    cuts: dict[tuple[object, ...], tuple[tuple[Stage, ...], list[Content]]] = {}
+    cuts: dict[tuple[object, ...], tuple[list[Stage], list[Content]]] = {}
     peaks: dict[Layout, float] = {}
     for layout in layouts(job):
         key = (layout.pp, layout.chunks, layout.tp, layout.checkpoints, layout.in_memory)
         if key not in cuts:
-            stages = _cuts(job.profile_of(layout.tp), layout)
+            stages = _cuts(job.view(layout.tp).profile, layout)
             cuts[key] = stages, contents_of(stages, layout.pp, layout.chunks)
-            tell(f"pp {layout.pp}, tp {layout.tp}: {tried} layouts looked at, {len(fitting)} fit")
         tried += 1
         stages, contents = cuts[key]
         # Layouts that differ in their placement alone follow each other.
         anywhere = replace(layout, placement="DPT")
         if anywhere not in peaks:
-            terms = Terms.of(layout, job.half, job.hardware.bucket_bytes)
-            peaks = {anywhere: peak_bytes(contents, terms)}
+            peaks = {anywhere: peak_bytes(contents, layout)}
         peak = peaks[anywhere]
         if peak <= job.usable_bytes:
             fitting.append((_time(job, layout, stages, simulated=False)[0].total, layout))
         elif peak < least:
             least, closest = peak, layout
     nearest = None if fitting or closest is None else predict(job, closest, simulated=False)
-    return Found(tuple(_best(job, fitting, tell)), tried, len(fitting), nearest)
+    return Found(tuple(_best(job, fitting)), tried, len(fitting), nearest)
 
 
-def _best(
-    job: Job, fitting: Sequence[tuple[float, Layout]], tell: Callable[[str], None]
-) -> list[Plan]:
+def _best(job: Job, fitting: Sequence[tuple[float, Layout]]) -> list[Plan]:
     """Simulates the fastest of each kind and sorts them; kinds differ in more than microbatches."""
     kinds: dict[Layout, tuple[float, Layout]] = {}
     for bound_s, layout in sorted(fitting, key=lambda found: found[0]):
@@ -264,104 +226,94 @@ def _best(
     for bound_s, layout in kinds.values():  # in the order of their bounds
         if len(simulated) == _SIMULATED or bound_s > most:
             break
-        tell(f"simulating the best of {len(fitting)}: {len(simulated)} of {_SIMULATED}")
-        plan = _as_run(job, layout)
-        if plan is not None and plan.peak_bytes <= job.usable_bytes:
+        try:
+            plan = predict(job, layout)
+        except ValueError:  # a run has no such partition
+            continue
+        if plan.peak_bytes <= job.usable_bytes:
             simulated.append(plan)
             most = min(most, _SKEW * bound_s)
     return sorted(simulated, key=lambda plan: (plan.time.total, plan.peak_bytes))
 
 
-def _as_run(job: Job, layout: Layout) -> Plan | None:
-    """Predicts a layout with the partition of a run; returns None if there is no such partition."""
-    try:
-        return predict(job, layout)
-    except ValueError:
-        return None
-
-
 def layouts(job: Job) -> Iterator[Layout]:
     """Yields all layouts that are worth a look, in a fixed order."""
     for tp in _tensor_degrees(job):
-        num_parts = len(job.profile_of(tp).parts)
         for pp in _divisors(job.num_ranks // tp):
             rdp = job.num_ranks // (tp * pp)
-            if pp > num_parts or job.samples % rdp:
-                continue
-            per_replica = job.samples // rdp
             for microbatch in _MICROBATCHES:
-                if per_replica % microbatch:
-                    continue
-                base = Layout(
-                    pp=pp, tp=tp, rdp=rdp, microbatch=microbatch,
-                    microbatches=per_replica // microbatch,
-                )  # fmt: skip
-                yield from _choices(base, job, num_parts)
+                if job.samples % (rdp * microbatch) == 0:
+                    base = Layout(
+                        pp=pp,
+                        tp=tp,
+                        rdp=rdp,
+                        microbatch=microbatch,
+                        microbatches=job.samples // (rdp * microbatch),
+                        precision=job.precision,
+                        device=job.hardware.type,
+                    )
+                    yield from _choices(base, job)
 
 
-def _choices(base: Layout, job: Job, num_parts: int) -> Iterator[Layout]:
-    shardings = [(1, False), (base.rdp, False)]
-    inside = max(1, job.per_host // base.tp)
-    shardings += [(q, True) for q in sorted({inside, base.rdp}) if base.rdp % q == 0]
-    has_layers = any(part.is_layer for part in job.profile.parts)
-    keeping = [(False, False)] + ([(True, False), (True, True)] if has_layers else [])
-    borders = _borders(base, job)
-    placements = ("DPT", "PDT") if base.pp > 1 and base.rdp > 1 else ("DPT",)
-    for schedule, policy in _policies(base.pp).items():
+def _choices(base: Layout, job: Job) -> Iterator[Layout]:
+    """Yields the layouts that have the degrees and microbatches of one."""
+    choices = itertools.product(
+        _schedules(base, len(job.view(base.tp).profile.parts)),
+        _shardings(base, job),
+        _keeping(job),
+        _borders(base, job),
+        ("DPT", "PDT") if base.pp > 1 and base.rdp > 1 else ("DPT",),
+    )
+    for schedule, sharding, keeping, border, placement in choices:
+        yield replace(base, **schedule, **sharding, **keeping, **border, placement=placement)
+
+
+def _schedules(base: Layout, num_parts: int) -> Iterator[dict[str, Any]]:
+    """Yields schedules that do not keep all microbatches, with microbatches in flight."""
+    names = [_C.DEFAULT_POLICY] if base.pp == 1 else _C.policy_names()
+    for name in names:
+        policy = _C.make_policy(name)
         chunks = policy.default_chunks if base.pp > 1 else 1
+        if policy.forwards_come_first and base.pp > 1:
+            continue
         if base.pp * chunks > num_parts or (chunks > 1 and base.microbatches % base.pp):
             continue
-        active = policy.default_active_microbatches(base.pp, base.microbatches)
-        actives = {min(active, base.microbatches)}
+        actives = {policy.default_active_microbatches(base.pp, base.microbatches)}
         if chunks == 1:
-            actives.add(min(base.pp, base.microbatches))
-        for count in sorted(actives):
-            for shard, shards_parameters in dict.fromkeys(shardings):
-                if shards_parameters and shard == 1:
-                    continue
-                for checkpoints, offload in keeping:
-                    for in_memory, spreads in borders:
-                        for placement in placements:
-                            yield replace(
-                                base,
-                                schedule=schedule,
-                                chunks=chunks,
-                                active=count,
-                                shard=shard,
-                                shards_parameters=shards_parameters,
-                                checkpoints=checkpoints,
-                                offload=offload,
-                                in_memory=in_memory,
-                                spreads_experts=spreads,
-                                placement=placement,
-                            )
+            actives.add(base.pp)
+        for active in sorted({min(active, base.microbatches) for active in actives}):
+            yield {"schedule": name, "chunks": chunks, "active": active}
 
 
-def _borders(base: Layout, job: Job) -> list[tuple[bool, bool]]:
-    """Returns pairs: whether activations are cut between layers, whether experts are spread."""
+def _shardings(base: Layout, job: Job) -> list[dict[str, Any]]:
+    inside = max(1, job.per_host // base.tp)
+    whole = sorted({q for q in (inside, base.rdp) if q > 1 and base.rdp % q == 0})
+    pairs = [(q, False) for q in sorted({1, base.rdp})] + [(q, True) for q in whole]
+    return [{"shard": shard, "shards_parameters": parameters} for shard, parameters in pairs]
+
+
+def _keeping(job: Job) -> list[dict[str, Any]]:
+    pairs = [(False, False)]
+    if any(part.is_layer for part in job.profile.parts):
+        pairs += [(True, False), (True, True)]
+    return [{"checkpoints": again, "offload": offload} for again, offload in pairs]
+
+
+def _borders(base: Layout, job: Job) -> list[dict[str, Any]]:
+    """Returns whether activations are cut between layers, and whether experts are spread."""
+    experts = job.profile.experts
     if base.tp == 1:
-        return [(False, False)]
-    if job.profile.experts == 0:
-        return [(True, False), (False, False)]
+        return [{}]
+    if experts == 0:
+        return [{"in_memory": True}, {}]
     # Mixtures are split by their plans, which have no such choice of activations.
-    spread = [(False, True)] if job.profile.experts % base.tp == 0 else []
-    return [(False, False), *spread]
-
-
-def _policies(pp: int) -> dict[str, _C.Policy]:
-    """Returns policies by name, without those that keep all microbatches."""
-    if pp == 1:
-        return {_C.DEFAULT_POLICY: _C.make_policy(_C.DEFAULT_POLICY)}
-    policies = {name: _C.make_policy(name) for name in _C.policy_names()}
-    return {name: p for name, p in policies.items() if not p.forwards_come_first}
+    return [{}, {"spreads_experts": True}] if experts % base.tp == 0 else [{}]
 
 
 def _tensor_degrees(job: Job) -> list[int]:
     """Returns the divisors of a host's devices that leave whole heads to each rank."""
-    if job.profile.heads == 0:
-        return [1]
-    degrees = _divisors(min(job.per_host, job.num_ranks))
-    return [t for t in degrees if job.num_ranks % t == 0 and job.profile.heads % t == 0]
+    inside = min(job.per_host, job.num_ranks)
+    return _divisors(math.gcd(inside, job.num_ranks, job.profile.heads or 1))
 
 
 def _divisors(number: int) -> list[int]:

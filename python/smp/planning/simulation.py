@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import smp._C as _C
-from smp.config.schema import Config
-from smp.partition.decide import partition_options
 from smp.partition.decision import Decision
-from smp.partition.fastest import stage_times
 from smp.pipeline import schedules
+from smp.planning.reasons import evaluated, times_of
+from smp.planning.run_cuts import Run
 
 #: Milliseconds that the simulator counts for a microbatch of the whole model on one rank.
 WHOLE = 1000.0
 
 
-@dataclass(frozen=True)
-class Wait:
-    """An action that another one waits for.
-
-    Attributes:
-        rank, action: action that has to end first.
-        why: the reason in words.
-    """
+class Wait(NamedTuple):
+    """An action that another one waits for: its rank and name, and the reason in words."""
 
     rank: int
     action: str
@@ -36,36 +28,34 @@ class Proof:
 
     Attributes:
         order: rank, action and its waits, in this order.
-        num_waits: number of waits of all actions.
     """
 
     order: tuple[tuple[int, str, tuple[Wait, ...]], ...]
-    num_waits: int
+
+    @property
+    def num_waits(self) -> int:
+        """Returns the number of waits of all actions."""
+        return sum(len(waits) for _, _, waits in self.order)
 
 
 class NotOrdered(Exception):
     """An action of a schedule comes before something that it waits for, or is missing."""
 
 
-def stages_of(
-    decision: Decision, config: Config, microbatch_ms: float | None
-) -> list[schedules.Stage]:
+def stages_of(decision: Decision, run: Run, microbatch_ms: float | None) -> list[schedules.Stage]:
     """Returns the chain that a microbatch passes, with times of a partition.
 
     Args:
         decision: the partition, with costs.
-        config: configuration whose schedule decides how many activations ranks keep.
+        run: run whose schedule decides how many activations ranks keep.
         microbatch_ms: milliseconds of forward and backward of one microbatch in one process; None:
             `WHOLE`.
 
     Raises:
         ValueError: no costs are known.
     """
-    size, chunks = decision.num_partitions, decision.num_chunks
-    options = decision.options or partition_options(config, size, chunks)
-    tree = decision.index.tree
-    evaluation = _C.evaluate_partition(tree, decision.assignment, options)
-    times = stage_times(evaluation, tree.compute_per_byte, size)
+    evaluation, _ = evaluated(decision, run)
+    times = times_of(decision, evaluation)
     if not times:
         raise ValueError("the model computes nothing that was traced, so stages have no times")
     unit = (microbatch_ms or WHOLE) / WHOLE
@@ -81,16 +71,7 @@ def stages_of(
     ]
 
 
-def simulate(stages: Sequence[schedules.Stage], config: Config) -> schedules.Simulation:
-    """Simulates a step under the schedule of a configuration.
-
-    Raises:
-        ValueError: The schedule does not fit the stages.
-    """
-    active = min(config.active_microbatches or config.microbatches, config.microbatches)
-    return schedules.simulate(
-        stages, config.microbatches, config.pipeline, active_microbatches=active
-    )
+_Action = tuple[str, int, int]  # kind, stage, microbatch
 
 
 def prove(
@@ -111,13 +92,16 @@ def prove(
     Raises:
         NotOrdered: an action comes before something that it waits for, or is missing.
     """
-    entries = simulation.timeline
-    done: set[tuple[str, int, int]] = set()  # kind, stage, microbatch
+    done: dict[_Action, tuple[int, str]] = {}  # with rank and name
     last: dict[int, str] = {}
-    name_of: dict[tuple[str, int, int], tuple[int, str]] = {}
-    order, num_waits, entered, left = [], 0, 0, 0
-    has_weights = any(entry.action[0] == "W" for entry in entries)
-    for entry in _by_dependency(entries):
+    order = []
+    in_flight = 0
+    # Of actions that begin together the ones without duration are first.
+    entries = sorted(
+        simulation.timeline,
+        key=lambda e: (e.start_ms, e.end_ms, "FBW".index(e.action[0]), e.rank),
+    )
+    for entry in entries:
         kind, mb = entry.action[0], int(entry.action[1:].split(".")[0])
         waits = []
         if entry.rank in last:
@@ -125,42 +109,29 @@ def prove(
         for needed, why in _needs(kind, entry.stage, mb, num_stages):
             if needed not in done:
                 raise NotOrdered(f"rank {entry.rank} runs {entry.action} before {needed[0]}{mb}")
-            waits.append(Wait(*name_of[needed], why))
-        if kind == "F" and entry.stage == 0:
-            if entered - left >= active:
-                raise NotOrdered(f"rank {entry.rank} lets {active + 1} microbatches in")
-            entered += 1
-        if kind == "B" and entry.stage == 0:
-            left += 1
-        done.add((kind, entry.stage, mb))
-        name_of[kind, entry.stage, mb] = (entry.rank, entry.action)
+            waits.append(Wait(*done[needed], why))
+        if entry.stage == 0:
+            in_flight += {"F": 1, "B": -1, "W": 0}[kind]
+        if in_flight > active:
+            raise NotOrdered(f"rank {entry.rank} lets {in_flight} microbatches in")
+        done[kind, entry.stage, mb] = (entry.rank, entry.action)
         last[entry.rank] = entry.action
         order.append((entry.rank, entry.action, tuple(waits)))
-        num_waits += len(waits)
-    expected = num_stages * num_microbatches * (3 if has_weights else 2)
+    expected = num_stages * num_microbatches * len({kind for kind, _, _ in done} | {"F", "B"})
     if len(done) != expected:
         raise NotOrdered(f"{len(done)} of {expected} actions are there")
-    return Proof(tuple(order), num_waits)
+    return Proof(tuple(order))
 
 
-def _by_dependency(
-    entries: Sequence[schedules.TimelineEntry],
-) -> list[schedules.TimelineEntry]:
-    """Sorts actions by begin; of those that begin together the ones without duration are first."""
-    return sorted(entries, key=lambda e: (e.start_ms, e.end_ms, "FBW".index(e.action[0]), e.rank))
-
-
-def _needs(
-    kind: str, stage: int, mb: int, num_stages: int
-) -> list[tuple[tuple[str, int, int], str]]:
+def _needs(kind: str, stage: int, mb: int, num_stages: int) -> list[tuple[_Action, str]]:
     if kind == "W":
         return [(("B", stage, mb), "gradients of weights come after the backward")]
-    if kind == "B":
-        needs = [(("F", stage, mb), "its activations")]
-        if stage + 1 < num_stages:
-            needs.append((("B", stage + 1, mb), "the gradient of what it gave on"))
-        return needs
-    return [(("F", stage - 1, mb), "its input")] if stage > 0 else []
+    if kind == "F":
+        return [(("F", stage - 1, mb), "its input")] if stage > 0 else []
+    needs = [(("F", stage, mb), "its activations")]
+    if stage + 1 < num_stages:
+        needs.append((("B", stage + 1, mb), "the gradient of what it gave on"))
+    return needs
 
 
 def proof_in_words(proof: Proof, schedule: str, active: int) -> list[str]:

@@ -1,20 +1,15 @@
-"""Cuts a chain of parts into stages, and estimates what each rank holds of them."""
+"""Cuts a chain of parts into stages, and finds the contents of ranks."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
 
-from smp.partition.decide import kept_by
-from smp.planning.layout import Layout
-from smp.planning.memory import Holding, Passing, RankBytes, Sharding, rank_bytes
-from smp.planning.profile import ModelProfile, Part
-from smp.planning.tensor_split import Shares
+from smp.planning.profile import ModelProfile, Part, Shares
 
 _ROUNDS = 40  # rounds of a bisection
-_MOST_LEAVING = 2  # copies to the host under way, see docs/design/memory.md
 
 
 @dataclass(frozen=True)
@@ -38,12 +33,7 @@ class Stage:
 
     def elements(self, shares: Shares) -> float:
         """Returns the number of parameter elements that a rank computes with."""
-        split, whole = self._elements
-        return split * shares.split_state + whole
-
-    @cached_property
-    def _elements(self) -> tuple[int, int]:
-        return sum(p.split_elements for p in self.parts), sum(p.whole_elements for p in self.parts)
+        return sum(count * part.elements_on(shares) for part, count in self.kinds)
 
 
 def cut(
@@ -75,17 +65,11 @@ def cut(
             high = middle
     ends = _ends(weights, num_stages, high, tail)
     assert ends is not None, "everything fits into what everything weighs"
-    kind_of = _kinds_of(parts)
-    stages = []
-    begin = 0
-    for idx, end in enumerate(ends):
-        own = parts[begin:end]
-        stages.append(_stage(idx % num_ranks, own, kind_of, _input(parts, begin)))
-        begin = end
+    begins = [0, *ends]
+    cuts = [(parts[a:b], _input(parts, a), 0.0) for a, b in itertools.pairwise(begins)]
     if profile.tail is not None:
-        tail_kind = ((profile.tail, 1),)
-        stages.append(Stage(0, (profile.tail,), tail_kind, _input(parts, len(parts))))
-    return stages
+        cuts.append(((profile.tail,), _input(parts, len(parts)), 0.0))
+    return of_parts(cuts, num_ranks)
 
 
 def of_parts(
@@ -100,28 +84,13 @@ def of_parts(
             other ranks.
         num_ranks: pipeline ranks.
     """
-    kind_of = _kinds_of([part for parts, _, _ in parts_of for part in parts])
-    return [
-        _stage(idx % num_ranks, parts, kind_of, num_bytes, calls)
-        for idx, (parts, num_bytes, calls) in enumerate(parts_of)
-    ]
+    first_of: dict[object, Part] = {}  # the first part with the same costs represents the others
 
+    def stage(idx: int, parts: Sequence[Part], num_bytes: float, calls: float) -> Stage:
+        kinds = Counter(first_of.setdefault(part.costs, part) for part in parts)
+        return Stage(idx % num_ranks, tuple(parts), tuple(kinds.items()), num_bytes, calls)
 
-def _kinds_of(parts: Sequence[Part]) -> dict[Part, Part]:
-    """Maps each part to the first part with the same costs."""
-    first_of: dict[tuple[object, ...], Part] = {}
-    return {part: first_of.setdefault(part.costs, part) for part in parts}
-
-
-def _stage(
-    rank: int,
-    parts: Sequence[Part],
-    kind_of: Mapping[Part, Part],
-    input_bytes: float,
-    calls: float = 0.0,
-) -> Stage:
-    kinds = tuple(Counter(kind_of[part] for part in parts).items())
-    return Stage(rank, tuple(parts), kinds, input_bytes, calls)
+    return [stage(idx, *own) for idx, own in enumerate(parts_of)]
 
 
 def _ends(weights: Sequence[float], num_stages: int, most: float, tail: float) -> list[int] | None:
@@ -195,145 +164,3 @@ def contents_of(stages: Sequence[Stage], num_ranks: int, chunks: int) -> list[Co
         Content(tuple(by_rank[alike[0]].items()), tails[alike[0]], tuple(alike))
         for alike in ranks.values()
     ]
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Choices of a run that decide how much of its content a rank holds.
-
-    Attributes:
-        shares: shares that a rank has of a tensor-parallel group's microbatch.
-        kept: microbatches whose activations each pipeline rank keeps.
-        microbatches: number of microbatches of a step.
-        sharding: sharding of parameters and state.
-        samples: samples of a microbatch, as parts count them.
-        checkpoints: each repeated layer is computed again.
-        offload: inputs of checkpoints are copied to host memory.
-        horizon: inputs of checkpoints that are back on the device before they are needed.
-        spreads_experts: experts are spread over the ranks of a tensor-parallel group.
-    """
-
-    shares: Shares
-    kept: Sequence[int]
-    microbatches: int
-    sharding: Sharding
-    samples: int = 1
-    checkpoints: bool = False
-    offload: bool = False
-    horizon: int = 4
-    spreads_experts: bool = False
-
-    @classmethod
-    def of(cls, layout: Layout, half: bool, bucket_bytes: int) -> Terms:
-        """Returns the terms of a layout.
-
-        Args:
-            layout: layout of the run.
-            half: parameters have 16 bits.
-            bucket_bytes: bytes of gradients that are reduced together.
-        """
-        return cls(
-            layout.shares,
-            _kept(layout.schedule, layout.pp, layout.chunks, layout.microbatches, layout.active),
-            layout.microbatches,
-            layout.sharding(half, bucket_bytes),
-            layout.microbatch,
-            layout.checkpoints,
-            layout.offload,
-            spreads_experts=layout.spreads_experts,
-        )
-
-
-@cache
-def _kept(policy: str, pp: int, chunks: int, microbatches: int, active: int) -> tuple[int, ...]:
-    return tuple(kept_by(policy, pp, chunks, microbatches, active))
-
-
-def held_by_rank(contents: Sequence[Content], terms: Terms) -> list[RankBytes]:
-    """Returns what each pipeline rank holds at its peak."""
-    held: dict[int, RankBytes] = {}
-    for content in contents:
-        known: dict[int, RankBytes] = {}
-        for rank in content.ranks:
-            kept = terms.kept[rank]
-            if kept not in known:
-                known[kept] = _rank_bytes(content, terms, kept)
-            held[rank] = known[kept]
-    return [held[rank] for rank in sorted(held)]
-
-
-def peak_bytes(contents: Sequence[Content], terms: Terms) -> float:
-    """Returns the peak of the fullest rank."""
-    return max(
-        _rank_bytes(content, terms, max(terms.kept[rank] for rank in content.ranks)).peak
-        for content in contents
-    )
-
-
-def _rank_bytes(content: Content, terms: Terms, kept: int) -> RankBytes:
-    holding = holding_of(content, terms, kept)
-    return rank_bytes(holding, terms.sharding, terms.microbatches)
-
-
-def holding_of(content: Content, terms: Terms, kept: int) -> Holding:
-    """Returns what a rank computes with.
-
-    Args:
-        content: content of the rank.
-        terms: choices of the run.
-        kept: number of microbatches whose activations the rank keeps.
-    """
-    shares, sharding = terms.shares, terms.sharding
-    elements = frozen = small = largest = wide = all_kept = again = tensor = largest_input = (
-        tied
-    ) = 0.0
-    units: list[float] = []
-    layers = 0
-    parts = [(part, count, kept) for part, count in content.kinds]
-    # The activations of a tail are freed at once, as on the last rank.
-    parts += [(part, 1, terms.kept[-1]) for part in content.tail]
-    for part, count, times in parts:
-        unit = 0.0
-        for numel, is_split, is_wide in part.tensors:
-            own = numel * (shares.split_state if is_split else 1.0)
-            elements += count * own
-            wide += count * own * is_wide
-            largest = max(largest, own)
-            if own < sharding.persistent:
-                small += count * own
-            else:
-                unit += own
-        frozen += count * (part.frozen_split * shares.split_state + part.frozen_whole)
-        units += [unit] * min(count, 2)
-        activations = part.split_kept * shares.split + part.whole_kept * shares.whole
-        if terms.spreads_experts:
-            activations -= part.routed_kept * (shares.whole - shares.split)
-        if terms.checkpoints and part.is_layer:
-            again = max(again, activations)
-            activations = min(activations, part.input_bytes * shares.whole)
-            largest_input = max(largest_input, activations)
-            layers += count
-        all_kept += times * count * activations
-        tensor = max(tensor, part.largest_bytes * shares.split)
-        tied += part.tied_elements * shares.split_state
-    samples, width = terms.samples, sharding.parameter_bytes
-    activations = samples * all_kept
-    host = 0.0
-    if terms.offload:
-        inputs = kept * samples * layers * largest_input
-        near = min(inputs, (_MOST_LEAVING + terms.horizon) * samples * largest_input)
-        host = inputs - near
-        activations = max(near, activations - host)
-    passing = Passing(samples * tensor, width * largest, width * tied, samples * again)
-    return Holding(
-        elements=elements,
-        trainable=elements - frozen,
-        small=small,
-        largest=largest,
-        units=sum(sorted(units, reverse=True)[:2]),
-        wide=wide,
-        activations=activations,
-        temporary=passing.forward_ends(kept),
-        late=passing.backward_ends,
-        host=host,
-    )

@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from smp.planning.groups import Cost, Grid
 from smp.planning.hardware import Hardware
-from smp.planning.layout import Layout, Reach, reach
+from smp.planning.layout import Layout
 from smp.planning.passing import Cores, StageTime, simulated_s
 from smp.planning.profile import Part
 from smp.planning.stages import Stage
-from smp.planning.tensor_split import Shares
 
 _UPDATE_BYTES = 34  # memory traffic per element: norm, Adam with FP32 masters, 16-bit copies
 _SUM_BYTES = 8  # memory traffic per element: a sum of gradients, read and written
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The groups of ranks of a layout.
-
-    Attributes:
-        tensor: ranks that split layers together.
-        shard: ranks that hold one copy of the state together.
-        replicas: ranks that hold the same part of the state.
-        next_stage: a rank and the one with the next part of the model.
-        apart: mean number of other ranks that a token is sent to, if experts are spread.
-    """
-
-    tensor: Reach
-    shard: Reach
-    replicas: Reach
-    next_stage: Reach
-    apart: float = 0.0
-
-    @classmethod
-    def of(cls, layout: Layout, per_host: int, hardware: Hardware, apart: float = 0.0) -> Grid:
-        """Returns the groups of a layout."""
-
-        def along(axis: str, size: int) -> Reach:
-            return reach(layout, axis, size, per_host, hardware)
-
-        replicas = along("D", layout.rdp)
-        return cls(
-            along("T", layout.tp),
-            along("D", layout.shard),
-            Reach(layout.rdp // layout.shard, replicas.crosses, replicas.link),
-            along("P", min(2, layout.pp)),
-            apart,
-        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +29,7 @@ class StepTime:
         updated: seconds of the optimizer.
         stages: times of one microbatch, by stage.
         shared: extra seconds because ranks share cores.
-        busiest: index of the stage with the most work.
+        busiest: pipeline rank with the most work.
     """
 
     total: float
@@ -76,104 +42,108 @@ class StepTime:
     busiest: int
 
 
-def stage_time(
-    stage: Stage, layout: Layout, grid: Grid, hardware: Hardware, precision: str
-) -> StageTime:
+def stage_time(stage: Stage, layout: Layout, grid: Grid, hardware: Hardware) -> StageTime:
     """Returns the seconds of one microbatch in a stage."""
-    rate = hardware.rate(precision)
-    shares, samples = layout.shares, layout.microbatch
-    forward = backward = exchanged_forward = exchanged_backward = again = copies = 0.0
+    rate = hardware.rate(layout.precision)
+    forward = backward = again = copies = 0.0
+    exchanged, returned = Cost(), Cost()
     for part, count in stage.kinds:
-        many = count * samples
-        own_forward = many * _shared(part.split_forward, part.whole_forward, shares) / rate
-        own_backward = many * _shared(part.split_backward, part.whole_backward, shares) / rate
-        ahead, back = (
-            count * seconds for seconds in _exchanges(part, layout, grid.tensor, grid.apart)
-        )
-        forward += own_forward
-        backward += own_backward
-        exchanged_forward += ahead
-        exchanged_backward += back
-        if layout.checkpoints and part.is_layer:
-            again += own_forward
-            exchanged_backward += ahead
+        many = count * layout.microbatch
+        own = many * part.forward.on(layout.shares) / rate
+        forward += own
+        backward += many * part.backward.on(layout.shares) / rate
+        repeats = layout.checkpoints and part.is_layer
+        ahead, back = exchanges(part, layout, grid)
+        for cost in ahead.values():
+            exchanged += cost * count
+            if repeats:
+                returned += cost * count
+        for cost in back.values():
+            returned += cost * count
+        if repeats:
+            again += own
             if layout.offload:
-                num_bytes = many * part.input_bytes * shares.whole
+                num_bytes = many * part.input_bytes * layout.shares.whole
                 copies += num_bytes / hardware.host_copy_bytes_per_s
-    # Each microbatch's gradients are read and added to their sums.
-    elements = stage.elements(shares)
-    width = 4 if precision == "fp32" else 2
-    added = (_SUM_BYTES + width) * elements / hardware.memory_bytes_per_s
-    overheads = hardware.overheads
-    if overheads is not None:
-        added = overheads.microbatch_element_s * elements
-        called = overheads.call_s * stage.calls / 2 + overheads.microbatch_s / 2
-        forward += called
-        backward += called
-    backward += added
-    gather = _gather_s(stage, layout, grid, precision)
-    scatter = _scatter_s(stage, layout, grid)
-    ahead = forward + exchanged_forward
-    back = backward + exchanged_backward + again
+    called, added = _overheads(stage, layout, hardware)
+    forward += called
+    backward += called + added
+    gather, scatter = sharded_costs(stage, layout, grid)
+    ahead_s = forward + exchanged.seconds
+    back_s = backward + returned.seconds + again
     # A core cannot compute while it copies.
     beside = 0.0 if hardware.at_once else 1.0
-    late_ahead, late_back = (
-        max(0.0, num - beside * work) for num, work in ((gather, ahead), (gather + scatter, back))
-    )
-    copied_ahead, copied_back = (max(0.0, copies - beside * work) for work in (ahead, back))
-    late = late_ahead + late_back
-    late_copies = copied_ahead + copied_back
+    gathered_ahead = max(0.0, gather.seconds - beside * ahead_s)
+    gathered_back = max(0.0, gather.seconds + scatter.seconds - beside * back_s)
+    copied_ahead, copied_back = (max(0.0, copies - beside * work) for work in (ahead_s, back_s))
     # The backward of a checkpoint is not cut in two.
     weight = 0.0 if layout.checkpoints else backward / 2
     return StageTime(
-        forward=ahead + max(late_ahead, copied_ahead),
-        backward=back - weight + max(late_back, copied_back),
+        forward=ahead_s + max(gathered_ahead, copied_ahead),
+        backward=back_s - weight + max(gathered_back, copied_back),
         weight=weight,
-        exchanged=exchanged_forward + exchanged_backward,
-        gathered=late,
-        copied=late_copies,
+        exchanged=exchanged.seconds + returned.seconds,
+        gathered=gathered_ahead + gathered_back,
+        copied=copied_ahead + copied_back,
         again=again,
     )
 
 
-def _shared(split: float, whole: float, shares: Shares) -> float:
-    return split * shares.split + whole * shares.whole
+def _overheads(stage: Stage, layout: Layout, hardware: Hardware) -> tuple[float, float]:
+    """Returns seconds of calls, in a forward or backward, and of adding gradients to their sums."""
+    elements, overheads = stage.elements(layout.shares), hardware.overheads
+    if overheads is None:
+        return 0.0, (_SUM_BYTES + layout.width) * elements / hardware.memory_bytes_per_s
+    called = overheads.call_s * stage.calls / 2 + overheads.microbatch_s / 2
+    return called, overheads.microbatch_element_s * elements
 
 
-def _exchanges(part: Part, layout: Layout, group: Reach, apart: float) -> tuple[float, float]:
-    """Returns the seconds of the exchanges of a layer in its forward and backward.
+def exchanges(part: Part, layout: Layout, grid: Grid) -> tuple[dict[str, Cost], dict[str, Cost]]:
+    """Returns the costs of the exchanges of a split part per microbatch: forward and backward.
 
-    Args:
-        apart: see `Grid`.
+    The keys are "tensor", and "experts" for tokens on their way to experts and back.
     """
+    group = grid.tensor
     if group.size == 1 or part.num_products == 0:
-        return 0.0, 0.0
+        return {}, {}
     num_bytes = layout.microbatch * part.input_bytes
-    pairs = part.num_products
-    routed = 0.0
+    pairs, routed = part.num_products, {}
     if layout.spreads_experts:
         pairs -= part.num_mixtures
-        sent = apart * num_bytes / group.size  # of a rank's own part of the tokens
+        sent = grid.apart * num_bytes / group.size  # of a rank's own part of the tokens
         # Tokens are sent and returned, and the result is gathered: all ranks have the same tokens.
-        routed = part.num_mixtures * (2 * group.exchange_s(sent) + group.gather_s(num_bytes))
-    if layout.in_memory:  # gathered and scattered, and gathered again for gradients of weights
-        one = group.gather_s(num_bytes)
-        return 2 * pairs * one + routed, 3 * pairs * one + routed
-    one = group.all_reduce_s(num_bytes)
-    return pairs * one + routed, pairs * one + routed
+        one = group.exchange(sent) * 2 + group.gather(num_bytes)
+        routed = {"experts": one * part.num_mixtures}
+    one = group.gather(num_bytes) * pairs
+    # Gathered and scattered, and gathered again for gradients of weights; or a sum, of two gathers.
+    ahead, back = (2, 3) if layout.in_memory else (2, 2)
+    return {"tensor": one * ahead, **routed}, {"tensor": one * back, **routed}
 
 
-def _gather_s(stage: Stage, layout: Layout, grid: Grid, precision: str) -> float:
-    if not layout.shards_parameters or layout.shard == 1:
-        return 0.0
-    return grid.shard.gather_s((4 if precision == "fp32" else 2) * stage.elements(layout.shares))
+def sharded_costs(stage: Stage, layout: Layout, grid: Grid) -> tuple[Cost, Cost]:
+    """Returns the costs of a gather of sharded parameters, and of the gradients of a microbatch.
+
+    A pipeline reduces gradients once per step.
+    """
+    if not layout.cuts_parameters:
+        return Cost(), Cost()
+    elements = stage.elements(layout.shares)
+    scatter = Cost() if layout.pp > 1 else grid.shard.gather(4 * elements)
+    return grid.shard.gather(layout.width * elements), scatter
 
 
-def _scatter_s(stage: Stage, layout: Layout, grid: Grid) -> float:
-    """Returns the seconds of reducing gradients per microbatch: 0 with a pipeline."""
-    if not layout.shards_parameters or layout.shard == 1 or layout.pp > 1:
-        return 0.0
-    return grid.shard.gather_s(4 * stage.elements(layout.shares))
+def step_costs(stage: Stage, layout: Layout, grid: Grid) -> tuple[Cost, Cost]:
+    """Returns the costs of sums of gradients, and of gathers of parameters, once per step."""
+    elements = stage.elements(layout.shares)
+    reduced = grid.replicas.all_reduce(4 * elements / layout.shard)
+    if layout.shard == 1 or (layout.shards_parameters and layout.pp == 1):
+        return reduced, Cost()
+    if layout.shards_parameters:
+        return reduced + grid.shard.gather(4 * elements), Cost()
+    # Gradients are scattered and parameters gathered in one ring.
+    both, gathered = 4 + layout.width, layout.width / (4 + layout.width)
+    ring = grid.shard.gather(both * elements)
+    return reduced + ring * (1 - gathered), ring * gathered
 
 
 def step_time(
@@ -181,7 +151,6 @@ def step_time(
     layout: Layout,
     grid: Grid,
     hardware: Hardware,
-    precision: str,
     per_host: int,
     simulated: bool = True,
 ) -> StepTime:
@@ -192,21 +161,17 @@ def step_time(
         layout: layout of the run.
         grid: groups of ranks of the layout.
         hardware: figures of the devices.
-        precision: precision of products.
         per_host: devices of a host.
         simulated: run the schedule; otherwise return a lower bound, for a search.
     """
     different = {(stage.kinds, stage.calls): stage for stage in stages}
-    known = {
-        kind: stage_time(stage, layout, grid, hardware, precision)
-        for kind, stage in different.items()
-    }
+    known = {kind: stage_time(one, layout, grid, hardware) for kind, one in different.items()}
     times = [known[stage.kinds, stage.calls] for stage in stages]
-    by_rank = [0.0] * layout.pp
+    by_rank, elements = [0.0] * layout.pp, [0.0] * layout.pp
     for stage, time in zip(stages, times, strict=True):
         by_rank[stage.rank] += time.total
+        elements[stage.rank] += stage.elements(layout.shares)
     most = max(by_rank)
-    busiest_rank = by_rank.index(most)
     if layout.pp == 1:
         pipeline = layout.microbatches * most
     elif simulated:
@@ -216,29 +181,26 @@ def step_time(
     one_update = _UPDATE_BYTES / hardware.memory_bytes_per_s
     if hardware.overheads is not None:
         one_update = hardware.overheads.update_element_s
-    updated = one_update * max(_by_rank(stages, layout)) / layout.shard
-    hides = hardware.at_once == 0
-    reduced = _reduced_s(
-        [(stage, known[kinds]) for kinds, stage in different.items()],
-        layout,
-        grid,
-        precision,
-        hides,
-    )
-    total = pipeline + reduced + updated
+    updated = one_update * max(elements) / layout.shard
+    reduced = 0.0
+    for kind, stage in different.items():
+        seconds = sum(cost.seconds for cost in step_costs(stage, layout, grid))
+        # Devices send while they compute; cores do not.
+        hidden = 0.0 if hardware.at_once else known[kind].backward + known[kind].weight
+        reduced = max(reduced, seconds - hidden)
     shared = 0.0
     if hardware.at_once:
         cores = Cores.of(hardware, layout, per_host)
-        replicas = layout.tp * layout.rdp  # ranks that do the same at the same time
+        together = layout.tp * layout.rdp  # ranks that do the same at the same time
         if layout.pp == 1:
-            shared = (cores.pace(replicas) - 1) * pipeline
+            shared = (cores.pace(together) - 1) * pipeline
         elif simulated:
             shared = cores.stretch(stages, times, layout, grid.next_stage.link) * pipeline
         else:
-            shared = max(0.0, replicas * layout.microbatches * sum(by_rank) / cores.num - pipeline)
+            shared = max(0.0, together * layout.microbatches * sum(by_rank) / cores.num - pipeline)
         shared += (cores.crowding(layout) - 1) * (pipeline + shared)
         shared += (cores.pace(layout.num_ranks) - 1) * (reduced + updated)
-        total += shared
+    total = pipeline + reduced + updated + shared
     return StepTime(
         total=total,
         pipeline=pipeline,
@@ -247,41 +209,27 @@ def step_time(
         updated=updated,
         stages=tuple(times),
         shared=shared,
-        busiest=next(i for i, stage in enumerate(stages) if stage.rank == busiest_rank),
+        busiest=by_rank.index(most),
     )
 
 
-def _by_rank(stages: Sequence[Stage], layout: Layout) -> list[float]:
-    elements = [0.0] * layout.pp
-    for stage in stages:
-        elements[stage.rank] += stage.elements(layout.shares)
-    return elements
-
-
-def _reduced_s(
-    stages: Sequence[tuple[Stage, StageTime]],
-    layout: Layout,
-    grid: Grid,
-    precision: str,
-    hides: bool,
-) -> float:
-    """Returns the seconds of gradient sums and parameter gathers that a backward does not hide.
-
-    Args:
-        stages: the different stages, with their times.
-        hides: the last backward runs at the same time.
-    """
-    late = 0.0
-    for stage, time in stages:
-        elements = stage.elements(layout.shares)
-        if layout.shards_parameters and layout.shard > 1:
-            seconds = grid.shard.gather_s(4 * elements) if layout.pp > 1 else 0.0
-            seconds += grid.replicas.all_reduce_s(4 * elements / layout.shard)
-        elif layout.shard > 1:
-            width = 4 if precision == "fp32" else 2
-            seconds = grid.shard.gather_s((4 + width) * elements)
-            seconds += grid.replicas.all_reduce_s(4 * elements / layout.shard)
-        else:
-            seconds = grid.replicas.all_reduce_s(4 * elements)
-        late = max(late, seconds - (time.backward + time.weight if hides else 0.0))
-    return max(0.0, late)
+def sent_bytes(stages: Sequence[Stage], layout: Layout, grid: Grid) -> dict[str, float]:
+    """Returns the bytes of the rank that sends most in a step, by purpose."""
+    ranks: list[dict[str, float]] = [defaultdict(float) for _ in range(layout.pp)]
+    for position, stage in enumerate(stages):
+        sent = ranks[stage.rank]
+        for part, count in stage.kinds:
+            ahead, back = exchanges(part, layout, grid)
+            repeats = 1 + (layout.checkpoints and part.is_layer)
+            for kind in ahead:
+                one = ahead[kind] * repeats + back[kind]
+                sent[kind] += layout.microbatches * count * one.num_bytes
+        gather, scatter = sharded_costs(stage, layout, grid)
+        reduced, gathered = step_costs(stage, layout, grid)
+        sent["gather"] += 2 * layout.microbatches * gather.num_bytes + gathered.num_bytes
+        sent["reduce"] += layout.microbatches * scatter.num_bytes + reduced.num_bytes
+        if position > 0 and stage.rank != stages[position - 1].rank:
+            num_bytes = layout.microbatches * layout.microbatch * stage.input_bytes
+            for rank in (stage.rank, stages[position - 1].rank):
+                ranks[rank]["pipeline"] += num_bytes
+    return max(ranks, key=lambda sent: sum(sent.values()))

@@ -3,48 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from torch import nn
 
-from smp.config.schema import Config
 from smp.nn.attention import DistributedAttentionLayer
 from smp.nn.embedding import WholeEmbedding
 from smp.nn.linear import ColumnLinear, RowLinear
 from smp.nn.output_layer import DistributedTransformerOutputLayer
 from smp.nn.vocabulary_head import VocabularyHead
+from smp.planning.profile import Amount
 
 # These are classes of the library's own layers.
 _PRODUCTS = (ColumnLinear, RowLinear)
 _KEEPS_INPUT = (DistributedAttentionLayer, DistributedTransformerOutputLayer, VocabularyHead)
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Shares of one process's microbatch that a rank of a tensor-parallel group has.
-
-    Attributes:
-        split_state: share of the parameters of split modules.
-        split: share of activations inside split modules, and of their work.
-        whole: share of activations between split modules, and of the work on them.
-    """
-
-    split_state: float
-    split: float
-    whole: float
-
-    @classmethod
-    def of(cls, config: Config) -> Shares:
-        """Returns the shares in the table of borders of docs/design/tensor_parallelism.md.
-
-        Args:
-            config: configuration; the shares refer to the microbatch that one rank reads.
-        """
-        degree = config.tensor_parallel_degree
-        in_memory = config.optimize == "memory"
-        if config.prescaled_batch:
-            return cls(1 / degree, 1 / degree, 1 / degree if in_memory else 1.0)
-        return cls(1 / degree, 1.0, 1.0 if in_memory else float(degree))
 
 
 def hidden_width(root: nn.Module) -> int | None:
@@ -79,10 +50,10 @@ def has_split_work(module: nn.Module, width: int | None) -> bool:
     return not has_split_parameters(module) or input_width(module) != width
 
 
-def kept_parts(
+def kept_bytes(
     module: nn.Module, num_bytes: float, width: int | None, border_bytes: float, routed: int = 0
-) -> tuple[float, float]:
-    """Returns the bytes that a module keeps for its backward, divided and whole.
+) -> Amount:
+    """Returns the bytes that a module keeps for its backward.
 
     Args:
         module: module whose own code keeps them.
@@ -91,13 +62,12 @@ def kept_parts(
         border_bytes: bytes of the activations between two layers.
         routed: experts per token whose features are divided; 0: experts are spread over the ranks.
     """
+    whole = 0.0 if has_split_work(module, width) else num_bytes
     if num_experts(module):  # their rows, and results, have all channels
         whole = min(num_bytes, 2 * routed * border_bytes)
-        return num_bytes - whole, whole
-    if isinstance(module, _KEEPS_INPUT):  # for the products that read it, which keep nothing
+    elif isinstance(module, _KEEPS_INPUT):  # for the products that read it, which keep nothing
         whole = min(num_bytes, border_bytes)
-        return num_bytes - whole, whole
-    return (num_bytes, 0.0) if has_split_work(module, width) else (0.0, num_bytes)
+    return Amount(num_bytes - whole, whole)
 
 
 def num_experts(module: nn.Module) -> int:
