@@ -1,11 +1,11 @@
 """Step time of a Llama on two ranks that is split by its plan, next to transformers' `tp_plan`.
 
 `transformers` is what `from_pretrained` does with `DistributedConfig(tp_plan="auto")`, `planned`
-the same plan carried out by the library, `speed` and `memory` the library's own form of the family.
-All take one batch on both ranks. `planned_own` and `memory_own` read half of the batch on each,
-which transformers cannot: they are compared with its step on the whole batch. `one_process` trains
-all of it on each rank alone. A step is forward, backward with whatever reduction of gradients
-belongs to it and, with `optimizer`, AdamW. The losses of three steps must agree, or the run fails.
+the same plan carried out by the library. Both take one batch on both ranks. `planned_own` reads
+half of the batch on each, which transformers cannot: it is compared with the step of transformers
+on the whole batch. `one_process` trains all of it on each rank alone. A step is forward, backward
+with whatever reduction of gradients belongs to it and, with `optimizer`, AdamW. The losses of three
+steps must agree, or the run fails.
 """
 
 from __future__ import annotations
@@ -25,14 +25,8 @@ from workers import Worker
 import smp
 
 BASE = {"tensor_parallel_degree": 2, "ddp": True}
-# How a model of the library is split: by its plan?, and the configuration.
-SPLIT: dict[str, tuple[bool, dict[str, Any]]] = {
-    "planned": (True, {"prescaled_batch": True}),
-    "speed": (False, {"prescaled_batch": True, "optimize": "speed"}),
-    "memory": (False, {"prescaled_batch": True, "optimize": "memory"}),
-    "planned_own": (True, {"prescaled_batch": False}),
-    "memory_own": (False, {"prescaled_batch": False, "optimize": "memory"}),
-}
+# Whether both ranks read one batch, by contender.
+SPLIT = {"planned": True, "planned_own": False}
 Step = Callable[[], Tensor]
 
 
@@ -48,16 +42,12 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def split_step(name: str, shape: dict[str, int], batch: dict[str, Tensor], updates: bool) -> Step:
-    by_plan, config = SPLIT[name]
-    smp.init({**BASE, **config})
+    smp.init({**BASE, "prescaled_batch": SPLIT[name]})
     plain = make_model(shape)
-    smp.set_tensor_parallelism(plain, plan=plain.tp_plan if by_plan else None)
+    smp.set_tensor_parallelism(plain)
     model = smp.DistributedModel(plain)
-    is_planned = isinstance(model.get_module(), LlamaForCausalLM)
-    if is_planned != by_plan:
-        raise RuntimeError(f"{name}: is a {type(model.get_module()).__name__}")
     optimizer = smp.DistributedOptimizer(optimizer_of(model))
-    if not config["prescaled_batch"]:
+    if not SPLIT[name]:
         batch = {key: x.chunk(2)[smp.tp_rank()] for key, x in batch.items()}
 
     @smp.step
@@ -141,11 +131,9 @@ def cpu_s(timing: Timing) -> float:
 
 
 def emit(worker: Worker, timings: dict[str, Timing], sent: dict[str, float]) -> None:
-    """Times, ratios to transformers and to the forms written by hand in the same repeat."""
+    """Times, and ratios to transformers in the same repeat."""
     for name, timing in timings.items():
         values = timing.summary() | compare(timing, timings["transformers"])
-        by_hand = timings["memory_own" if name.endswith("_own") else "speed"]
-        values["ratio_to_by_hand"] = compare(timing, by_hand)["ratio_median"]
         half = compare(timing, timings["one_process"])["ratio_median"] * 2
         values["ratio_to_half_of_one_process"] = half
         values["cpu_ms"] = cpu_s(timing) * 1e3

@@ -82,7 +82,6 @@ def refuse(rank: int, degree: int) -> list[str]:
     texts = []
     for make in (
         lambda: smp.nn.DistributedAttentionLayer(2, 4, 8),
-        lambda: smp.nn.DistributedAttentionLayer(8, 4, 32, num_key_value_heads=2),
         lambda: smp.nn.DistributedTransformerOutputLayer(8, 2),
         lambda: smp.nn.DistributedLinear(2, 8),
         lambda: smp.nn.DistributedEmbedding(8, 2),
@@ -97,7 +96,7 @@ def refuse(rank: int, degree: int) -> list[str]:
 
 def test_sizes_that_leave_a_rank_without_anything_are_refused(pool: Pool) -> None:
     for texts in pool.run(3, refuse, 3):
-        words = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "in_features")
+        words = ("num_attention_heads", "intermediate_size", "in_features")
         for word, text in zip(
             (*words, "embedding_dim", "max_norm", "vocab_size"), texts, strict=True
         ):

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.dist.pool import Pool
 from tests.dist.split_training import SplitRun, build_marked
 from tests.dist.steps import make_optimizer
+from tests.reference.former_names import make_former
 from tests.reference.split_families import make_split_batch
 
 CASES = ("qwen3_tied", "mixtral")
@@ -116,6 +117,15 @@ def test_state_of_a_planned_model_is_that_of_one_rank(
         assert difference(state, results[0]["third"]) == 0.0, "resumed differs"
     for state in pool.run(other.world_size, resume, other, str(tmp_path), {}):
         assert difference(state, one_rank["third"]) < 1e-12, f"on {onto}"
+
+
+def test_checkpoints_from_before_families_had_plans_resume(pool: Pool, tmp_path: Path) -> None:
+    """Their tensors have the names of a distributed form that exists no more."""
+    run = SplitRun("llama", 2, 2, 1)
+    results = pool.run(4, train_and_save, run, str(tmp_path), {})
+    make_former(tmp_path / "two_partial", "llama", "LlamaForCausalLM")
+    for state in pool.run(4, resume, run, str(tmp_path), {}):
+        assert difference(state, results[0]["third"]) == 0.0
 
 
 def make_late(rank: int, run: SplitRun) -> tuple[dict[str, Any], list[str]]:

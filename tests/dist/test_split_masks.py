@@ -129,7 +129,7 @@ OWN = (
 
 
 @pytest.mark.sample(keep=4)
-@pytest.mark.parametrize("case", ["gptj", "llama", "bert"])
+@pytest.mark.parametrize("case", ["gptj", "gptneox", "bert"])
 @pytest.mark.parametrize(("padded", "num_dropped"), OWN, ids=str)
 def test_own_batches(pool: Pool, case: str, padded: tuple[str, ...], num_dropped: int) -> None:
     check(pool, SplitRun(case, 1, 2, 1), padded, num_dropped)
@@ -149,4 +149,4 @@ def test_layers_of_other_pipeline_ranks_get_none_either(
     pool: Pool, padded: str, num_dropped: int
 ) -> None:
     check(pool, SplitRun("gptj", 2, 1, 1), (padded,), num_dropped)
-    check(pool, SplitRun("llama", 2, 2, 1), (padded, "none"), num_dropped)
+    check(pool, SplitRun("gptneox", 2, 2, 1), (padded, "none"), num_dropped)

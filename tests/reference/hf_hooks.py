@@ -12,9 +12,8 @@ from smp.tensor_parallel.registry import Declined, Registration
 from tests.reference import hugging_face as hf
 
 GPTS = ["gpt2", "gptj", "gptneo", "gptneox"]
-LLAMAS = ["llama", "mistral", "qwen2"]
 ENCODERS = ["bert", "roberta"]
-NAMES = [*GPTS, *ENCODERS, *LLAMAS]
+NAMES = [*GPTS, *ENCODERS]
 
 
 def registration(name: str, kind: Kind | None = None) -> Registration:

@@ -44,13 +44,13 @@ SPLIT_FAMILIES: dict[str, Maker] = {
     ),
     "bert": _make("BertForMaskedLM", "BertConfig", **_BERT),
     "roberta": _make("RobertaForMaskedLM", "RobertaConfig", **_BERT | {"pad_token_id": 1}),
-    "llama": _make("LlamaForCausalLM", "LlamaConfig", **_GROUPED),
-    "mistral": _make("MistralForCausalLM", "MistralConfig", sliding_window=3, **_GROUPED),
-    "qwen2": _make("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED),
 }  # fmt: skip
 
 # Families without a distributed form of their own, which are split by their plans.
 PLANNED_FAMILIES: dict[str, Maker] = {
+    "llama": _make("LlamaForCausalLM", "LlamaConfig", **_GROUPED),
+    "mistral": _make("MistralForCausalLM", "MistralConfig", sliding_window=3, **_GROUPED),
+    "qwen2": _make("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED),
     "qwen3": _make("Qwen3ForCausalLM", "Qwen3Config", head_dim=4, **_GROUPED),
     # Fewer heads of keys than four ranks, and a head that shares the table.
     "qwen3_tied": _make(
@@ -90,7 +90,7 @@ PLANNED_FAMILIES: dict[str, Maker] = {
 }  # fmt: skip
 
 # Those that transformers 4.30.2 has.
-OLDER_SPLIT_FAMILIES = ("gpt2", "gptj", "gptneo", "gptneox", "bert", "roberta", "llama")
+OLDER_SPLIT_FAMILIES = ("gpt2", "gptj", "gptneo", "gptneox", "bert", "roberta")
 
 
 def make_split_family(case: str, dtype: torch.dtype, dropout: bool = False) -> nn.Module:

@@ -16,21 +16,7 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
-    "silu": F.silu,
 }
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight
-
-
-def make_norm(norm: str, size: int, eps: float) -> nn.Module:
-    return nn.LayerNorm(size, eps=eps) if norm == "layernorm" else RMSNorm(size, eps)
 
 
 def rotate(x: Tensor, positions: Tensor, dim: int, base: float, interleaved: bool) -> Tensor:
@@ -65,30 +51,26 @@ class Attention(nn.Module):
         scale_attn_by_layer_idx: bool = False,
         layer_idx: int | None = None,
         window_size: int | None = None,
-        num_key_value_heads: int | None = None,
         fused_qkv: bool = False,
         use_qkv_bias: bool = True,
         use_attn_dense_bias: bool = True,
         use_alibi: bool = False,
         alibi_bias_max: float = 8,
-        norm: str = "layernorm",
         **_without_effect_in_float64: Any,
     ) -> None:
         super().__init__()
         heads, size = num_attention_heads, attention_head_size
         self.heads, self.size = heads, size
-        self.kv_heads = num_key_value_heads or heads
         if fused_qkv:
             self.query_key_value = nn.Linear(hidden_size, 3 * heads * size, use_qkv_bias)
         else:
             self.query = nn.Linear(hidden_size, heads * size, use_qkv_bias)
-            self.key = nn.Linear(hidden_size, self.kv_heads * size, use_qkv_bias)
-            self.value = nn.Linear(hidden_size, self.kv_heads * size, use_qkv_bias)
+            self.key = nn.Linear(hidden_size, heads * size, use_qkv_bias)
+            self.value = nn.Linear(hidden_size, heads * size, use_qkv_bias)
         self.dense = nn.Linear(heads * size, hidden_size, use_attn_dense_bias)
-        self.pre_layernorm = (
-            make_norm(norm, hidden_size, layernorm_epsilon) if pre_layernorm else None
-        )
-        self.layernorm = make_norm(norm, hidden_size, layernorm_epsilon) if post_layernorm else None
+        eps = layernorm_epsilon
+        self.pre_layernorm = nn.LayerNorm(hidden_size, eps) if pre_layernorm else None
+        self.layernorm = nn.LayerNorm(hidden_size, eps) if post_layernorm else None
         self.is_causal = causal_mask_size is not None and not cross_attention
         self.rotary = (rotary_dim, rotary_base, rotary_interleaved)
         self.scale = 1.0
@@ -127,20 +109,19 @@ class Attention(nn.Module):
             q, k, v = self.query_key_value(x).unflatten(2, (self.heads, 3, self.size)).unbind(3)
         else:
             q = self.query(x).unflatten(2, (self.heads, self.size))
-            k = self.key(source).unflatten(2, (self.kv_heads, self.size))
-            v = self.value(source).unflatten(2, (self.kv_heads, self.size))
+            k = self.key(source).unflatten(2, (self.heads, self.size))
+            v = self.value(source).unflatten(2, (self.heads, self.size))
         dim, base, interleaved = self.rotary
         if dim is not None:
             if positions is None:
                 positions = torch.arange(x.shape[1])[None]
             q = rotate(q, positions, dim, base, interleaved)
             k = rotate(k, positions, dim, base, interleaved)
-        group = self.heads // self.kv_heads
         parts = []
         for head in range(self.heads):
-            scores = torch.einsum("bid,bjd->bij", q[:, :, head], k[:, :, head // group])
+            scores = torch.einsum("bid,bjd->bij", q[:, :, head], k[:, :, head])
             probabilities = self.probabilities(scores * self.scale, mask, head)
-            parts.append(torch.einsum("bij,bjd->bid", probabilities, v[:, :, head // group]))
+            parts.append(torch.einsum("bij,bjd->bid", probabilities, v[:, :, head]))
         result: Tensor = self.dense(torch.cat(parts, 2))
         return result
 
@@ -169,20 +150,16 @@ class Output(nn.Module):
         layernorm_epsilon: float = 1e-5,
         pre_layernorm: bool = False,
         post_layernorm: bool = True,
-        gated_mlp: bool = False,
-        use_mlp_bias: bool = True,
-        norm: str = "layernorm",
         has_pre_norm: bool = True,
         **_without_effect_in_float64: Any,
     ) -> None:
         super().__init__()
-        self.dense1 = nn.Linear(hidden_size, intermediate_size, use_mlp_bias)
-        self.gate = nn.Linear(hidden_size, intermediate_size, use_mlp_bias) if gated_mlp else None
-        self.dense2 = nn.Linear(intermediate_size, hidden_size, use_mlp_bias)
+        self.dense1 = nn.Linear(hidden_size, intermediate_size)
+        self.dense2 = nn.Linear(intermediate_size, hidden_size)
         has_pre_norm = has_pre_norm and pre_layernorm
         eps = layernorm_epsilon
-        self.pre_layernorm = make_norm(norm, hidden_size, eps) if has_pre_norm else None
-        self.layernorm = make_norm(norm, hidden_size, eps) if post_layernorm else None
+        self.pre_layernorm = nn.LayerNorm(hidden_size, eps) if has_pre_norm else None
+        self.layernorm = nn.LayerNorm(hidden_size, eps) if post_layernorm else None
         self.activation = ACTIVATIONS[activation]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -192,11 +169,7 @@ class Output(nn.Module):
     def block(self, hidden: Tensor, normed: Tensor | None = None) -> Tensor:
         x = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         x = x if normed is None else normed
-        if self.gate is None:
-            y = self.activation(self.dense1(x))
-        else:
-            y = self.activation(self.gate(x)) * self.dense1(x)
-        result: Tensor = self.dense2(y)
+        result: Tensor = self.dense2(self.activation(self.dense1(x)))
         return result
 
 
@@ -208,8 +181,6 @@ class Layer(nn.Module):
         single_pre_layernorm: bool = False,
         intermediate_size: int = 0,
         activation: str = "gelu",
-        gated_mlp: bool = False,
-        use_mlp_bias: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -221,12 +192,8 @@ class Layer(nn.Module):
         self.output = Output(
             intermediate_size=intermediate_size,
             activation=activation,
-            gated_mlp=gated_mlp,
-            use_mlp_bias=use_mlp_bias,
             has_pre_norm=not single_pre_layernorm,
-            **{
-                k: v for k, v in options.items() if "layernorm" in k or k in ("norm", "hidden_size")
-            },
+            **{k: v for k, v in options.items() if "layernorm" in k or k == "hidden_size"},
         )
         self.is_cross, self.is_parallel = add_cross_attention, parallel_attn_output
         self.has_one_norm = single_pre_layernorm
@@ -261,10 +228,9 @@ class Transformer(nn.Module):
             )
         )
         has_both = options.get("pre_layernorm", False) and options.get("post_layernorm", True)
-        norm = options.get("norm", "layernorm")
         size, eps = options["hidden_size"], options.get("layernorm_epsilon", 1e-5)
-        self.pre_layernorm = make_norm(norm, size, eps) if has_both else nn.Identity()
-        self.layernorm = make_norm(norm, size, eps) if has_both else nn.Identity()
+        self.pre_layernorm = nn.LayerNorm(size, eps) if has_both else nn.Identity()
+        self.layernorm = nn.LayerNorm(size, eps) if has_both else nn.Identity()
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         outputs = self.seq_layers((self.pre_layernorm(inputs[0]), *inputs[1:]))
@@ -282,12 +248,11 @@ class LMHead(nn.Module):
         lm_head_bias: bool = False,
         use_position_embedding: bool = True,
         embedding_dropout_prob: float | None = None,
-        padding_idx: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         size = options["hidden_size"]
-        self.word_embedding = nn.Embedding(vocab_size, size, padding_idx)
+        self.word_embedding = nn.Embedding(vocab_size, size)
         self.position_embedding = (
             nn.Embedding(num_positions, size) if use_position_embedding else None
         )
@@ -297,9 +262,7 @@ class LMHead(nn.Module):
         self.transformer = Transformer(**options)
         has_norm = options.get("pre_layernorm", False) and not options.get("post_layernorm", True)
         eps = options.get("layernorm_epsilon", 1e-5)
-        self.layernorm = (
-            make_norm(options.get("norm", "layernorm"), size, eps) if has_norm else nn.Identity()
-        )
+        self.layernorm = nn.LayerNorm(size, eps) if has_norm else nn.Identity()
         self.is_cross = options.get("add_cross_attention", False)
         self.passes_positions = options.get("rotary_dim") is not None
         if add_lm_head:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 
 from smp.nn import attend as attending
 from smp.nn.attend import Scoring, attend
-from smp.nn.attention_rule import keeps_groups, takes_fused
+from smp.nn.attention_rule import takes_fused
 from tests.reference.tolerances import relative_difference
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -38,20 +37,6 @@ def test_gpt_j_in_16_bits_takes_the_fused_kernel_on_cuda() -> None:
         assert not takes_fused("cpu", dtype, **asked, drops=drops)
 
 
-def test_key_value_heads_stay_grouped_where_flash_reads_them() -> None:
-    every = itertools.product(
-        ("cpu", "cuda"), (*HALVES, *WIDE), (False, True), (64, 256, 264), (False, True)
-    )
-    kept = [
-        (device, dtype, has_mask, size)
-        for device, dtype, has_mask, size, flash in every
-        if keeps_groups(device, dtype, has_mask=has_mask, head_size=size, flash_works=flash)
-        and flash
-    ]
-    assert kept == [("cuda", dtype, False, size) for dtype in HALVES for size in (64, 256)]
-    assert not keeps_groups("cuda", torch.bfloat16, has_mask=False, head_size=64, flash_works=False)
-
-
 # ---- the kernels --------------------------------------------------------------------------
 
 
@@ -72,16 +57,11 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decisions are those for a GPU with flash; the kernels are those of the CPU."""
-    rules: tuple[Callable[..., bool], ...] = (takes_fused, keeps_groups)
-    for rule in rules:
 
-        def on_cuda(device: str, *args: Any, _rule: Any = rule, **kwargs: Any) -> bool:
-            if "flash_works" in kwargs:
-                kwargs["flash_works"] = True
-            result: bool = _rule("cuda", *args, **kwargs)
-            return result
+    def on_cuda(device: str, *args: Any, **kwargs: Any) -> bool:
+        return takes_fused("cuda", *args, **kwargs)
 
-        monkeypatch.setattr(attending, rule.__name__, on_cuda)
+    monkeypatch.setattr(attending, "takes_fused", on_cuda)
 
 
 def tensors(heads: int, dtype: torch.dtype, length: int = 33) -> list[Tensor]:
@@ -137,36 +117,3 @@ def test_the_cpu_keeps_its_softmax_in_float32(fused_calls: list[dict[str, Any]])
     assert not fused_calls
     results(tensors(4, torch.bfloat16), None, Scoring(0.25, causal=True))
     assert len(fused_calls) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-def test_grouped_heads_equal_repeated_ones(
-    dtype: torch.dtype,
-    masked: bool,
-    fused_calls: list[dict[str, Any]],
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    mask = padding(dtype) if masked else None
-    scoring = Scoring(0.25, causal=True)
-    repeated = results(tensors(2, dtype), mask, scoring)
-    request.getfixturevalue("as_on_cuda")
-    if dtype == torch.float64:  # which flash does not take
-        monkeypatch.setattr(attending, "keeps_groups", lambda *_, has_mask, **__: not has_mask)
-    grouped = results(tensors(2, dtype), mask, scoring)
-    heads = [(call["heads"], call["enable_gqa"]) for call in fused_calls]
-    assert heads == [(4, False), (4, False) if masked else (2, True)]
-    limit = 1e-12 if dtype == torch.float64 else 2e-2
-    for ours, theirs in zip(grouped, repeated, strict=True):
-        assert relative_difference(ours, theirs) <= limit
-
-
-@pytest.mark.usefixtures("as_on_cuda")
-def test_groups_do_not_reach_the_ordinary_softmax(fused_calls: list[dict[str, Any]]) -> None:
-    inputs = tensors(2, torch.float64)
-    window = Scoring(0.25, causal=True, window=3)
-    output = attend(*inputs, None, window, 0.0)
-    wide = [inputs[0], *(x.repeat_interleave(2, 1) for x in inputs[1:])]
-    assert not fused_calls
-    assert torch.equal(output, attend(*wide, None, window, 0.0))

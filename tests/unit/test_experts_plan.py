@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smp.replacement.experts_plan import named_experts
+from smp.replacement.plans import named_experts
 
 PLAN = {
     "layers.*.mlp.experts": "ep_dispatch_experts",

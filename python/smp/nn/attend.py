@@ -16,7 +16,7 @@ import smp._C as _C
 from smp.dropout import places
 from smp.dropout.masks import Slice
 from smp.nn import functional
-from smp.nn.attention_rule import beyond_fused, keeps_groups, takes_fused
+from smp.nn.attention_rule import beyond_fused, takes_fused
 from smp.tensor_parallel import regions
 from smp.world.log import first_rank_log
 
@@ -81,7 +81,7 @@ def attend(
 
     Args:
         query: ``[B, heads, Q, D]``.
-        key, value: ``[B, kv_heads, K, D]``; ``kv_heads`` divides ``heads``.
+        key, value: ``[B, heads, K, D]``.
         mask: additive mask, broadcast to ``[B, heads, Q, K]``; None if nothing is masked.
         scoring: options by which scores are computed.
         dropout_p: probability of dropout in this call; ranks draw different dropout masks.
@@ -103,7 +103,6 @@ def attend(
     plain = not beyond_fused(window, slopes is not None, scoring.prescale)
     if drop is None and scoring.flash and plain and _fused_fits(query, scoring.in_fp32, dropout_p):
         return _flash(query, key, value, mask, scoring, dropout_p)
-    key, value = _repeated(query, key, value)
     return _softmax(query, key, value, mask, scoring, dropout_p, slopes, window, drop)
 
 
@@ -115,14 +114,6 @@ def _fused_fits(query: Tensor, in_fp32: bool, dropout_p: float) -> bool:
         drops=dropout_p > 0.0,
         reduces_in_16_bits=torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
     )
-
-
-def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns keys and values with as many heads as queries have."""
-    groups = query.shape[1] // key.shape[1]
-    if groups == 1:
-        return key, value
-    return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
 
 
 def _flash(
@@ -137,10 +128,6 @@ def _flash(
     if mask is not None:
         mask = _mask_for(mask, query, key, causal)
         causal = False
-    is_grouped = key.shape[1] != query.shape[1]
-    if is_grouped and not _groups_stay(query, key, value, mask, dropout_p, causal):
-        key, value = _repeated(query, key, value)
-        is_grouped = False
     with _drawing(dropout_p, query.device):
         return F.scaled_dot_product_attention(
             query,
@@ -150,30 +137,7 @@ def _flash(
             dropout_p,
             is_causal=causal,
             scale=scoring.scale,
-            enable_gqa=is_grouped,
         )
-
-
-def _groups_stay(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    causal: bool,
-) -> bool:
-    """Returns the result of `keeps_groups` for these inputs."""
-    backends = torch.backends.cuda
-    flash_works = query.is_cuda and backends.can_use_flash_attention(
-        backends.SDPAParams(query, key, value, mask, dropout_p, causal, True)
-    )
-    return keeps_groups(
-        query.device.type,
-        query.dtype,
-        has_mask=mask is not None,
-        head_size=query.shape[-1],
-        flash_works=flash_works,
-    )
 
 
 def _softmax(

@@ -74,12 +74,10 @@ class DistributedAttentionLayer(IndivisibleModule):
         query_key_layer_scaling: scores are divided by ``layer_idx + 1`` and multiplied by it again
             inside of a softmax in float32.
         window_size: largest number of positions that a position sees, itself the last.
-        num_key_value_heads: heads of keys and values, each for a group of query heads.
         fused_qkv: one parameter ``query_key_value`` holds query, key and value of each head
             together.
         use_qkv_bias, use_attn_dense_bias: the products have biases.
         use_alibi: scores get a linear position bias, with base ``alibi_bias_max``.
-        norm: "layernorm" or "rmsnorm".
         fp32_residual_addition: the residual is added in float32.
         residual_init_std: standard deviation of the initial projection instead of
             ``initializer_range``.
@@ -115,13 +113,11 @@ class DistributedAttentionLayer(IndivisibleModule):
         attention_in_fp32: bool = False,
         query_key_layer_scaling: bool = False,
         window_size: int | None = None,
-        num_key_value_heads: int | None = None,
         fused_qkv: bool = False,
         use_qkv_bias: bool = True,
         use_attn_dense_bias: bool = True,
         use_alibi: bool = False,
         alibi_bias_max: float = 8,
-        norm: str = "layernorm",
         fp32_residual_addition: bool = False,
         residual_init_std: float | None = None,
         flash_attention: bool = True,
@@ -130,9 +126,9 @@ class DistributedAttentionLayer(IndivisibleModule):
     ) -> None:
         super().__init__()
         check_norms(pre_layernorm, post_layernorm)
-        kv_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
         is_causal = causal_mask_size is not None and not cross_attention
-        _check_heads(num_attention_heads, kv_heads, fused_qkv, cross_attention)
+        if fused_qkv and cross_attention:
+            raise ValueError("fused_qkv needs self attention; cross_attention is True")
         if window_size is not None and not is_causal:
             raise ValueError(f"window_size is {window_size}; it needs causal_mask_size")
         if query_key_layer_scaling and layer_idx is None:
@@ -147,8 +143,8 @@ class DistributedAttentionLayer(IndivisibleModule):
         self._layout = layouts.current()
         self._inside = _inside
         self.cross_attention = cross_attention
-        self.num_attention_heads, self.num_key_value_heads = num_attention_heads, kv_heads
-        self.attention_head_size, self.hidden_size = attention_head_size, hidden_size
+        self.num_attention_heads, self.hidden_size = num_attention_heads, hidden_size
+        self.attention_head_size = attention_head_size
         self.attention_dropout_prob = attention_dropout_prob
         self.hidden_dropout_prob = hidden_dropout_prob
         self.causal_mask_size = causal_mask_size
@@ -166,32 +162,26 @@ class DistributedAttentionLayer(IndivisibleModule):
             flash=flash_attention,
         )
         tell_beyond_fused(self._scoring, use_alibi)
-        kv_sizes = split_or_refuse(
-            kv_heads,
-            "num_attention_heads" if num_key_value_heads is None else "num_key_value_heads",
-        )
-        group = num_attention_heads // kv_heads
-        q_sizes = [size * group for size in kv_sizes]
-        begin = sharding.begin_of(q_sizes)
+        heads = split_or_refuse(num_attention_heads, "num_attention_heads")
+        begin = sharding.begin_of(heads)
         self._own_heads = Slice(1, begin, num_attention_heads)
         self._slopes: Tensor | None = None
         if use_alibi:
             every = alibi_slopes(num_attention_heads, alibi_bias_max)
-            self._slopes = every[begin : begin + q_sizes[regions.rank()]].clone()
+            self._slopes = every[begin : begin + heads[regions.rank()]].clone()
         std = initializer_range if use_normal_initialization else None
-        q_parts = [size * attention_head_size for size in q_sizes]
-        kv_parts = [size * attention_head_size for size in kv_sizes]
+        parts = [size * attention_head_size for size in heads]
         self._fused = fused_qkv
         if fused_qkv:
-            parts = [3 * size for size in q_parts]
-            self.query_key_value = ColumnLinear(hidden_size, parts, use_qkv_bias, std)
+            fused = [3 * size for size in parts]
+            self.query_key_value = ColumnLinear(hidden_size, fused, use_qkv_bias, std)
         else:
-            self.query = ColumnLinear(hidden_size, q_parts, use_qkv_bias, std)
-            self.key = ColumnLinear(hidden_size, kv_parts, use_qkv_bias, std)
-            self.value = ColumnLinear(hidden_size, kv_parts, use_qkv_bias, std)
+            self.query = ColumnLinear(hidden_size, parts, use_qkv_bias, std)
+            self.key = ColumnLinear(hidden_size, parts, use_qkv_bias, std)
+            self.value = ColumnLinear(hidden_size, parts, use_qkv_bias, std)
         std = std if residual_init_std is None else residual_init_std
-        self.dense = RowLinear(q_parts, hidden_size, use_attn_dense_bias, std, self._layout)
-        make = functools.partial(make_norm, norm, hidden_size, layernorm_epsilon, self._layout)
+        self.dense = RowLinear(parts, hidden_size, use_attn_dense_bias, std, self._layout)
+        make = functools.partial(make_norm, hidden_size, layernorm_epsilon, self._layout)
         self.pre_layernorm = make() if pre_layernorm else None
         self.layernorm = make() if post_layernorm else None
 
@@ -339,8 +329,8 @@ class DistributedAttentionLayer(IndivisibleModule):
 
     def extra_repr(self) -> str:
         return (
-            f"heads={self.num_attention_heads}, kv_heads={self.num_key_value_heads}, "
-            f"head_size={self.attention_head_size}, {self._scoring}"
+            f"heads={self.num_attention_heads}, head_size={self.attention_head_size}, "
+            f"{self._scoring}"
         )
 
 
@@ -392,15 +382,4 @@ def check_norms(pre_layernorm: bool, post_layernorm: bool) -> None:
     if not pre_layernorm and not post_layernorm:
         raise ValueError(
             "pre_layernorm and post_layernorm are both False; at least one of them has to be True"
-        )
-
-
-def _check_heads(heads: int, kv_heads: int, fused_qkv: bool, cross_attention: bool) -> None:
-    if heads % kv_heads != 0:
-        raise ValueError(
-            f"num_key_value_heads is {kv_heads}; it has to divide num_attention_heads, {heads}"
-        )
-    if fused_qkv and (kv_heads != heads or cross_attention):
-        raise ValueError(
-            "fused_qkv needs as many heads of keys and values as of queries, and self attention"
         )

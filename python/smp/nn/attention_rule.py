@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-#: largest number of channels of a head in PyTorch's flash kernels
-_FLASH_HEAD_SIZE = 256
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -63,28 +61,3 @@ def takes_fused(
     if in_fp32 and not has_fp32_scores(device_type, dtype, reduces_in_16_bits):
         return False
     return not drops or device_type == "cuda"
-
-
-def keeps_groups(
-    device_type: str, dtype: torch.dtype, *, has_mask: bool, head_size: int, flash_works: bool
-) -> bool:
-    """Returns whether key-value heads may stay fewer than query heads (``enable_gqa``).
-
-    Flash and cuDNN read each key-value head for its group of query heads. The memory-efficient
-    kernel, which serves masks and float32, cannot, and PyTorch would fall back to whole matrices of
-    scores; repeated heads are cheaper than that. On the CPU repeating costs no measurable time, and
-    kernels of older releases cannot read groups.
-
-    Args:
-        device_type, dtype: device type and dtype of the inputs.
-        has_mask: the call has a mask tensor.
-        head_size: channels of a head.
-        flash_works: PyTorch's flash kernel takes these inputs; counts on CUDA.
-    """
-    return (
-        device_type == "cuda"
-        and dtype in _HALVES
-        and not has_mask
-        and head_size <= _FLASH_HEAD_SIZE
-        and flash_works
-    )

@@ -124,27 +124,16 @@ class VocabularyEmbedding(nn.Module):
         hidden_size: columns of the table.
         std: standard deviation of the initial table.
         layout: layout of the result.
-        padding_idx: index of a row that starts as zero and gets no gradient from lookups; a head
-            that shares the table still gives it one.
 
     Raises:
         Unsupported: a rank would get no rows.
-        ValueError: the table has no row ``padding_idx``.
     """
 
     weight: nn.Parameter
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        std: float,
-        layout: Layout,
-        padding_idx: int | None = None,
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, std: float, layout: Layout) -> None:
         super().__init__()
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.padding_idx = _row_of(padding_idx, vocab_size)
         self._std, self._layout = std, layout
         sizes = split_or_refuse(vocab_size, "vocab_size")
         self._begin = sharding.begin_of(sizes)
@@ -153,18 +142,16 @@ class VocabularyEmbedding(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialises this rank's rows."""
-        fill(self.weight, _normal_rows(self._std, self.padding_idx))
+        fill(self.weight, lambda t: t.normal_(0.0, self._std))
 
     def forward(self, ids: Tensor) -> Tensor:
         """Maps ``[B, S]`` to ``[B, S, hidden_size]`` in the layout. Collective over the group."""
         every = self._layout.all_samples(ids)
-        rows = regions.vocabulary_embedding(every, self.weight, self._begin, self.padding_idx)
+        rows = regions.vocabulary_embedding(every, self.weight, self._begin)
         return self._layout.sum_up(rows, ids.shape[1])
 
     def extra_repr(self) -> str:
-        return f"{self.vocab_size}, {self.hidden_size}, local rows {self.weight.shape[0]}" + (
-            "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        )
+        return f"{self.vocab_size}, {self.hidden_size}, local rows {self.weight.shape[0]}"
 
 
 class WholeEmbedding(nn.Embedding):

@@ -1,14 +1,14 @@
-"""Mixtures of experts whose experts are on different ranks of a tensor-parallel group.
+"""Experts on different ranks of a tensor-parallel group, and how tokens reach them.
 
-Such a module keeps its class's own code. That code is called with the tokens sent to this rank and
-with the numbers of this rank's experts. See docs/design/experts.md.
+A module whose experts are spread keeps its class's own code. That code is called with the tokens
+sent to this rank and with the numbers of this rank's experts. See docs/design/experts.md.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp.activations.recompute import recompute
-from smp.nn.module import DistributedModule
+from smp.nn.module import DistributedModule, class_in_front
 from smp.tensor_parallel import regions, sharding, tokens
 
 #: pairs of a token and an expert that are computed at a time, in multiples of a rank's average
 PAIRS_AT_A_TIME = 2
 
 
-@dataclass(frozen=True)
+@dataclass
 class Spread:
-    """A distribution of a module's experts over ranks.
+    """A distribution of experts over ranks.
 
     Attributes:
-        name: name of the module in the model, for errors.
+        name: name of the module that calls the experts, for errors.
         sizes: numbers of experts, by rank.
         has_own_batches: the ranks hold different tokens; else all hold the same.
     """
@@ -50,9 +50,70 @@ class Spread:
 class HoldsExperts(DistributedModule):
     """A module that holds the parameters of this rank's experts."""
 
+    _smp_spread: Spread
+
     def get_common_tokens(self) -> None:
         """Declares that all ranks call the experts with the same tokens."""
-        raise NotImplementedError
+        self._smp_spread.has_own_batches = False
+
+
+# ---- the dispatch of all forms
+
+#: function of what came to this rank, ``[rows, *]`` each, and of the routes; returns ``[rows, *]``
+Compute = Callable[[Sequence[Tensor], _C.TokenRoutes], Tensor]
+
+
+def dispatch(
+    spread: Spread, tensors: Sequence[Tensor], experts: Tensor, compute: Compute
+) -> Tensor:
+    """Sends tokens to the ranks of their experts, and returns what is computed there.
+
+    Collective over the tensor-parallel group.
+
+    Args:
+        spread: distribution of the experts.
+        tensors: what is sent, ``[tokens, *]`` each; integers have no gradient.
+        experts: int64 ``[tokens, k]``, numbers of experts of the whole layer.
+        compute: function that runs this rank's experts.
+
+    Returns:
+        ``[tokens, *]``, for each token the sum over the ranks of its experts.
+    """
+    sizes = None if spread.has_own_batches else sharding.split(experts.shape[0])
+    if sizes is not None:  # all ranks have these tokens: each sends some of them
+        tensors = [_own_rows(x, sizes) for x in tensors]
+        experts = _own_rows(experts, sizes)
+    routes = tokens.route(experts, spread.sizes)
+    y = tokens.combine(compute(tokens.dispatch(tensors, routes), routes), routes)
+    return y if sizes is None else regions.gather(y, 0, sizes, grad="own")
+
+
+def _own_rows(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Returns this rank's rows of a tensor that all ranks have."""
+    if x.is_floating_point():
+        return regions.scatter(x, 0, sizes)
+    return x.narrow(0, sharding.begin_of(sizes), sizes[regions.rank()])
+
+
+def pairs_at_a_time(routes: _C.TokenRoutes, num_choices: int) -> int:
+    """Returns the number of pairs of a row and an expert beyond which they are computed in slices.
+
+    Args:
+        routes: routes of this rank's tokens.
+        num_choices: experts of a token.
+    """
+    on_average = -(-routes.group_tokens * num_choices // len(routes.sent))
+    return max(1, PAIRS_AT_A_TIME * on_average)
+
+
+def run_slice(
+    run: Callable[..., Any], args: tuple[Any, ...], num_slices: int, module: nn.Module
+) -> Any:
+    """Runs experts on one of several slices, which the backward pass computes again."""
+    return run(*args) if num_slices == 1 else recompute(run, args, modules=(module,))
+
+
+# ---- modules that get tokens, numbers of experts and weights
 
 
 class SpreadExperts(HoldsExperts):
@@ -63,11 +124,6 @@ class SpreadExperts(HoldsExperts):
     results. Modules of this class do the same, with numbers of experts of the whole layer.
     Collective over the tensor-parallel group.
     """
-
-    _smp_spread: Spread
-
-    def get_common_tokens(self) -> None:
-        self.__dict__["_smp_spread"] = replace(self._smp_spread, has_own_batches=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Computes the same as the class that follows."""
@@ -83,38 +139,21 @@ class SpreadExperts(HoldsExperts):
                 f"weights {list(weights.shape)}; leave the module whole by "
                 "smp.set_tensor_parallelism(module, False)"
             )
-        if spread.has_own_batches:
-            y = self._of_own_tokens(x, experts, weights)
-        else:
-            # All ranks have these tokens: each sends some of them.
-            sizes = sharding.split(x.shape[0])
-            begin, own = sharding.begin_of(sizes), sizes[regions.rank()]
-            y = self._of_own_tokens(
-                regions.scatter(x, 0, sizes),
-                experts.narrow(0, begin, own),
-                regions.scatter(weights, 0, sizes),
-            )
-            y = regions.gather(y, 0, sizes, grad="own")
+        experts = experts.long()
+        y = dispatch(spread, (x, weights, experts), experts, self._of_rows)
         return y.reshape(*shape[:-1], y.shape[-1])
 
-    def _of_own_tokens(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        routes = tokens.route(experts.long(), self._smp_spread.sizes)
-        rows, factors, chosen = tokens.dispatch((x, weights, experts.long()), routes)
-        return tokens.combine(self._of_rows(rows, factors, chosen, routes), routes)
-
-    def _of_rows(
-        self, x: Tensor, weights: Tensor, experts: Tensor, routes: _C.TokenRoutes
-    ) -> Tensor:
+    def _of_rows(self, came: Sequence[Tensor], routes: _C.TokenRoutes) -> Tensor:
         """Returns the results of the rows ``[rows, H]`` that are on this rank."""
-        spread = self._smp_spread
-        compute = super().forward
+        x, weights, experts = came
+        spread, compute = self._smp_spread, super().forward
+        result: Tensor
         if routes.was_alone:
-            result: Tensor = compute(x, experts % spread.num_own, weights)
+            result = compute(x, experts % spread.num_own, weights)
             return result
         if routes.num_pairs == 0:
             # The graph continues, so that all ranks run the same backward; gradients are zeros.
-            nothing = x.sum(0, keepdim=True)
-            first = experts.new_zeros(1, 1)
+            nothing, first = x.sum(0, keepdim=True), experts.new_zeros(1, 1)
             result = compute(nothing, first, weights.sum().reshape(1, 1))
             return result[:0]
         local = experts - spread.begin
@@ -125,13 +164,15 @@ class SpreadExperts(HoldsExperts):
             result = compute(x, chosen, factor)
             return result
         limit = pairs_at_a_time(routes, experts.shape[1])
-        if routes.num_pairs <= limit:
-            return _sum_up(x, [(row, self._of_pairs(x, row, chosen, factor))])
-        slices = zip(row.split(limit), chosen.split(limit), factor.split(limit), strict=True)
-        return _sum_up(
-            x,
-            ((of[0], recompute(self._of_pairs, (x, *of), modules=(self,))) for of in slices),
-        )
+        slices = list(zip(row.split(limit), chosen.split(limit), factor.split(limit), strict=True))
+        total: Tensor | None = None
+        for of in slices:
+            result = run_slice(self._of_pairs, (x, *of), len(slices), self)
+            if total is None:
+                total = result.new_zeros(x.shape[0], result.shape[-1])
+            total = total.index_add(0, of[0], result)
+        assert total is not None
+        return total
 
     def _of_pairs(self, x: Tensor, row: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
         """Returns the results ``[pairs, H]`` of rows and one expert each."""
@@ -139,36 +180,11 @@ class SpreadExperts(HoldsExperts):
         return result
 
 
-def pairs_at_a_time(routes: _C.TokenRoutes, num_choices: int) -> int:
-    """Returns the number of pairs of a row and an expert beyond which they are computed in slices.
-
-    The backward pass computes slices again.
-
-    Args:
-        routes: routes of this rank's tokens.
-        num_choices: experts of a token.
-    """
-    on_average = -(-routes.group_tokens * num_choices // len(routes.sent))
-    return max(1, PAIRS_AT_A_TIME * on_average)
-
-
-def _sum_up(x: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Adds up results of rows of ``x``; each part is numbers of rows and their results."""
-    total: Tensor | None = None
-    for row, result in parts:
-        if total is None:
-            total = result.new_zeros(x.shape[0], result.shape[-1])
-        total = total.index_add(0, row, result)
-    assert total is not None
-    return total
-
-
 def _arguments(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the first three arguments of a call, whatever their names are."""
-    bound = inspect.signature(forward).bind(*args, **kwargs)
-    values = list(bound.arguments.values())
+    """Returns the three arguments of a call, whatever their names are."""
+    values = list(inspect.signature(forward).bind(*args, **kwargs).arguments.values())
     if len(values) != 3 or not all(isinstance(value, Tensor) for value in values):
         raise ValueError(
             f"{_C.rank_prefix()}'{name}': expected tokens, numbers of experts and weights, got "
@@ -178,20 +194,9 @@ def _arguments(
     return values[0], values[1], values[2]
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def spread_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Returns the class of modules of a class whose experts are spread."""
-    if cls not in _classes:
-        members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        _classes[cls] = type(cls.__name__, (SpreadExperts, cls), members)
-    return _classes[cls]
-
-
-def spread(module: nn.Module, how: Spread) -> None:
+def spread_experts_of(module: nn.Module, how: Spread) -> None:
     """Makes a module compute with its experts spread; its parameters are those of this rank."""
-    module.__class__ = spread_class(type(module))
+    module.__class__ = class_in_front(SpreadExperts, type(module))
     module.__dict__["_smp_spread"] = how
     if "num_experts" in module.__dict__:
         module.__dict__["num_experts"] = how.num_own

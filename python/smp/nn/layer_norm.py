@@ -57,20 +57,13 @@ class FusedRMSNorm(nn.Module):
         return f"{self.hidden_size}, eps={self.eps}"
 
 
-def make_norm(kind: str, hidden_size: int, eps: float, layout: Layout) -> nn.Module:
+def make_norm(hidden_size: int, eps: float, layout: Layout) -> FusedLayerNorm:
     """Makes a norm of a distributed module, held whole by every rank.
 
     Args:
-        kind: "layernorm" or "rmsnorm".
         hidden_size, eps: arguments of the norm.
         layout: layout of the activations that it normalises.
     """
-    norm: nn.Module
-    if kind == "layernorm":
-        norm = FusedLayerNorm(hidden_size, eps=eps)
-    elif kind == "rmsnorm":
-        norm = FusedRMSNorm(hidden_size, eps=eps)
-    else:
-        raise ValueError(f"norm is {kind!r}; expected 'layernorm' or 'rmsnorm'")
+    norm = FusedLayerNorm(hidden_size, eps=eps)
     layout.mark_whole(norm)
     return norm

@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,43 +19,33 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
-from smp.activations.recompute import recompute
 from smp.modules.flat import tensors_in
-from smp.nn.experts import HoldsExperts, pairs_at_a_time
-from smp.nn.module import IndivisibleModule
+from smp.nn.experts import HoldsExperts, Spread, dispatch, pairs_at_a_time, run_slice
+from smp.nn.module import IndivisibleModule, class_in_front
 from smp.nn.planned.borders import draws_from
 from smp.nn.run_aside import device_of, has_no_data, random_state_kept, run_aside
-from smp.tensor_parallel import regions, sharding, tokens
+from smp.tensor_parallel import regions
 
 #: dtype and width of an expert's results; keys are those of the rows and the casts
 _Kind = tuple[torch.dtype, int]
+#: function of the number of an expert and the rows of a call; returns the expert's result
+_Answer = Callable[[int, Tensor], Tensor]
 
 
 @dataclass
-class Listed:
+class Listed(Spread):
     """The experts of one list and their distribution over ranks.
 
     Attributes:
-        name: name of the module that calls the experts, for errors.
-        sizes: numbers of experts, by rank.
-        has_own_batches: the ranks hold different tokens; else all hold the same.
         experts: all experts; those of other ranks have parameters without elements.
     """
 
-    name: str
-    sizes: tuple[int, ...]
-    has_own_batches: bool
     experts: list[ListedExpert] = field(default_factory=list)
     _kinds: dict[Any, _Kind] = field(default_factory=dict)
 
     @property
-    def begin(self) -> int:
-        """The first expert of this rank."""
-        return sharding.begin_of(self.sizes)
-
-    @property
     def own(self) -> list[ListedExpert]:
-        return self.experts[self.begin : self.begin + self.sizes[regions.rank()]]
+        return self.experts[self.begin : self.begin + self.num_own]
 
     def draws(self, device: torch.device) -> Any:
         """Returns a context in which experts draw this rank's random numbers.
@@ -69,76 +58,78 @@ class Listed:
         return draws_from(regions.own_seed(), device)
 
     def kind_of_results(self, rows: Tensor) -> _Kind:
-        """Returns dtype and width of results; first tries an expert on a row of zeros.
-
-        Raises:
-            ValueError: the expert does not return a tensor with a row for each of its rows.
-        """
+        """Returns dtype and width of results; first tries an expert on a row of zeros."""
         device = rows.device.type
         casts = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         first = next(self.own[0].parameters())
         key = (rows.dtype, rows.shape[-1], casts, first.dtype)
         if key not in self._kinds:
+            row = rows.new_zeros(1, rows.shape[-1])
             with torch.no_grad(), random_state_kept(rows.device):
-                result: Any = self.own[0].compute(rows.new_zeros(1, rows.shape[-1]))
-            if not isinstance(result, Tensor) or result.dim() != 2 or result.shape[0] != 1:
-                told = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-                raise ValueError(
-                    f"{_C.rank_prefix()}'{self.name}': an expert of a list that is spread makes "
-                    f"{told} of one row of {rows.shape[-1]} features; expected one tensor with a "
-                    "row for each row; leave the list out of the plan"
-                )
-            self._kinds[key] = (result.dtype, result.shape[1])
+                self._kinds[key] = self.kind_of(self.own[0].compute(row), row)
         return self._kinds[key]
+
+    def kind_of(self, result: Any, rows: Tensor, wanted: _Kind | None = None) -> _Kind:
+        """Returns dtype and width of an expert's result for rows.
+
+        Raises:
+            ValueError: it is no tensor with a row for each row, or not of the wanted kind.
+        """
+        made = type(result).__name__
+        if isinstance(result, Tensor):
+            made = f"{result.dtype}{list(result.shape)}"
+            if result.dim() == 2 and result.shape[0] == rows.shape[0]:
+                kind = (result.dtype, result.shape[1])
+                if wanted in (None, kind):
+                    return kind
+        of_all = (
+            "" if wanted is None else f" of {wanted[0]} and width {wanted[1]}, as the first one"
+        )
+        raise self.error(
+            f": an expert of a list that is spread makes {made} of rows of shape "
+            f"{list(rows.shape)}; expected one tensor with a row for each row{of_all}"
+        )
+
+    def error(self, problem: str) -> ValueError:
+        """Returns the error for a list that cannot be spread."""
+        return ValueError(
+            f"{_C.rank_prefix()}'{self.name}'{problem}; leave the list out of the plan"
+        )
+
+
+# ---- the two runs
 
 
 @dataclass
-class _Asked:
-    """The calls of experts by the code of a mixture: numbers of experts, and rows ``[rows, H]``."""
+class _Calls:
+    """The calls of experts in the first run: numbers of experts, and rows ``[rows, H]``."""
 
+    listed: Listed
     experts: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
 
-
-class _Call(ABC):
-    """A run of the code of a mixture; defines what its experts return."""
-
-    def __init__(self, listed: Listed) -> None:
-        self.listed = listed
-
-    @abstractmethod
-    def result_of(self, number: int, rows: Tensor) -> Tensor:
-        """Returns an expert's result for the rows that it is called with."""
-
-
-class _Asking(_Call):
-    """The first run, which records calls and returns zeros."""
-
-    def __init__(self, listed: Listed) -> None:
-        super().__init__(listed)
-        self.asked = _Asked()
-
-    def result_of(self, number: int, rows: Tensor) -> Tensor:
-        self.asked.experts.append(number)
-        self.asked.rows.append(rows)
+    def record(self, number: int, rows: Tensor) -> Tensor:
+        """Records a call; returns zeros in the place of the result."""
+        self.experts.append(number)
+        self.rows.append(rows)
         dtype, width = self.listed.kind_of_results(rows)
         return rows.new_zeros(rows.shape[0], width, dtype=dtype)
 
 
-class _Answering(_Call):
-    """The second run, which returns the results of the same rows."""
+class _Results:
+    """The results of the recorded calls, for a second run that makes the same calls."""
 
-    def __init__(self, listed: Listed, asked: _Asked, results: Sequence[Tensor]) -> None:
-        super().__init__(listed)
-        self._asked, self._results = asked, results
+    def __init__(self, calls: _Calls, results: Sequence[Tensor]) -> None:
+        self._calls, self._results = calls, results
         self._next = 0
         self._differences: list[Tensor] = []
 
     def result_of(self, number: int, rows: Tensor) -> Tensor:
+        """Returns the result of the next call, which has to be this one."""
         idx, self._next = self._next, self._next + 1
-        if idx == len(self._results) or self._asked.experts[idx] != number:
+        if idx == len(self._results) or self._calls.experts[idx] != number:
             raise self._other()
-        before = self._asked.rows[idx]
+        before = self._calls.rows[idx]
         if before.shape != rows.shape or before.dtype != rows.dtype:
             raise self._other()
         with torch.no_grad():
@@ -153,34 +144,42 @@ class _Answering(_Call):
             raise self._other()
 
     def _other(self) -> ValueError:
-        return ValueError(
-            f"{_C.rank_prefix()}'{self.listed.name}' calls its experts with other rows in a second "
-            "run; expected that which rows go to which expert depends on no result of an expert, "
-            "and on nothing that a run leaves behind; leave the list out of the plan"
+        return self._calls.listed.error(
+            " calls its experts with other rows in a second run; expected that which rows go to "
+            "which expert depends on no result of an expert, and on nothing that a run leaves "
+            "behind"
         )
 
 
-class _Alone(_Call):
-    """A trial on one rank, in which each expert counts as one of this rank."""
-
-    def result_of(self, number: int, rows: Tensor) -> Tensor:
-        own = self.listed.own
-        return own[number % len(own)].compute(rows)
+def _of_own(listed: Listed, number: int, rows: Tensor) -> Tensor:
+    """Returns a result in a trial on one rank, where each expert counts as one of this rank."""
+    return listed.own[number % listed.num_own].compute(rows)
 
 
-_running: contextvars.ContextVar[_Call | None] = contextvars.ContextVar(
+_running: contextvars.ContextVar[tuple[Listed, _Answer] | None] = contextvars.ContextVar(
     "smp_listed_experts", default=None
 )
+
+
+def _within(
+    listed: Listed, answer: _Answer, run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Runs the code of a mixture, whose experts return what ``answer`` returns."""
+    token = _running.set((listed, answer))
+    try:
+        return run(*args, **kwargs)
+    finally:
+        _running.reset(token)
+
+
+# ---- the modules
 
 
 class ListedExpert(HoldsExperts):
     """Precedes the class of an expert in a spread list."""
 
-    _smp_listed: Listed
+    _smp_spread: Listed
     _smp_number: int
-
-    def get_common_tokens(self) -> None:
-        self._smp_listed.has_own_batches = False
 
     def compute(self, rows: Tensor) -> Tensor:
         """Runs the class's own forward on rows; only on the rank of the expert."""
@@ -189,16 +188,15 @@ class ListedExpert(HoldsExperts):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Computes the same as the class that follows, within the forward of its mixture."""
-        listed = self._smp_listed
-        call = _running.get()
-        if call is None or call.listed is not listed:
+        listed, running = self._smp_spread, _running.get()
+        if running is None or running[0] is not listed:
             raise ValueError(
                 f"{_C.rank_prefix()}expert {self._smp_number} of '{listed.name}' is called from "
                 "elsewhere; expected that only the forward of this module calls the experts of the "
                 "list, which are on different ranks; leave the list out of the plan"
             )
-        x = _only_argument(super().forward, args, kwargs, listed.name)
-        y = call.result_of(self._smp_number, x.reshape(-1, x.shape[-1]))
+        x = _only_argument(super().forward, args, kwargs, listed)
+        y = running[1](self._smp_number, x.reshape(-1, x.shape[-1]))
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -209,148 +207,115 @@ class SpreadMixture(IndivisibleModule):
     none included. Collective over the tensor-parallel group.
     """
 
-    _smp_listed: Listed
+    _smp_spread: Listed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the same as the class that follows."""
-        listed, run = self._smp_listed, super().forward
+        listed, run = self._smp_spread, super().forward
         given = tensors_in([*args, *kwargs.values()])
         if regions.is_alone() or any(has_no_data(tensor) for tensor in given):
-            return _within(_Alone(listed), run, args, kwargs)
-        asking = _Asking(listed)
+            return _within(listed, functools.partial(_of_own, listed), run, *args, **kwargs)
+        calls = _Calls(listed)
         draws = listed.draws(device_of(given))
-        _ask(self, asking, run, args, kwargs)
+        _record(self, calls, run, args, kwargs)
         with draws:
-            results, end = _results_of(self, asking.asked, given)
-        answering = _Answering(listed, asking.asked, results)
-        output = _within(answering, run, args, kwargs)
-        answering.check()
+            found, end = _results_of(calls, given)
+        results = _Results(calls, found)
+        output = _within(listed, results.result_of, run, *args, **kwargs)
+        results.check()
         # Backward has to reach the exchange also on a rank that calls no expert.
         return output if end is None else _tied(output, end, listed)
 
 
-def _within(
-    call: _Call, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    token = _running.set(call)
-    try:
-        return run(*args, **kwargs)
-    finally:
-        _running.reset(token)
-
-
-def _asked_within(call: _Call, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _within(call, run, args, kwargs)
-
-
-def _ask(
+def _record(
     module: nn.Module,
-    asking: _Asking,
+    calls: _Calls,
     run: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
     """Makes the first run, which leaves nothing behind."""
-    name = asking.listed.name
+    listed = calls.listed
     try:
-        written = run_aside(module, functools.partial(_asked_within, asking, run), args, kwargs)
+        recorded = functools.partial(_within, listed, calls.record, run)
+        written = run_aside(module, recorded, args, kwargs)
     except RuntimeError as error:
         if type(error) is not RuntimeError:
             raise
         raise RuntimeError(
-            f"{_C.rank_prefix()}in '{name}', whose experts are a list that is spread: {error}. Its "
-            "forward runs once with zeros as results of experts; parameters of experts on other "
-            "ranks have no elements, so experts have to be called, and not their parts; leave the "
-            "list out of the plan"
+            f"{_C.rank_prefix()}in '{listed.name}', whose experts are a list that is spread: "
+            f"{error}. Its forward runs once with zeros as results of experts; parameters of "
+            "experts on other ranks have no elements, so experts have to be called, and not their "
+            "parts; leave the list out of the plan"
         ) from error
     if written:
-        raise ValueError(
-            f"{_C.rank_prefix()}'{name}' changes a tensor inside of one of its arguments in place, "
-            "which its second run would do again; expected an argument of its own, where the "
-            "experts of a list are spread; leave the list out of the plan"
+        raise listed.error(
+            " changes a tensor inside of one of its arguments in place, which its second run would "
+            "do again; expected an argument of its own, where the experts of a list are spread"
         )
 
 
-def _results_of(
-    module: SpreadMixture, asked: _Asked, given: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor | None]:
+def _results_of(calls: _Calls, given: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
     """Returns results of the recorded calls; for no rows also a tensor for backward to reach."""
-    listed = module._smp_listed
-    rows, codes = _rows_of(listed, asked, given)
+    listed = calls.listed
+    rows, codes = _rows_of(calls, given)
     kind = listed.kind_of_results(rows)
     if torch.is_grad_enabled() and not rows.requires_grad:
         rows = rows.detach().requires_grad_()  # backward issues the same collectives on all ranks
-    if listed.has_own_batches:
-        y = _exchanged(listed, rows, codes, kind)
-    else:
-        # All ranks make the same calls: each sends some of the rows.
-        sizes = sharding.split(rows.shape[0])
-        own = codes.narrow(0, sharding.begin_of(sizes), sizes[regions.rank()])
-        y = _exchanged(listed, regions.scatter(rows, 0, sizes), own, kind)
-        y = regions.gather(y, 0, sizes, grad="own")
-    numbers = [part.shape[0] for part in asked.rows]
+    compute = functools.partial(_compute, listed, kind)
+    y = dispatch(listed, (rows, codes), (codes // 2).unsqueeze(1), compute)
+    numbers = [part.shape[0] for part in calls.rows]
     results = list(torch.unsafe_split_with_sizes(y[: sum(numbers)], numbers))
     return results, None if sum(numbers) else y.narrow(0, 0, 0).sum()
 
 
-def _rows_of(listed: Listed, asked: _Asked, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _rows_of(calls: _Calls, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the rows to send, ``[rows, H]``, and for each twice the number of its expert.
 
     Calls without rows are at the end, each as a row of zeros and an odd number.
     """
-    if not asked.rows:
+    if not calls.rows:
         like = next((tensor for tensor in given if tensor.is_floating_point()), None)
         if like is None:
-            raise ValueError(
-                f"{_C.rank_prefix()}'{listed.name}' calls none of its experts here, and has no "
-                "argument of floating-point numbers, so the rank cannot take part in what others "
-                "do; leave the list out of the plan"
+            raise calls.listed.error(
+                " calls none of its experts here, and has no argument of floating-point numbers, "
+                "so the rank cannot take part in what others do"
             )
         return like.reshape(-1, like.shape[-1])[:0], like.new_zeros(0, dtype=torch.int64)
-    kinds = {(part.dtype, part.shape[1]) for part in asked.rows}
+    kinds = {(part.dtype, part.shape[1]) for part in calls.rows}
     if len(kinds) > 1:
-        raise ValueError(
-            f"{_C.rank_prefix()}'{listed.name}' calls its experts with rows of different dtypes or "
-            f"widths, {sorted(map(str, kinds))}; expected the same for all experts of a list that "
-            "is spread; leave the list out of the plan"
+        raise calls.listed.error(
+            f" calls its experts with rows of different dtypes or widths, "
+            f"{sorted(map(str, kinds))}; expected the same for all experts of a list that is spread"
         )
-    first = asked.rows[0]
-    empty = [n for n, part in zip(asked.experts, asked.rows, strict=True) if not part.shape[0]]
-    numbers = torch.tensor(
-        [2 * number for number in asked.experts] + [2 * number + 1 for number in empty]
-    )
-    repeats = torch.tensor([part.shape[0] for part in asked.rows] + [1] * len(empty))
+    first = calls.rows[0]
+    empty = [n for n, part in zip(calls.experts, calls.rows, strict=True) if not part.shape[0]]
+    numbers = torch.tensor([2 * n for n in calls.experts] + [2 * n + 1 for n in empty])
+    repeats = torch.tensor([part.shape[0] for part in calls.rows] + [1] * len(empty))
     codes = numbers.repeat_interleave(repeats).to(first.device)
-    return torch.cat([*asked.rows, first.new_zeros(len(empty), first.shape[1])]), codes
+    return torch.cat([*calls.rows, first.new_zeros(len(empty), first.shape[1])]), codes
 
 
-def _exchanged(listed: Listed, rows: Tensor, codes: Tensor, kind: _Kind) -> Tensor:
-    """Returns results ``[rows, width]`` of this rank's rows; zeros for calls without rows."""
-    routes = tokens.route((codes // 2).unsqueeze(1), listed.sizes)
-    came, numbers = tokens.dispatch((rows, codes), routes)
-    y = _computed(listed, came, numbers - 2 * listed.begin, kind, pairs_at_a_time(routes, 1))
-    return tokens.combine(y, routes)
+def _compute(listed: Listed, kind: _Kind, came: Sequence[Tensor], routes: _C.TokenRoutes) -> Tensor:
+    """Returns the results of this rank's experts for the rows that it received.
 
-
-def _computed(listed: Listed, rows: Tensor, codes: Tensor, kind: _Kind, limit: int) -> Tensor:
-    """Returns the results of this rank's experts for the rows that it received."""
-    own = listed.own
+    Rows that stand for calls without rows give zeros.
+    """
+    rows, codes = came[0], came[1] - 2 * listed.begin
+    limit = pairs_at_a_time(routes, 1)
     dtype, width = kind
     order = codes.argsort(stable=True)
     # The host needs the numbers of rows of the experts.
-    counts = codes.bincount(minlength=2 * len(own)).tolist()
+    counts = codes.bincount(minlength=2 * listed.num_own).tolist()
     parts = rows.index_select(0, order).split(counts)
     results = []
-    for idx, expert in enumerate(own):
+    for idx, expert in enumerate(listed.own):
         part, num_empty = parts[2 * idx], counts[2 * idx + 1]
         if counts[2 * idx] + num_empty:
             slices = part.split(limit) if rows.shape[0] > limit and part.shape[0] else (part,)
             for piece in slices:
-                if len(slices) == 1:
-                    result = expert.compute(piece)
-                else:
-                    result = recompute(expert.compute, (piece,), modules=(expert,))
-                _check_result(listed, result, piece, kind)
+                result = run_slice(expert.compute, (piece,), len(slices), expert)
+                listed.kind_of(result, piece, kind)
                 results.append(result)
         results.append(rows.new_zeros(num_empty, width, dtype=dtype))
     y = torch.cat(results).index_select(0, order.argsort())
@@ -358,19 +323,6 @@ def _computed(listed: Listed, rows: Tensor, codes: Tensor, kind: _Kind, limit: i
         # If no expert has run, backward still reaches the rows.
         y = y if y.requires_grad else y + rows[:0].sum().to(dtype)
     return y
-
-
-def _check_result(listed: Listed, result: Any, rows: Tensor, kind: _Kind) -> None:
-    expected = (rows.shape[0], kind[1], kind[0])
-    if not isinstance(result, Tensor) or (*result.shape, result.dtype) != expected:
-        told = type(result).__name__
-        if isinstance(result, Tensor):
-            told = f"{result.dtype}{list(result.shape)}"
-        raise ValueError(
-            f"{_C.rank_prefix()}'{listed.name}': an expert makes {told} of {rows.shape[0]} rows; "
-            f"expected {kind[0]}[{rows.shape[0]}, {kind[1]}], as the first one of this rank does; "
-            "leave the list out of the plan"
-        )
 
 
 class _Tie(torch.autograd.Function):
@@ -398,36 +350,23 @@ def _tied(output: Any, end: Tensor, listed: Listed) -> Any:
             if isinstance(item, Tensor) and item.is_floating_point():
                 items = [*output[:idx], _Tie.apply(item, end), *output[idx + 1 :]]
                 return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
-    raise ValueError(
-        f"{_C.rank_prefix()}'{listed.name}' returns {type(output).__name__}, and calls none of its "
-        "experts here; expected a tensor, or a tuple or list with one, to which gradients come as "
-        "on the other ranks; leave the list out of the plan"
+    raise listed.error(
+        f" returns {type(output).__name__}, and calls none of its experts here; expected a tensor, "
+        "or a tuple or list with one, to which gradients come as on the other ranks"
     )
 
 
 def _only_argument(
-    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], listed: Listed
 ) -> Tensor:
     bound = list(inspect.signature(forward).bind(*args, **kwargs).arguments.values())
     x = bound[0] if len(bound) == 1 else None
     if not isinstance(x, Tensor) or x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(
-            f"{_C.rank_prefix()}'{name}' calls an expert with "
-            f"{', '.join(type(value).__name__ for value in bound)}; expected one floating-point "
-            "tensor of rows, where the experts of a list are spread; leave the list out of the plan"
+        raise listed.error(
+            f" calls an expert with {', '.join(type(value).__name__ for value in bound)}; expected "
+            "one floating-point tensor of rows, where the experts of a list are spread"
         )
     return x
-
-
-_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
-
-
-def _in_front(module: nn.Module, front: type[nn.Module]) -> None:
-    cls = type(module)
-    if (cls, front) not in _classes:
-        members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        _classes[cls, front] = type(cls.__name__, (front, cls), members)
-    module.__class__ = _classes[cls, front]
 
 
 def spread_list(mixture: nn.Module, experts: Sequence[nn.Module], listed: Listed) -> None:
@@ -439,9 +378,9 @@ def spread_list(mixture: nn.Module, experts: Sequence[nn.Module], listed: Listed
         listed: distribution over ranks; the experts are added to it.
     """
     for number, expert in enumerate(experts):
-        _in_front(expert, ListedExpert)
+        expert.__class__ = class_in_front(ListedExpert, type(expert))
         assert isinstance(expert, ListedExpert)
-        expert.__dict__.update(_smp_listed=listed, _smp_number=number)
+        expert.__dict__.update(_smp_spread=listed, _smp_number=number)
         listed.experts.append(expert)
-    _in_front(mixture, SpreadMixture)
-    mixture.__dict__["_smp_listed"] = listed
+    mixture.__class__ = class_in_front(SpreadMixture, type(mixture))
+    mixture.__dict__["_smp_spread"] = listed

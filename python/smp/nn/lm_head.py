@@ -49,8 +49,6 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
         lm_head_bias: the head has a bias.
         use_position_embedding: the module has a position embedding.
         token_types_are_words: token types are rows of the word embedding, as with GPT-2.
-        padding_idx: row of the word embedding that starts as zero and gets no gradient from
-            lookups, as with ``nn.Embedding``; a tied head still gives it one.
         **others: arguments of the layers, see `DistributedTransformer`. With ``pre_layernorm``
             alone a final norm follows the last layer.
 
@@ -90,15 +88,11 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
         attention_in_fp32: bool = False,
         query_key_layer_scaling: bool = False,
         window_size: int | None | Sequence[int | None] = None,
-        num_key_value_heads: int | None = None,
         fused_qkv: bool = False,
         use_qkv_bias: bool = True,
         use_attn_dense_bias: bool = True,
         parallel_attn_output: bool = False,
         single_pre_layernorm: bool = False,
-        norm: str = "layernorm",
-        gated_mlp: bool = False,
-        use_mlp_bias: bool = True,
         fp32_residual_addition: bool = False,
         residual_init_std: float | None = None,
         flash_attention: bool = True,
@@ -107,7 +101,6 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
         lm_head_bias: bool = False,
         use_position_embedding: bool = True,
         token_types_are_words: bool = False,
-        padding_idx: int | None = None,
     ) -> None:
         options = layer_options(locals())
         super().__init__()
@@ -119,7 +112,7 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
             hidden_dropout_prob if embedding_dropout_prob is None else embedding_dropout_prob
         )
         std = initializer_range
-        self.word_embedding = VocabularyEmbedding(vocab_size, hidden_size, std, layout, padding_idx)
+        self.word_embedding = VocabularyEmbedding(vocab_size, hidden_size, std, layout)
         self.position_embedding = self.token_type_embedding = None
         self.token_types_are_words = token_types_are_words
         if use_position_embedding:
@@ -129,7 +122,7 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
         self.transformer = DistributedTransformer(num_layers, **options, _inside=True)
         has_norm = pre_layernorm and not post_layernorm
         eps = layernorm_epsilon
-        self.layernorm = make_norm(norm, hidden_size, eps, layout) if has_norm else None
+        self.layernorm = make_norm(hidden_size, eps, layout) if has_norm else None
         if add_lm_head:
             self.lm_head = VocabularyHead(
                 self.word_embedding if tie_word_embedding else None,

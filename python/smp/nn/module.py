@@ -67,6 +67,24 @@ def _named(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+_in_front: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
+def class_in_front(front: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    """Returns the class of modules of a class that another class precedes.
+
+    Args:
+        front: class whose forward runs that of ``cls`` by ``super().forward``.
+        cls: class of the user's module.
+    """
+    if issubclass(cls, front):
+        return cls
+    if (front, cls) not in _in_front:
+        members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        _in_front[front, cls] = type(cls.__name__, (front, cls), members)
+    return _in_front[front, cls]
+
+
 class IndivisibleModule(DistributedModule):
     """A distributed module that reads the parameters of its children.
 

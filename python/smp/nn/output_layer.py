@@ -18,7 +18,6 @@ from smp.nn.parameters import split_or_refuse
 
 # GELU variants are fused with the bias before them; the value is that operator's argument.
 _GELUS = {"gelu": "none", "gelu_new": "tanh"}
-_OTHERS = {"relu": F.relu, "silu": F.silu}
 #: other names in transformers for a GELU, and ours
 GELU_ALIASES = {
     "gelu_python": "gelu",
@@ -27,7 +26,7 @@ GELU_ALIASES = {
     "gelu_pytorch_tanh": "gelu_new",
     "gelu_python_tanh": "gelu_new",
 }
-ACTIVATIONS = (*_GELUS, *_OTHERS, *GELU_ALIASES)
+ACTIVATIONS = (*_GELUS, "relu", *GELU_ALIASES)
 
 
 class DistributedTransformerOutputLayer(IndivisibleModule):
@@ -40,23 +39,20 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         hidden_size: channels of the hidden states.
         intermediate_size: channels between the two products, of all ranks.
         hidden_dropout_prob: probability of dropout on the result.
-        activation: "gelu", "gelu_new" (tanh), "relu" or "silu", or another name in transformers for
-            a GELU, as "gelu_fast" and "gelu_pytorch_tanh".
+        activation: "gelu", "gelu_new" (tanh) or "relu", or another name in transformers for a GELU,
+            as "gelu_fast" and "gelu_pytorch_tanh".
         layernorm_epsilon: epsilon of the norms.
         initializer_range: standard deviation of initial weights with ``use_normal_initialization``.
         use_normal_initialization: normal weights and zero biases instead of those of ``nn.Linear``.
         pre_layernorm: the input is normalised.
         post_layernorm: the sum with the residual is normalised.
         fp32_residual_addition: the residual is added in float32.
-        gated_mlp: a third product ``gate``, whose activation is multiplied with ``dense1``.
-        use_mlp_bias: the products have biases.
-        norm: "layernorm" or "rmsnorm".
         residual_init_std: standard deviation of the initial ``dense2`` instead of
             ``initializer_range``.
 
     Raises:
         Unsupported: a rank would get no intermediate channels.
-        ValueError: the activation or norm is unknown, or no norm is asked for.
+        ValueError: the activation is unknown, or no norm is asked for.
     """
 
     def __init__(
@@ -71,9 +67,6 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         pre_layernorm: bool = False,
         post_layernorm: bool = True,
         fp32_residual_addition: bool = False,
-        gated_mlp: bool = False,
-        use_mlp_bias: bool = True,
-        norm: str = "layernorm",
         residual_init_std: float | None = None,
         *,
         _inside: bool = False,
@@ -93,14 +86,12 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         self._inside = _inside
         sizes = split_or_refuse(intermediate_size, "intermediate_size")
         std = initializer_range if use_normal_initialization else None
-        make_column = functools.partial(ColumnLinear, hidden_size, sizes, use_mlp_bias, std)
-        # GELU adds the bias of what it reads.
-        is_gelu = activation in _GELUS
-        self.dense1 = make_column(adds_bias=gated_mlp or not is_gelu)
-        self.gate = make_column(adds_bias=not is_gelu) if gated_mlp else None
+        # GELU adds the bias of its input.
+        adds_bias = activation not in _GELUS
+        self.dense1 = ColumnLinear(hidden_size, sizes, True, std, adds_bias=adds_bias)
         std = std if residual_init_std is None else residual_init_std
-        self.dense2 = RowLinear(sizes, hidden_size, use_mlp_bias, std, self._layout)
-        make = functools.partial(make_norm, norm, hidden_size, layernorm_epsilon, self._layout)
+        self.dense2 = RowLinear(sizes, hidden_size, True, std, self._layout)
+        make = functools.partial(make_norm, hidden_size, layernorm_epsilon, self._layout)
         self.pre_layernorm = make() if pre_layernorm and _has_norm else None
         self.layernorm = make() if post_layernorm else None
 
@@ -147,12 +138,11 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         product = self.dense2(self._activate(products))
         if term is not None:
             product = product + term
-        total_bias: Tensor | None = self.dense2.bias
-        if bias is not None:
-            total_bias = bias if total_bias is None else total_bias + bias
+        own_bias = self.dense2.bias
+        assert own_bias is not None
         return close_block(
             self._layout.sum_up(product, extent),
-            total_bias,
+            own_bias if bias is None else own_bias + bias,
             hidden if residual is None else residual,
             self.hidden_dropout_prob if self.training else 0.0,
             self._layout,
@@ -170,17 +160,15 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
 
     @property
     def columns(self) -> list[ColumnLinear]:
-        """Layers that read the hidden states; the first is followed by the activation."""
-        return [self.dense1] if self.gate is None else [self.gate, self.dense1]
+        """Layers that read the hidden states."""
+        return [self.dense1]
 
     def _activate(self, products: Sequence[Tensor]) -> Tensor:
         """Returns ``[all B, all S, own intermediate channels]``."""
+        (product,) = products
         if self.activation in _GELUS:
-            bias = self.columns[0].bias
-            active = functional.bias_gelu(products[0], bias, _GELUS[self.activation])
-        else:
-            active = _OTHERS[self.activation](products[0])
-        return active if self.gate is None else active * products[1]
+            return functional.bias_gelu(product, self.dense1.bias, _GELUS[self.activation])
+        return F.relu(product)
 
     def extra_repr(self) -> str:
         return (

@@ -12,13 +12,12 @@ from smp.tensor_parallel import regions, sharding
 from smp.tensor_parallel.registry import Unsupported
 
 
-def split_or_refuse(extent: int, what: str, unit: int = 1) -> list[int]:
-    """Returns the sizes of the parts of ``extent`` units, each of ``unit`` elements.
+def split_or_refuse(extent: int, what: str) -> list[int]:
+    """Returns the sizes of the parts of ``extent`` units, by rank.
 
     Args:
         extent: number of units.
         what: name of what is split, for the message.
-        unit: elements that stay together.
 
     Raises:
         Unsupported: a rank would get no units.
@@ -29,7 +28,7 @@ def split_or_refuse(extent: int, what: str, unit: int = 1) -> list[int]:
             f"{what} is {extent}, which {len(sizes)} tensor-parallel ranks cannot share; "
             f"it has to be at least {len(sizes)}"
         )
-    return [size * unit for size in sizes]
+    return sizes
 
 
 def add_split(

@@ -70,15 +70,11 @@ class DistributedTransformer(GradientCheckpointing, DistributedModule):
         attention_in_fp32: bool = False,
         query_key_layer_scaling: bool = False,
         window_size: int | None | Sequence[int | None] = None,
-        num_key_value_heads: int | None = None,
         fused_qkv: bool = False,
         use_qkv_bias: bool = True,
         use_attn_dense_bias: bool = True,
         parallel_attn_output: bool = False,
         single_pre_layernorm: bool = False,
-        norm: str = "layernorm",
-        gated_mlp: bool = False,
-        use_mlp_bias: bool = True,
         fp32_residual_addition: bool = False,
         residual_init_std: float | None = None,
         flash_attention: bool = True,
@@ -105,8 +101,8 @@ class DistributedTransformer(GradientCheckpointing, DistributedModule):
         )
         has_both = pre_layernorm and post_layernorm
         eps = layernorm_epsilon
-        self.pre_layernorm = make_norm(norm, hidden_size, eps, self._layout) if has_both else None
-        self.layernorm = make_norm(norm, hidden_size, eps, self._layout) if has_both else None
+        self.pre_layernorm = make_norm(hidden_size, eps, self._layout) if has_both else None
+        self.layernorm = make_norm(hidden_size, eps, self._layout) if has_both else None
 
     def forward(self, inputs: Inputs) -> Inputs:
         """Runs the layers as the class describes. Collective over the tensor-parallel group."""

@@ -45,13 +45,11 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
         use_alibi, alibi_bias_max: linear position bias of attention scores.
         rotary_dim, rotary_interleaved, rotary_base: the same as for `DistributedAttentionLayer`, as
             are scale_attention_scores, scale_attn_by_layer_idx, layer_idx, attention_in_fp32,
-            query_key_layer_scaling, window_size, num_key_value_heads, fused_qkv, use_qkv_bias,
-            use_attn_dense_bias, flash_attention.
+            query_key_layer_scaling, window_size, fused_qkv, use_qkv_bias, use_attn_dense_bias,
+            flash_attention.
         parallel_attn_output: both blocks read the same hidden states: ``x + attn(norm(x)) +
             mlp(norm(x))``.
         single_pre_layernorm: both blocks share one norm.
-        norm: "layernorm" or "rmsnorm".
-        gated_mlp, use_mlp_bias: the same as for `DistributedTransformerOutputLayer`.
         fp32_residual_addition: residuals are added in float32.
         residual_init_std: standard deviation of the initial weights of the last product of each
             block, instead of ``initializer_range``.
@@ -94,15 +92,11 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
         attention_in_fp32: bool = False,
         query_key_layer_scaling: bool = False,
         window_size: int | None = None,
-        num_key_value_heads: int | None = None,
         fused_qkv: bool = False,
         use_qkv_bias: bool = True,
         use_attn_dense_bias: bool = True,
         parallel_attn_output: bool = False,
         single_pre_layernorm: bool = False,
-        norm: str = "layernorm",
-        gated_mlp: bool = False,
-        use_mlp_bias: bool = True,
         fp32_residual_addition: bool = False,
         residual_init_std: float | None = None,
         flash_attention: bool = True,
@@ -146,13 +140,11 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
                 attention_in_fp32=attention_in_fp32,
                 query_key_layer_scaling=query_key_layer_scaling,
                 window_size=None if is_cross else window_size,
-                num_key_value_heads=num_key_value_heads,
                 fused_qkv=fused_qkv and not is_cross,
                 use_qkv_bias=use_qkv_bias,
                 use_attn_dense_bias=use_attn_dense_bias,
                 use_alibi=use_alibi and not is_cross,
                 alibi_bias_max=alibi_bias_max,
-                norm=norm,
                 fp32_residual_addition=fp32_residual_addition,
                 residual_init_std=residual_init_std,
                 flash_attention=flash_attention,
@@ -173,9 +165,6 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
             pre_layernorm=pre_layernorm,
             post_layernorm=post_layernorm,
             fp32_residual_addition=fp32_residual_addition,
-            gated_mlp=gated_mlp,
-            use_mlp_bias=use_mlp_bias,
-            norm=norm,
             residual_init_std=residual_init_std,
             _inside=True,
             _has_norm=not single_pre_layernorm,

@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,16 +63,13 @@ class Carried:
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
-def carried_by(
-    module: nn.Module, registration: Registration, arguments: Arguments, options: Mapping[str, Any]
-) -> Carried:
+def carried_by(module: nn.Module, registration: Registration, arguments: Arguments) -> Carried:
     """Inspects a whole module that is to be replaced.
 
     Args:
         module: instance of a registered class.
         registration: registration of its class.
         arguments: arguments of its ``__init__``.
-        options: options of the distributed form that are read from the module itself.
     """
     result = Carried()
     result.lost = (
@@ -85,17 +81,17 @@ def carried_by(
     # Classes of users are not constructed a second time: their __init__ may have side effects.
     if result.lost is None and registration.is_complete:
         fresh = _made_alike(module, arguments, torch.get_default_dtype())
-        result.lost = _lost_of_structure(module, fresh, options)
+        result.lost = _lost_of_structure(module, fresh)
         # A module made in 16 bits, as by `from_pretrained(dtype=...)`, has other buffer values.
         for dtype in {p.dtype for p in module.parameters()} & {torch.float16, torch.bfloat16}:
             if result.lost is not None:
                 fresh = _made_alike(module, arguments, dtype)
-                result.lost = _lost_of_structure(module, fresh, options)
+                result.lost = _lost_of_structure(module, fresh)
         if result.lost is not None:
             former = _made_alike(module, _with_former(arguments), torch.get_default_dtype())
             # Scripts may set another activation function in the configuration after the model is
             # made: only the distributed form is to use it.
-            if _lost_of_structure(module, former, options) is None:
+            if _lost_of_structure(module, former) is None:
                 result.lost = None
         result.attributes = {
             key: value
@@ -236,9 +232,7 @@ def _former(value: Any) -> Any:
     return former
 
 
-def _lost_of_structure(
-    module: nn.Module, fresh: nn.Module, options: Mapping[str, Any]
-) -> str | None:
+def _lost_of_structure(module: nn.Module, fresh: nn.Module) -> str | None:
     """Returns how a module differs from a fresh one of its class, or None."""
     others = dict(fresh.named_modules(remove_duplicate=False))
     parts = dict(module.named_modules(remove_duplicate=False))
@@ -249,7 +243,7 @@ def _lost_of_structure(
         if type(part) is not type(other):
             expected = type(other).__name__
             return f"{_place(name)} is a {type(part).__name__} instead of a {expected}"
-        problem = _lost_tensors(part, other) or _lost_attributes(part, other, options, name == "")
+        problem = _lost_tensors(part, other) or _lost_attributes(part, other, name == "")
         if problem is not None:
             return problem if name == "" else f"{problem} of '{name}'"
     return None
@@ -286,9 +280,7 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _lost_attributes(
-    part: nn.Module, other: nn.Module, options: Mapping[str, Any], is_outermost: bool
-) -> str | None:
+def _lost_attributes(part: nn.Module, other: nn.Module, is_outermost: bool) -> str | None:
     has, expected = part.__dict__, other.__dict__
     for key in sorted(has.keys() | expected.keys()):
         if _is_kept(key):
@@ -299,8 +291,6 @@ def _lost_attributes(
             if is_outermost and not callable(has[key]):
                 continue  # it is copied
             return f"there is an attribute '{key}'"
-        if key in options and options[key] == has[key]:
-            continue
         if not _is_same(has[key], expected[key]):
             return f"the attribute '{key}' was changed"
     return None

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 import smp._C as _C
-from smp.initial.originals import keep_original
 from smp.nn import layout as layouts
-from smp.nn.experts import HoldsExperts, Spread, spread
+from smp.nn.experts import HoldsExperts, Spread, spread_experts_of
+from smp.replacement import plans
 from smp.replacement.experts_list import is_list, mixture_of, problem_of_list, spread_listed
-from smp.replacement.experts_plan import Named, named_experts
 from smp.replacement.marks import is_candidate, mark_of
+from smp.replacement.plan_cuts import Dim, cut_parameters, is_model, problem_of_parameter
 from smp.replacement.references import References
 from smp.tensor_parallel import regions, sharding
 from smp.world.log import first_rank_log
@@ -35,7 +32,7 @@ class _Found:
     name: str
     module: nn.Module
     parent: nn.Module | None
-    named: Named
+    named: plans.Named
     is_own: bool
 
 
@@ -117,7 +114,7 @@ def _experts_in(root: nn.Module) -> Iterator[_Found]:
             continue
         inside = dict(module.named_modules())
         paths = [*inside, *(key for key, _ in module.named_parameters())]
-        for path, named in named_experts(plan, paths).items():
+        for path, named in plans.named_experts(plan, paths).items():
             part = inside.get(path)
             if part is None or part in seen or isinstance(part, HoldsExperts):
                 continue
@@ -146,8 +143,7 @@ def _plan_of(module: nn.Module, parent: nn.Module | None) -> tuple[Mapping[str, 
     if mark is not None and mark.plan is not None:
         is_outermost = parent is None or mark_of(parent) is not mark
         return (mark.plan if mark.enabled and is_outermost else None), False
-    models = sys.modules.get("transformers.modeling_utils")
-    if models is None or not isinstance(module, models.PreTrainedModel):
+    if not is_model(module):
         return None, True
     prefix = module.base_model_prefix
     if prefix and prefix in module._modules:
@@ -156,7 +152,7 @@ def _plan_of(module: nn.Module, parent: nn.Module | None) -> tuple[Mapping[str, 
     return (plan if isinstance(plan, Mapping) else None), True
 
 
-def _problem_of(module: nn.Module, named: Named) -> str | None:
+def _problem_of(module: nn.Module, named: plans.Named) -> str | None:
     """Returns why the experts of a module cannot be spread, or None if they can."""
     if "forward" in module.__dict__:
         return "it has a forward of its own, set on the instance"
@@ -172,44 +168,21 @@ def _problem_of(module: nn.Module, named: Named) -> str | None:
     if number < regions.size():
         return f"it has {number} experts, which {regions.size()} ranks cannot share"
     for name, parameter in module.named_parameters():
-        if type(parameter) is not nn.Parameter:
-            return f"its parameter '{name}' is a {type(parameter).__name__}"
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return f"there is a hook on its parameter '{name}'"
+        problem = problem_of_parameter(name, parameter)
+        if problem is not None:
+            return f"it {problem}"
         if name not in each and not {name, name.rpartition(".")[0]} & named.common:
             return f"the plan does not say how its parameter '{name}' is split"
     return None
 
 
-def _spread(module: nn.Module, name: str, named: Named, own_batches: bool) -> None:
+def _spread(module: nn.Module, name: str, named: plans.Named, own_batches: bool) -> None:
     each = sorted(named.each & module._parameters.keys())
     whole = module._parameters[each[0]]
     assert whole is not None
     sizes = tuple(sharding.split(whole.shape[0]))
-    how = Spread(name, sizes, own_batches)
-    original = copy.copy(module)
-    original.__dict__["_parameters"] = dict(module._parameters)
-    is_meta = False
-    for key in each:
-        parameter = module._parameters[key]
-        assert parameter is not None
-        is_meta = is_meta or parameter.is_meta
-        module._parameters[key] = _own_part(parameter, how)
-        sharding.mark_replaced(parameter, f"{name}.{key}")
     for key, parameter in module.named_parameters():
         if key not in each:  # it is applied only to the tokens of this rank's experts
             sharding.mark_whole(parameter, partial=True)
-    spread(module, how)
-    if is_meta:
-        keep_original(module, original, None)
-
-
-def _own_part(whole: nn.Parameter, how: Spread) -> nn.Parameter:
-    """Returns the experts of this rank as a marked parameter."""
-    with torch.no_grad():
-        values = whole.detach().narrow(0, how.begin, how.num_own).clone()
-    part = nn.Parameter(values, whole.requires_grad)
-    for key, value in whole.__dict__.items():
-        part.__dict__[key] = value
-    sharding.mark_split(part, 0, how.begin, whole.shape[0])
-    return part
+    cut_parameters(module, name, {key: Dim(0, sizes) for key in each}, {})
+    spread_experts_of(module, Spread(name, sizes, own_batches))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-
-import torch
 from torch import nn
 
-from smp.initial.originals import keep_original
-from smp.nn.listed_experts import Listed, SpreadMixture, spread_list
+from smp.nn.listed_experts import Listed, spread_list
 from smp.nn.module import DistributedModule
+from smp.replacement import plans
+from smp.replacement.plan_cuts import Dim, cut_parameters, problem_of_parameter
 from smp.replacement.references import References
 from smp.tensor_parallel import regions, sharding
 
@@ -83,12 +80,11 @@ def _problem_of_expert(expert: nn.Module) -> str | None:
     for name, _ in expert.named_buffers():
         return f"it has a buffer, '{name}', which other ranks would not see change"
     for name, parameter in expert.named_parameters():
-        if type(parameter) is not nn.Parameter:
-            return f"its parameter '{name}' is a {type(parameter).__name__}"
         if parameter.dim() == 0 or parameter.shape[0] == 0:
             return f"its parameter '{name}' has shape {list(parameter.shape)}"
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return f"there is a hook on its parameter '{name}'"
+        problem = problem_of_parameter(name, parameter)
+        if problem is not None:
+            return f"it {problem}"
     return None
 
 
@@ -108,42 +104,19 @@ def spread_listed(
     where = name if mixture is experts else name.rpartition(".")[0]
     held = _experts_in(experts)
     sizes = tuple(sharding.split(len(held)))
-    for number, (key, expert) in enumerate(held.items()):
-        _keep_own(expert, f"{name}.{key}", _owner_of(number, sizes))
+    owners = [rank for rank, size in enumerate(sizes) for _ in range(size)]
+    for (key, expert), owner in zip(held.items(), owners, strict=True):
+        _keep_own(expert, f"{name}.{key}", owner)
     spread_list(mixture, list(held.values()), Listed(where or "(root)", sizes, own_batches))
-    assert isinstance(mixture, SpreadMixture)
-
-
-def _owner_of(number: int, sizes: Sequence[int]) -> int:
-    return next(rank for rank in range(len(sizes)) if number < sum(sizes[: rank + 1]))
 
 
 def _keep_own(expert: nn.Module, name: str, owner: int) -> None:
-    """Keeps the parameters of an expert on its rank, and empties them on the others."""
+    """Keeps the parameters of an expert on its rank; on others they are slices without elements."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in list(expert.named_modules()):
-        wholes = {key: p for key, p in module._parameters.items() if p is not None}
-        if not wholes:
-            continue
-        original = copy.copy(module)
-        original.__dict__["_parameters"] = dict(module._parameters)
-        for key, whole in wholes.items():
-            if whole not in made:
-                made[whole] = _part(whole, owner)
-                sharding.mark_replaced(whole, ".".join(filter(None, (name, path, key))))
-            module._parameters[key] = made[whole]
-        if any(whole.is_meta for whole in wholes.values()):
-            keep_original(module, original, None)
-
-
-def _part(whole: nn.Parameter, owner: int) -> nn.Parameter:
-    """Returns a whole or empty copy of a parameter, marked as a slice of dim 0."""
-    extent = whole.shape[0]
-    begin = 0 if regions.rank() <= owner else extent
-    num = extent if regions.rank() == owner else 0
-    with torch.no_grad():
-        values = whole.detach().narrow(0, begin, num).clone()
-    part = nn.Parameter(values, whole.requires_grad)
-    part.__dict__.update(whole.__dict__)
-    sharding.mark_split(part, 0, begin, extent)
-    return part
+        dims = {
+            key: Dim(0, tuple(p.shape[0] * (rank == owner) for rank in range(regions.size())))
+            for key, p in module._parameters.items()
+            if p is not None
+        }
+        cut_parameters(module, plans.join(name, path) if path else name, dims, made)

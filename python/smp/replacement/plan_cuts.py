@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp.initial.originals import keep_original
 from smp.nn import layout as layouts
 from smp.nn.conv1d import Conv1DPart, conv1d_class, is_conv1d
 from smp.nn.experts import HoldsExperts
@@ -139,12 +141,20 @@ def problem_in(module: nn.Module, base: type[nn.Module]) -> str | None:
     for name, parameter in module.named_parameters():
         if name not in ("weight", "bias"):
             return f"has a parameter '{name}'"
-        if type(parameter) is not nn.Parameter:
-            return f"has a {type(parameter).__name__} as '{name}'"
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return f"has a hook on its parameter '{name}'"
+        problem = problem_of_parameter(name, parameter)
+        if problem is not None:
+            return problem
     if "weight" not in module._parameters:
         return "has no parameter 'weight'"
+    return None
+
+
+def problem_of_parameter(name: str, parameter: nn.Parameter) -> str | None:
+    """Returns why a parameter cannot be cut, as a predicate of its module, or None."""
+    if type(parameter) is not nn.Parameter:
+        return f"has a {type(parameter).__name__} as '{name}'"
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        return f"has a hook on its parameter '{name}'"
     return None
 
 
@@ -220,6 +230,36 @@ def standalone_cut(
     if dim == 0 and module._parameters.get("bias") is not None:
         dims["bias"] = Dim(0, sizes)
     return Cut(behind(cls), dims, attributes={"_smp_sizes": sizes})
+
+
+def cut_parameters(
+    module: nn.Module,
+    name: str,
+    dims: Mapping[str, Dim],
+    made: dict[nn.Parameter, nn.Parameter],
+) -> None:
+    """Replaces parameters of a module by this rank's parts, in place.
+
+    If one has no memory, the module as it was is kept as the source of initial values.
+
+    Args:
+        module: module as the user made it.
+        name: name of the module in the model.
+        dims: cuts by name of the parameter.
+        made: parts by whole parameter, to which new ones are added: modules may share parameters.
+    """
+    wholes = {key: module._parameters[key] for key in dims if key in module._parameters}
+    if any(whole is not None and whole.is_meta for whole in wholes.values()):
+        original = copy.copy(module)
+        original.__dict__["_parameters"] = dict(module._parameters)
+        keep_original(module, original, None)
+    for key, whole in wholes.items():
+        if whole is None:
+            continue
+        if whole not in made:
+            made[whole] = part_of(whole, dims[key])
+            sharding.mark_replaced(whole, plans.join(name, key))
+        module._parameters[key] = made[whole]
 
 
 def part_of(whole: nn.Parameter, how: Dim) -> nn.Parameter:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 
 from torch import nn
 
-from smp.nn.planned.experts import identity_class, term_class
+from smp.nn.module import class_in_front
+from smp.nn.planned.experts import PlannedIdentity, PlannedTerm
 from smp.replacement import plans
 from smp.replacement.plan_cuts import Cut, Dim, Draft
 from smp.replacement.plan_sizes import CannotCut
@@ -67,14 +69,20 @@ def _cut_experts(draft: Draft, path: str) -> None:
             f"has parameters that are cut in sizes {sorted(widths)}: which features belong "
             "together cannot be told"
         )
-    draft.cuts[path] = Cut(term_class, dims, attributes={"_smp_word": draft.words[path]})
+    draft.cuts[path] = Cut(
+        functools.partial(class_in_front, PlannedTerm),
+        dims,
+        attributes={"_smp_word": draft.words[path]},
+    )
     draft.experts.add(path)
     draft.report.split.update(
         {plans.join(path, name): draft.words[plans.join(path, name)] for name in dims}
     )
     for name, _ in module.named_modules():
         if draft.words.get(plans.join(path, name)) == plans.IDENTITY:
-            draft.cuts[plans.join(path, name)] = Cut(identity_class, {})
+            draft.cuts[plans.join(path, name)] = Cut(
+                functools.partial(class_in_front, PlannedIdentity), {}
+            )
 
 
 def _takes_rows_only(experts: nn.Module) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
-from smp.initial.originals import keep_original
 from smp.nn.conv1d import is_linear
 from smp.nn.experts import HoldsExperts
 from smp.nn.planned.block import block_class
@@ -18,7 +15,7 @@ from smp.nn.planned.watch import Watch
 from smp.replacement import plans
 from smp.replacement.plan_adapters import decide_adapters, find_adapters
 from smp.replacement.plan_alone import decide_standalone, keep_shared_whole, without_shared
-from smp.replacement.plan_cuts import Cut, Draft, Report, draft_of, part_of
+from smp.replacement.plan_cuts import Cut, Draft, Report, cut_parameters, draft_of
 from smp.replacement.plan_exceptions import ACTIVATIONS
 from smp.replacement.plan_experts import decide_experts
 from smp.replacement.plan_groups import decide_groups, decide_latent, is_complete
@@ -120,21 +117,14 @@ def _split(
 ) -> None:
     module = draft.modules[path]
     has_own = draft.layout.has_own_batches and not is_inside
-    before: Any = None
+    cut_parameters(module, f"{draft.prefix}{path}".removesuffix("."), cut.dims, made)
     splits = {}
     for name, how in cut.dims.items():
-        whole = module._parameters.get(name)
-        if whole is None:
+        part = module._parameters.get(name)
+        if part is None:
             continue
-        if whole not in made:
-            made[whole] = part_of(whole, how)
-            sharding.mark_replaced(whole, f"{draft.prefix}{path}.{name}")
-        if whole.is_meta and before is None:
-            before = copy.copy(module)
-            before.__dict__["_parameters"] = dict(module._parameters)
-        module._parameters[name] = made[whole]
         if cut.is_joined:
-            sharding.mark_joined(made[whole])
+            sharding.mark_joined(part)
         own = f"{draft.prefix}{plans.join(path, name)}"
         splits[name] = reading.Split(own, how.dim, how.sizes, has_own, how.num)
     bias = module._parameters.get("bias")
@@ -150,8 +140,6 @@ def _split(
         _smp_name=f"{draft.prefix}{path}",
         **cut.attributes,
     )
-    if before is not None:
-        keep_original(module, before, None)
     if path in draft.words:
         draft.report.split[path] = draft.words[path]
 

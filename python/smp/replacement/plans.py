@@ -24,7 +24,7 @@ EXPERTS, IDENTITY = "moe_tp_experts", "moe_identity_expert"
 LATENT = "mla_kv_a_proj"
 SUMMED = "all_reduce"
 WHOLE, LOCAL = "replicate", "local_params"
-#: Words for modules of experts and for parameters with a slice for each, see `experts_plan`.
+#: Words for modules of experts and for parameters with a slice for each, see `named_experts`.
 SPREAD, EACH = "ep_dispatch_experts", "grouped_gemm"
 #: Words that are synonyms of words above.
 _SAME = {"colwise_rep": GATHERED_COLUMN, "rowwise_rep": SPLIT_ROW}
@@ -181,6 +181,37 @@ def group(words: Mapping[str, str]) -> Groups:
         else:
             alone.append(row)
     return Groups({one.path: one for one in found.values()}, tuple(alone))
+
+
+@dataclass
+class Named:
+    """A module of experts that a plan names.
+
+    Attributes:
+        each: names of parameters with a slice for each expert; empty if the plan names none.
+        common: names of parameters, and of modules inside, that all experts use.
+    """
+
+    each: set[str] = field(default_factory=set)
+    common: set[str] = field(default_factory=set)
+
+
+def named_experts(plan: Plan, paths: Iterable[str]) -> dict[str, Named]:
+    """Returns the modules of experts that are to be spread, by path.
+
+    Args:
+        plan: words by path, ``*`` for one component.
+        paths: paths of modules and parameters, relative to the module that the plan is for.
+    """
+    words = match(plan, paths).words
+    found = {path: Named() for path, word in words.items() if word == SPREAD}
+    for path, word in words.items():
+        home, _, name = path.rpartition(".")
+        if home in found and word == EACH:
+            found[home].each.add(name)
+        if home in found and word == PARTIAL:
+            found[home].common.add(name)
+    return found
 
 
 def _around(path: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -226,14 +226,13 @@ class _Replacement:
         arguments = arguments_of(module, around)
         if arguments is None:
             return _UNKNOWN
-        options = {} if registration.options_of is None else registration.options_of(module)
-        made = _construct(module, registration, mark, arguments, options)
+        made = _construct(module, registration, mark, arguments)
         if isinstance(made, Declined):
             return made
         declined = _take_over(module, made)
         if declined is not None:
             return declined
-        carried = carried_by(module, registration, arguments, options)
+        carried = carried_by(module, registration, arguments)
         if carried.lost is not None:
             return Declined(f"{carried.lost}, which its distributed form would not have")
         values = values_for(made, module, registration)
@@ -327,7 +326,6 @@ def _construct(
     registration: Registration,
     mark: Mark,
     arguments: Arguments,
-    options: Mapping[str, Any],
 ) -> nn.Module | Declined:
     args, kwargs = tuple(arguments[0]), dict(arguments[1])
     if registration.init_hook is not None:
@@ -337,7 +335,6 @@ def _construct(
         if isinstance(translated, Declined):
             return translated
         args, kwargs = tuple(translated[0]), dict(translated[1])
-    kwargs |= options
     signature = inspect.signature(registration.dist_module)
     try:
         bound = signature.bind(*args, **kwargs)

@@ -79,8 +79,6 @@ class Registration:
             None: calls stay as they are.
         translators: translators of state dicts: distributed to original, original to distributed;
             None: the names are equal, or there are no weights to copy.
-        options_of: returns further keyword arguments of the distributed ``__init__``, which depend
-            on the module itself, not on the arguments it was made with.
         arguments_of: returns arguments of ``__init__`` for a module; None: they are recorded when
             the module is made.
         deduced_from: the same for modules without a record, because they are copies or were made
@@ -97,7 +95,6 @@ class Registration:
     init_hook: Callable[..., Arguments | Declined | None] | None = None
     adapter: Callable[[nn.Module], Adapter] | None = None
     translators: tuple[Translator, Translator] | None = None
-    options_of: Callable[[nn.Module], Mapping[str, Any]] | None = None
     arguments_of: Callable[[nn.Module], Arguments] | None = None
     deduced_from: Callable[[nn.Module, Sequence[nn.Module]], Arguments | None] | None = None
     problem_in: Callable[[nn.Module, Sequence[nn.Module]], str | None] | None = None

@@ -1,6 +1,6 @@
 """Model families of Hugging Face that have a distributed form. Imports no transformers."""
 
-from smp.nn.huggingface import bert, gpt2, gptj, gptneo, gptneox, llama, mistral, qwen2, roberta
+from smp.nn.huggingface import bert, gpt2, gptj, gptneo, gptneox, llama, roberta
 from smp.nn.huggingface.pretrained import was_pretrained
 from smp.nn.huggingface.register import register_available
 
@@ -11,8 +11,6 @@ __all__ = [
     "gptneo",
     "gptneox",
     "llama",
-    "mistral",
-    "qwen2",
     "register_available",
     "roberta",
     "was_pretrained",

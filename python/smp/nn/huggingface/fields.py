@@ -10,7 +10,6 @@ from smp.tensor_parallel.registry import Unsupported
 
 _GELUS = {"gelu": "gelu", "gelu_new": "gelu_new", **GELU_ALIASES}
 _RELU = {"relu": "relu"}
-_SILU = {"silu": "silu", "swish": "silu"}
 
 
 def declares(config: Any, name: str) -> bool:
@@ -33,19 +32,18 @@ def field(config: Any, name: str, default: Any) -> Any:
     return getattr(config, name, default) if declares(config, name) else default
 
 
-def activation_of(config: Any, name: str, *, silu: bool = False) -> str:
+def activation_of(config: Any, name: str) -> str:
     """Returns our name of an activation.
 
     Args:
         config: configuration of the model.
         name: name of the field.
-        silu: whether the family offers SiLU.
 
     Raises:
         Unsupported: we have no such activation.
     """
     value = getattr(config, name)
-    known = _GELUS | _RELU | (_SILU if silu else {})
+    known = _GELUS | _RELU
     if not isinstance(value, str) or value not in known:
         raise Unsupported(f"{name} is {value!r}; supported are {', '.join(known)}")
     return known[value]

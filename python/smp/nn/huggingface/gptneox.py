@@ -45,7 +45,7 @@ translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed
 
 def note(config: Any) -> None:
     """Stores the values of this configuration that determine buffers."""
-    rotary = rotary_of(config, in_part=True)
+    rotary = rotary_of(config)
     facts = Facts(
         config.max_position_embeddings,
         (None,) * config.num_hidden_layers,
@@ -63,7 +63,7 @@ def options(config: Any) -> Options:
     """
     if field(config, "attention_bias", True) is not True:
         raise Unsupported("attention_bias is False; supported is True")
-    rotary = rotary_of(config, in_part=True)
+    rotary = rotary_of(config)
     dropout = float(field(config, "hidden_dropout", 0.0))
     return {
         "num_layers": config.num_hidden_layers,

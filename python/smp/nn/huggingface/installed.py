@@ -33,7 +33,6 @@ _SAMPLES: Mapping[str, tuple[str, str, Mapping[str, Any], str]] = {
         {**_WIDTHS, **_LAYERS},
         "gpt_neox.layers.0.",
     ),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {**_WIDTHS, **_LAYERS}, "model.layers.0."),
     "bert": ("BertModel", "BertConfig", {**_WIDTHS, **_LAYERS}, "encoder.layer.0."),
     "roberta": ("RobertaModel", "RobertaConfig", {**_WIDTHS, **_LAYERS}, "encoder.layer.0."),
 }

@@ -17,10 +17,7 @@ from smp.nn.huggingface import (
     gptj,
     gptneo,
     gptneox,
-    llama,
-    mistral,
     pretrained,
-    qwen2,
     roberta,
 )
 from smp.nn.huggingface.adapters import adapter_maker
@@ -31,7 +28,7 @@ from smp.nn.transformer_layer import DistributedTransformerLayer
 from smp.tensor_parallel.registry import Arguments, Registration, is_registered, register
 
 FAMILIES: tuple[Family, ...] = tuple(
-    module.FAMILY for module in (gpt2, gptj, gptneo, gptneox, bert, roberta, llama, mistral, qwen2)
+    module.FAMILY for module in (gpt2, gptj, gptneo, gptneox, bert, roberta)
 )
 _DISTRIBUTED: Mapping[Kind, type[nn.Module]] = {
     "head": DistributedTransformerLMHead,
@@ -73,7 +70,6 @@ def _registration(family: Family, kind: Kind, module_cls: type[nn.Module]) -> Re
         init_hook=family.init_hook(kind, module_cls),
         adapter=adapter_maker(family, kind, module_cls),
         translators=family.translators(kind),
-        options_of=_padding_of if kind in ("head", "base") else None,
         # Models and encoders have their only argument as an attribute.
         arguments_of=None if kind == "layer" else _configuration_of,
         deduced_from=_deducer(family, module_cls) if kind == "layer" else None,
@@ -85,16 +81,6 @@ def _registration(family: Family, kind: Kind, module_cls: type[nn.Module]) -> Re
 
 def _configuration_of(module: nn.Module) -> Arguments:
     return (module.config,), {}
-
-
-def _padding_of(module: Any) -> dict[str, int | None]:
-    """Returns the row of the word embedding that gets no gradient.
-
-    The module has it, not the configuration: a ``pad_token_id`` that is set after the model was
-    made, as by ``Trainer``, changes nothing in the table.
-    """
-    table = module.get_input_embeddings()
-    return {"padding_idx": getattr(table, "padding_idx", None)}
 
 
 def _problem_in(module: Any, around: Sequence[nn.Module]) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from smp.nn.huggingface.fields import declares, field
+from smp.nn.huggingface.fields import field
 from smp.tensor_parallel.registry import Unsupported
 
 
@@ -23,30 +23,19 @@ class Rotary:
     base: float
 
 
-def head_size_of(config: Any) -> int:
-    """Returns the number of channels of a head."""
-    # Releases with key-value heads read it even where the class does not declare it.
-    given = getattr(config, "head_dim", None) if declares(config, "num_key_value_heads") else None
-    return int(given or config.hidden_size // config.num_attention_heads)
-
-
-def rotary_of(config: Any, *, in_part: bool = False) -> Rotary:
+def rotary_of(config: Any) -> Rotary:
     """Returns the rotation from the fields of any release.
-
-    Args:
-        config: configuration of the model.
-        in_part: the family may rotate a share of the channels.
 
     Raises:
         Unsupported: frequencies are scaled, or the number of rotated channels is odd.
     """
-    head_size = head_size_of(config)
+    head_size = config.hidden_size // config.num_attention_heads
     parameters = field(config, "rope_parameters", None)
     if parameters is None:
         share, base = _of_older(config)
     else:
         _check_type("rope_parameters", parameters)
-        share = parameters.get("partial_rotary_factor", 1.0) if in_part else 1.0
+        share = parameters.get("partial_rotary_factor", 1.0)
         base = parameters["rope_theta"]
     dim = int(head_size * share)
     if dim % 2 == 1:
