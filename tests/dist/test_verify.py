@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from smp.commands.verify.checking import Check
+from smp.commands.verify.checking import Check, Verdict
 from smp.commands.verify.jobs import ScriptFailed
 from smp.commands.verify.layouts import Layout, parse_layouts
 from smp.commands.verify.records import Records
-from smp.commands.verify.verdict import Verdict
 from smp.observe.verification import EndOfVerification, Order
 from tests.dist.pool import Pool, RankFailure
 
@@ -94,7 +93,11 @@ class Net(nn.Module):
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
         )
         kinds = {"state": Counting, "mask": Masked}
-        self.probe = Gain(WIDTH) if fault == "mark" else kinds.get(fault, nn.Linear)(WIDTH, WIDTH)
+        self.probe = (
+            Gain(WIDTH)
+            if fault == "mark"
+            else kinds.get(fault.removeprefix("half "), nn.Linear)(WIDTH, WIDTH)
+        )
         self.drop = nn.Dropout(0.2 if fault == "dropout" else 0.0)
         self.head = nn.Linear(WIDTH, 3)
 
@@ -135,7 +138,7 @@ def train(fault: str) -> Any:
         net = Net(fault)
     if fault == "values":
         net.head.weight.data += 0.1 * smp.pp_size()
-    half = torch.bfloat16 if fault == "half" else torch.float32
+    half = torch.bfloat16 if fault.startswith("half") else torch.float32
     model = smp.DistributedModel(net)
     lr = 1e-2 * (smp.dp_size() if fault == "rate" else 1)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=lr))
@@ -183,7 +186,7 @@ class PoolScript:
         folder.mkdir(parents=True)
         source = None if replay is None else str(replay.folder)
         order = Order(str(folder), STEPS, "float64" if is_exact else None, source)
-        given = {"bf16": True} if self.fault == "half" else {}
+        given = {"bf16": True} if self.fault.startswith("half") else {}
         config = layout.configuration(given, is_exact)
         try:
             left = self.pool.run(layout.num_processes, record, order, config, self.fault)
@@ -221,6 +224,7 @@ def test_healthy_layouts_are_equal(pool: Pool, tmp_path: Path) -> None:
     [
         ("state", "dp2", "probe", "may keep something from one microbatch to the next"),
         ("mask", "pp2", "probe", "its code, or a mask or attribute that it reads"),
+        ("half mask", "pp2", "probe", "its code, or a mask or attribute that it reads"),
         ("reduction", "dp2", "head", "a sum of its gradient over these ranks is left out"),
         ("mark", "tp2", "probe", "a sum of its gradient over these ranks is left out"),
         ("rate", "dp2", None, "'lr' of group 0 differs: 0.02 instead of 0.01"),

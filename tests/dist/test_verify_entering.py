@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from smp.commands.verify.checking import Check
+from smp.commands.verify.checking import Check, Verdict
 from smp.commands.verify.jobs import ScriptFailed
 from smp.commands.verify.layouts import ALONE, Layout, parse_layouts
 from smp.commands.verify.records import Records
-from smp.commands.verify.verdict import Verdict
 from smp.observe.verification import EndOfVerification, Order
 from tests.dist.pool import Pool, RankFailure
 
@@ -225,7 +224,7 @@ def test_step_function_that_draws_is_told_from_data_that_are_drawn(
     draws = {}
     for form in ("dropout", "iterator"):
         script = PoolScript(pool, tmp_path / form, form, is_faulty=False)
-        draws[form] = script.run("one", ALONE).draws
+        draws[form] = script.run("one", ALONE).all("draws")
     assert draws == {
         "dropout": ["the step function 'make_step.<locals>.by_closure'"],
         "iterator": [],

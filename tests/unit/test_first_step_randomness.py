@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 import torch
 
-from smp.observe.first_step.reference import _random_state
+from smp.observe.verification.reference import random_state
 
 
 def refuse(tensor: torch.Tensor) -> NoReturn:
@@ -17,7 +17,7 @@ def refuse(tensor: torch.Tensor) -> NoReturn:
 def test_drawn_numbers_are_noticed_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "numpy", refuse)
     device = torch.device("cpu")
-    before = _random_state(device)
-    assert _random_state(device) == before
+    before = random_state(device)
+    assert random_state(device) == before
     torch.rand(1)
-    assert _random_state(device) != before
+    assert random_state(device) != before

@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smp.observe.first_step.verdict import ReferenceSeen, Seen, Verdict, judge
+from smp.observe.verification.comparison import Stage
+from smp.observe.verification.first_step_verdict import OneProcess, Seen, Verdict, judge
 
 
-def reference(gradient: float) -> ReferenceSeen:
-    return ReferenceSeen(
-        tolerance=1e-4,
-        outputs=[],
-        own_outputs=[],
-        gradients={"weight": torch.tensor([gradient], dtype=torch.float64)},
-        is_certain=True,
-        records={},
-        names=[""],
-    )
+def reference(gradient: float) -> OneProcess:
+    gradients = {"weight": torch.tensor([gradient], dtype=torch.float64)}
+    return OneProcess(Stage(), gradients=gradients)
 
 
 def ranks(*gradients: float) -> list[Seen]:
@@ -25,10 +19,9 @@ def ranks(*gradients: float) -> list[Seen]:
     return [
         Seen(
             place=f"global_rank {rank}",
-            pp_rank=0,
             tp_rank=rank,
             gradients={"weight": torch.tensor([gradient], dtype=torch.float64)},
-            reference=reference(1.0),
+            one=reference(1.0),
         )
         for rank, gradient in enumerate(gradients)
     ]

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,9 +128,3 @@ def _error(folder: Path) -> str | None:
     found = [match[1] for line in _lines(folder) if (match := raised.match(line))]
     own = [line for line in found if "PeerFailure" not in line]
     return (own or found or [None])[0]
-
-
-def same_inputs(first: Records, second: Records) -> bool:
-    """Returns whether two jobs have read equal inputs, in one batch per step."""
-    pairs: Sequence[str] = first.digests
-    return bool(pairs) and first.num_batches == second.num_batches == 1 and pairs == second.digests

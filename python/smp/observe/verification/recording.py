@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
-from smp.observe.first_step.records import watch_modules
+from smp.modules.tracing import is_tracing
 from smp.observe.verification.arguments import KeptArguments
 from smp.observe.verification.entering import Entering
-from smp.observe.verification.module_records import ModuleRecords, Row, row_of
 from smp.observe.verification.order import Order
+from smp.observe.verification.recorder import ModuleRecorder
+from smp.observe.verification.rows import row_of
 from smp.precision.holdings import holding_of, master_of
 from smp.tensor_parallel import partial
+from smp.tensor_parallel.partial import MARKS
 from smp.world import runtime
 from smp.world.observers import StepObserver
 
@@ -75,7 +77,7 @@ class Recording:
         self._dtype = None if order.dtype is None else getattr(torch, order.dtype)
         self._folder = Path(order.folder) / f"rank{current.rank.global_rank}"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._records: dict[str, ModuleRecords] = {}  # by prefix of the model
+        self._recorder = ModuleRecorder(self._microbatch, current.rank.world_size == 1)
         self._num_calls = self._num_updates = 0
         self._notes: list[str] = []
         self._dtypes: set[str] = set()
@@ -95,12 +97,8 @@ class Recording:
     def model_partitioned(self, model: Any) -> None:
         """Records the initial values of a model, and its modules from now on."""
         prefix = _prefix(model)
-        named = list(model.local_named_modules())
-        names = [prefix + name for name, _ in named]
-        records = ModuleRecords(names, notes_draws=self._current.rank.world_size == 1)
-        records.is_on = self._in_step
-        self._records[prefix] = records
-        watch_modules([module for _, module in named], records)
+        modules = {prefix + name: module for name, module in model.local_named_modules()}
+        self._recorder.watch(list(modules.values()), list(modules))
         parameters = list(model.get_module().named_parameters())
         self._dtypes |= {str(p.dtype) for _, p in parameters if p.is_floating_point()}
         translators = [
@@ -112,7 +110,7 @@ class Recording:
             f"begin{model._idx}",
             {
                 "prefix": prefix,
-                "values": _detached(model._parts().marked_state()),
+                "values": {model._idx: _detached(model._parts().marked_state())},
                 "parameters": [name for name, _ in parameters],
                 "translators": translators,
             },
@@ -131,8 +129,6 @@ class Recording:
         self._in_step = True
         replay = self._order.replay
         self._entering.begin(number, None if replay is None else Path(replay))
-        for records in self._records.values():
-            records.is_on = True
         try:
             kept = KeptArguments((args, kwargs), self._dtype)
         except Exception as error:
@@ -187,9 +183,9 @@ class Recording:
         for model in models:
             yield from model.buffers()
 
-    def _draws(self) -> list[str]:
-        inside = [name for records in self._records.values() for name in records.draws]
-        return inside + self._entering.draws
+    def _microbatch(self) -> int | None:
+        mb = _C.current_microbatch()
+        return mb if self._in_step and mb >= 0 and not is_tracing() else None
 
     @property
     def _has_batch(self) -> bool:
@@ -216,17 +212,13 @@ class Recording:
         self._in_step = False
         if self._order.replay is None:
             self._keep_inputs("entering", self._num_calls - 1, self._entering.take())
-        rows: dict[tuple[int, str, int], list[Row]] = {}
-        for records in self._records.values():
-            records.is_on = False
-            rows.update(records.take())
         self._save(
             f"step{self._num_calls - 1}",
             {
                 "trains": trains,
                 "counts": list(counts),
                 "outputs": _outputs(result),
-                "modules": rows,
+                "modules": self._recorder.take(),
                 "gradients": self._gradients() if trains else {},
                 "updates": self._num_updates,
             },
@@ -268,7 +260,7 @@ class Recording:
             {
                 "values": values,
                 "optimizer": number,
-                "entries": _detached({k: v for k, v in state.items() if k != "param_groups"}),
+                "entries": _detached(state["state"] | {k: state[k] for k in MARKS & state.keys()}),
                 "settings": [
                     {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple)}
                     for group in state["param_groups"]
@@ -297,7 +289,7 @@ class Recording:
             "dtypes": sorted(self._dtypes),
             "num_steps": self._num_calls,
             "num_updates": self._num_updates,
-            "draws": self._draws(),
+            "draws": [*self._recorder.draws, *self._entering.draws],
             "taken": self._entering.taken,
             "notes": [*self._notes, *self._entering.notes],
         }
@@ -328,7 +320,7 @@ def _outputs(result: Any) -> list[list[Any]]:
     def visit(value: Any) -> None:
         if hasattr(value, "outputs") and hasattr(value, "reduce_mean"):
             rows = [row_of(output) for output in value.outputs]
-            found.append(rows)
+            found.append([None if row is None else row.numbers for row in rows])
         elif isinstance(value, dict):
             for item in value.values():
                 visit(item)

@@ -1,16 +1,16 @@
 """Checks the first training step of a partitioned model, from its partition to its verdict.
 
-See docs/design/first_step.md.
+See docs/design/verify.md.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,14 @@ from torch.utils.hooks import RemovableHandle
 import smp._C as _C
 from smp import data_parallel
 from smp.modules.materialize import is_placeholder
-from smp.observe.first_step import verdict as judging
-from smp.observe.first_step.memory_needed import reason_not_to_fit
-from smp.observe.first_step.records import Records, is_compiled, watch_modules
-from smp.observe.first_step.reference import Inconclusive, Reference, draws_by_setting
-from smp.observe.first_step.sketch import is_plain, sketch, stamp
-from smp.observe.first_step.watch import RealCalls, describe_leaf
+from smp.observe.verification import first_step_verdict as judging
+from smp.observe.verification.comparison import Stage
+from smp.observe.verification.first_step_verdict import OneProcess, Seen, Verdict
+from smp.observe.verification.memory_needed import reason_not_to_fit
+from smp.observe.verification.outputs import Inconclusive, RealCalls, form_of
+from smp.observe.verification.recorder import ModuleRecorder, is_compiled
+from smp.observe.verification.reference import Reference, draws_by_setting
+from smp.observe.verification.rows import Row, are_near, row_of, stamp
 from smp.partition.costs import Trace
 from smp.pipeline.remote_tensor import RemoteTensor
 from smp.tensor_parallel.sharding import interval_of
@@ -35,6 +37,7 @@ from smp.world.observers import StepObserver
 _log = logging.getLogger("smp")
 
 _SMALL = 4096  # elements of an output that is always compared itself
+_NEAR = 1e-6  # share by which a stamp depends on the order of summation
 
 
 class FirstStepDifference(RuntimeError):
@@ -62,18 +65,18 @@ class FirstStepCheck(StepObserver):
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._stamps: list[tuple[float, float]] = []
         self._made: dict[str, tuple[float, float]] = {}  # stamps from before the partition
-        self._modules: Sequence[nn.Module] = ()
-        self._names: Sequence[str] = ()
+        self._modules: dict[str, nn.Module] = {}
         self._local: dict[str, nn.Parameter] = {}
         self._is_watching = False
         self._reason: str | None = None  # why this rank has no result
-        self._records = Records(_in_first_microbatch)
-        self._gradients: dict[str, Tensor | None] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._recorder = ModuleRecorder(_first_microbatch)
+        self._gradients: dict[str, Row | None] = {}
+        self._undo = contextlib.ExitStack()
         self._real: RealCalls | None = None
         self._reference: Reference | None = None
-        self._incoming: dict[tuple[int, int], Tensor | None] = {}
-        self._found: judging.ReferenceSeen | None = None
+        self._incoming: dict[tuple[int, int], Tensor] = {}
+        self._outputs = Stage()
+        self._found: OneProcess | None = None
         self.outcome: str | None = None
 
     # ---- partition
@@ -143,13 +146,12 @@ class FirstStepCheck(StepObserver):
         if self._current.rank.sizes["pp"] == 1:
             self._end("off: there is one partition")
             return
-        reasons = comm.allgather(self._reason, comm.WORLD)
-        reason = next((r for r in reasons if r is not None), None)
+        reason = _first(comm.allgather(self._reason, comm.WORLD))
         if reason is not None:
             self._end(f"off: {reason}")
             return
         decision = engine.partitioning.decision
-        self._modules, self._names = decision.modules, decision.names
+        self._modules = dict(zip(decision.names, decision.modules, strict=True))
         self._stamps = self._stamps_now()
         self._compare_replicas()
         for parameter in self._local.values():
@@ -175,7 +177,7 @@ class FirstStepCheck(StepObserver):
             for name, value in ((n, v) for made in peers for n, v in made.items()):
                 # Whole parameters count on the first tensor-parallel rank only.
                 counts = is_driver and (tp_rank == 0 or name in split)
-                if counts and not _is_near(expected.get(name, value), value):
+                if counts and not are_near(expected.get(name, value), value, _NEAR):
                     self._end(f"inconclusive: ranks have made other values of '{name}'")
                     return
 
@@ -185,14 +187,14 @@ class FirstStepCheck(StepObserver):
         complaint = None
         for rank, other in zip(self._current.rank.groups["dp"][1:], others, strict=True):
             for (name, expected), (_, value) in zip(first, other, strict=False):
-                if not _is_near(expected, value) and complaint is None:
+                if not are_near(expected, value, _NEAR) and complaint is None:
                     complaint = f"parameter '{name}' has other values on global_rank {rank}"
-        complaints = [c for c in comm.allgather(complaint, comm.WORLD) if c is not None]
-        if complaints:
-            self._end(f"differs: {complaints[0]}")
+        complaint = _first(comm.allgather(complaint, comm.WORLD))
+        if complaint is not None:
+            self._end(f"differs: {complaint}")
             raise FirstStepDifference(
                 f"{_C.rank_prefix()}the replicas of {self._label} do not begin alike: "
-                f"{complaints[0]} than on the first rank; look for code that writes to "
+                f"{complaint} than on the first rank; look for code that writes to "
                 "parameters while the model is partitioned (SMP_CHECK_FIRST_STEP=0 trains "
                 "in spite of this)"
             )
@@ -210,15 +212,14 @@ class FirstStepCheck(StepObserver):
         elif not self._takes_part:
             self._end("off: the first replica is checked")
         else:
-            reason = draws_by_setting(self._modules)
+            reason = draws_by_setting(self._modules.values())
             if reason is not None:
                 reason = f"it draws random numbers: {reason}"
-            elif any(map(is_compiled, self._modules)):
+            elif any(map(is_compiled, self._modules.values())):
                 reason = "parts of the model are compiled, and would be compiled again"
-            elif not all(map(_is_same, self._stamps, self._stamps_now())):
+            elif not all(map(are_near, self._stamps, self._stamps_now())):
                 reason = "values of parameters or buffers have changed since the partition"
-            reasons = comm.allgather(reason, comm.MP_GROUP)
-            reason = next((r for r in reasons if r is not None), None)
+            reason = _first(comm.allgather(reason, comm.MP_GROUP))
             if reason is not None:
                 self._end(f"inconclusive: {reason}")
             else:
@@ -226,42 +227,43 @@ class FirstStepCheck(StepObserver):
 
     def _watch(self) -> None:
         self._is_watching = True
-        self._undo.append(watch_modules(self._modules, self._records))
+        modules = list(self._modules.values())
+        self._undo.callback(self._recorder.watch(modules, list(self._modules)))
         for name, parameter in self._local.items():
             if parameter.requires_grad:
                 self._gradients[name] = None
-                had_none = parameter._backward_hooks is None
-                handle = parameter.register_hook(functools.partial(self._note_gradient, name))
-                # The hook runs before hooks of the user, which may change gradients. PyTorch calls
-                # hooks in the order of insertion, whatever an OrderedDict's own order is.
-                table = parameter._backward_hooks
-                assert table is not None
-                *others, own = list(table.items())
-                table.clear()
-                table.update([own, *others])
-                self._undo.append(functools.partial(_remove, parameter, handle, had_none))
-        self._keep_apart(True)
+                self._hook(name, parameter)
+        if self._current.pipeline is not None:
+            self._current.pipeline.keep_first_apart(True)
+            self._undo.callback(self._current.pipeline.keep_first_apart, False)
         if self._is_driver:
             self._real = RealCalls(self._root)
-            self._reference = Reference(
-                self._root, self._modules, self._kept, self._current.rank.device
-            )
+            device = self._current.rank.device
+            self._reference = Reference(self._root, self._modules, self._kept, device)
 
-    def _keep_apart(self, apart: bool) -> None:
-        if self._current.pipeline is not None:
-            self._current.pipeline.keep_first_apart(apart)
+    def _hook(self, name: str, parameter: nn.Parameter) -> None:
+        """Registers a hook that runs before hooks of the user, which may change gradients."""
+        had_none = parameter._backward_hooks is None
+        handle = parameter.register_hook(functools.partial(self._note_gradient, name))
+        # PyTorch calls hooks in the order of insertion, whatever an OrderedDict's own order is.
+        table = parameter._backward_hooks
+        assert table is not None
+        *others, own = list(table.items())
+        table.clear()
+        table.update([own, *others])
+        self._undo.callback(_remove, parameter, handle, had_none)
 
     def _note_gradient(self, name: str, grad: Tensor | None) -> None:
         # The gradient of a custom function may be None.
-        if grad is None or self._reason is not None or not _in_first_microbatch():
+        if grad is None or self._reason is not None or _first_microbatch() is None:
             return
         with self._or_reason():
             if isinstance(grad, RemoteTensor):
                 grad = grad._data()  # the reduction wants it next
-            if not is_plain(grad):
+            row, known = row_of(grad), self._gradients[name]
+            if row is None:
                 raise Inconclusive(f"the gradient of '{name}' is no dense tensor")
-            known = self._gradients[name]
-            self._gradients[name] = sketch(grad) if known is None else known + sketch(grad)
+            self._gradients[name] = row if known is None else known.plus(row)
 
     def call(self, engine: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: self._call(forward, args, kwargs)
@@ -269,7 +271,7 @@ class FirstStepCheck(StepObserver):
     def _call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Runs the model on the driver; before that, runs it in this process alone."""
         real, reference = self._real, self._reference
-        is_checked = real is not None and self._reason is None and _in_first_microbatch()
+        is_checked = real is not None and self._reason is None and _first_microbatch() is not None
         if not is_checked:
             return forward(*args, **kwargs)
         assert real is not None and reference is not None
@@ -281,7 +283,7 @@ class FirstStepCheck(StepObserver):
         return output
 
     def backward(self, engine: Any, losses: Sequence[Any]) -> None:
-        if self._real is not None and self._reason is None and _in_first_microbatch():
+        if self._real is not None and self._reason is None and _first_microbatch() is not None:
             with self._or_reason():
                 self._real.note_backward(losses)
 
@@ -299,7 +301,7 @@ class FirstStepCheck(StepObserver):
         return run
 
     @contextlib.contextmanager
-    def _or_reason(self) -> Any:
+    def _or_reason(self) -> Iterator[None]:
         """Turns a failure of the second run into a reason, so that the step goes on."""
         try:
             yield
@@ -324,71 +326,51 @@ class FirstStepCheck(StepObserver):
             return
         if not reference.calls:
             raise Inconclusive("the step function does not call the model in its first microbatch")
+        found = reference.calls
         unknown = [
             (number, position)
-            for number, call in enumerate(reference.calls)
-            for position, leaf in enumerate(call.leaves)
+            for number, call in enumerate(found)
+            for position, leaf in enumerate(call.leaves[: len(real.outputs[number])])
             if isinstance(leaf, Tensor)
-            and (leaf.numel() <= _SMALL or reference.records.maker(leaf) is None)
-            and position < len(real.outputs[number])
+            and (leaf.numel() <= _SMALL or reference.recorder.maker(leaf) is None)
         ]
         real.fetch(unknown)
-        self._incoming = real.incoming()
-        outputs, has_backward = self._outputs(real, reference), real.has_backward
+        self._incoming, has_backward = real.incoming(), real.has_backward
+        self._outputs = _outputs_of(
+            [[(output.form, output.row) for output in call] for call in real.outputs]
+        )
         is_certain = real.are_independent()
         real.forget()
-        self._found = self._seen_of(reference, outputs, has_backward)
+        self._found = self._computed(reference, has_backward)
         self._found.is_certain &= is_certain
 
-    def _outputs(self, real: RealCalls, reference: Reference) -> list[judging.OutputSeen]:
-        seen = []
+    def _computed(self, reference: Reference, has_backward: bool) -> OneProcess:
+        """Runs the backward of a reference, and returns what it has computed."""
+        dtypes = {p.dtype for p in self._root.parameters()} | reference.rounded
+        makers = {}
         for number, call in enumerate(reference.calls):
-            times = f" of call {number}" if number else ""
-            values = real.outputs[number]
-            if len(values) != len(call.leaves):
-                kinds = ("value", f"{len(values)} values"), ("value", f"{len(call.leaves)} values")
-                seen.append(judging.OutputSeen(f"the output{times}", kinds, (None, None), None))
-                continue
-            for position, (value, leaf) in enumerate(zip(values, call.leaves, strict=True)):
-                is_tensor = isinstance(leaf, Tensor)
-                sketches = (
-                    None if value.sketch is None else value.sketch.cpu(),
-                    sketch(leaf).cpu() if is_plain(leaf) else None,
-                )
-                seen.append(
-                    judging.OutputSeen(
-                        f"output {position}{times}",
-                        (describe_leaf(value.value), describe_leaf(leaf)),
-                        sketches,
-                        reference.records.maker(leaf) if is_tensor else None,
-                    )
-                )
-        return seen
-
-    def _seen_of(
-        self, reference: Reference, outputs: list[judging.OutputSeen], has_backward: bool
-    ) -> judging.ReferenceSeen:
-        gradients = None
+            dtypes |= {dtype for _, dtype in call.casts}
+            dtypes |= {leaf.dtype for leaf in call.leaves if isinstance(leaf, Tensor)}
+            for position, leaf in enumerate(call.leaves):
+                maker = reference.recorder.maker(leaf)
+                if maker is not None:
+                    makers[_name_of(number, position)] = maker
+        outputs = _outputs_of(
+            [[(form_of(leaf), row_of(leaf)) for leaf in call.leaves] for call in reference.calls]
+        )
+        gradients = {}
         if has_backward:
             names = {p: name for name, p in self._root.named_parameters()}
             found = reference.gradients(self._incoming)
-            gradients = {
-                names[p]: None if grad is None else sketch(grad).cpu() for p, grad in found.items()
-            }
-        dtypes = {p.dtype for p in self._root.parameters()}
-        dtypes |= {dtype for call in reference.calls for _, dtype in call.casts}
-        leaves = [leaf for call in reference.calls for leaf in call.leaves]
-        dtypes |= {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)} | reference.rounded
-        own_outputs = [sketch(leaf).cpu() if is_plain(leaf) else None for leaf in leaves]
+            gradients = {names[p]: _numbers(row_of(grad)) for p, grad in found.items()}
         reference.forget_graph()
-        return judging.ReferenceSeen(
-            tolerance=judging.tolerance_of(dtypes),
+        return OneProcess(
             outputs=outputs,
-            own_outputs=own_outputs,
+            makers=makers,
             gradients=gradients,
+            rows=reference.recorder.take(),
+            limit=judging.limit_of(dtypes),
             is_certain=reference.is_certain,
-            records=reference.records.on_host(),
-            names=self._names,
         )
 
     # ---- verdict
@@ -405,14 +387,14 @@ class FirstStepCheck(StepObserver):
         seen = comm.allgather(self._seen(), comm.MP_GROUP)
         verdict = judging.judge(seen)
         if verdict.difference is not None:
-            reasons = comm.allgather(self._doubt(), comm.MP_GROUP)
-            reason = next((r for r in reasons if r is not None), None)
+            reasons, moved = zip(*comm.allgather(self._again(), comm.MP_GROUP), strict=True)
+            reason = _first(reasons)
             if reason is None:
-                verdict = judging.judge(seen, comm.allgather(self._moved(), comm.MP_GROUP))
-                if verdict == judging.Verdict():
+                verdict = judging.judge(seen, moved)
+                if verdict == Verdict():
                     reason = "one process makes as much of other last digits of its parameters"
             if reason is not None:
-                verdict = judging.Verdict(reason=reason)
+                verdict = Verdict(reason=reason)
         if verdict.reason is not None:
             self._end(f"inconclusive: {verdict.reason}")
         elif verdict.difference is None:
@@ -424,47 +406,39 @@ class FirstStepCheck(StepObserver):
                 f"one process computes: {verdict.difference}. Training would go on with other "
                 "numbers without a word, so it ends here. Keep what differs on the rank of its "
                 "caller (smp.set_partition, or smp.partition), or set SMP_CHECK_FIRST_STEP=0 to "
-                "train in spite of this; see docs/design/first_step.md"
+                "train in spite of this; see docs/design/verify.md"
             )
 
-    def _seen(self) -> judging.Seen:
-        current = self._current
-        ranks = current.rank.ranks
-        seen = judging.Seen(
-            place=f"global_rank {current.rank.global_rank} (pp {ranks['pp']} tp {ranks['tp']} "
-            f"rdp {ranks['rdp']})",
-            pp_rank=ranks["pp"],
-            tp_rank=ranks["tp"],
-            reason=self._reason,
-        )
+    def _seen(self) -> Seen:
+        rank = self._current.rank
+        place = f"global_rank {rank.global_rank} ({rank.place})"
+        seen = Seen(place=place, tp_rank=rank.ranks["tp"], reason=self._reason)
         if self._reason is None:
-            seen.gradients = {n: None if g is None else g.cpu() for n, g in self._gradients.items()}
-            seen.records = self._records.on_host()
-            seen.reference = self._found
+            seen.gradients = {name: _numbers(row) for name, row in self._gradients.items()}
+            seen.rows = self._recorder.take()
+            seen.outputs, seen.one = self._outputs, self._found
         return seen
 
-    def _doubt(self) -> str | None:
-        """Runs the reference again, if there is one; returns why it gives no result, or None."""
-        reference, found = self._reference, self._found
-        if reference is None or found is None:
-            return None
-        with self._or_reason(), torch.enable_grad():
-            again = reference.again()
-            second = self._seen_of(again, [], found.gradients is not None)
-            if not judging.agrees(found, second):
-                return "one process does not compute the same twice"
-        return self._reason
+    def _again(self) -> tuple[str | None, OneProcess | None]:
+        """Runs the reference twice again, as it was and with other last digits of all parameters.
 
-    def _moved(self) -> judging.ReferenceSeen | None:
-        """Runs the reference with other last digits of all parameters, if there is one."""
-        reference, found = self._reference, self._found
+        Returns:
+            a reason why it gives no result, or None, and what it has computed with other digits, or
+            None; both None without a reference.
+        """
+        reference, found, moved = self._reference, self._found, None
         if reference is None or found is None:
-            return None
+            return None, None
+        has_backward = bool(found.gradients)
         with self._or_reason(), torch.enable_grad():
-            again = reference.again(moved=True)
-            seen = self._seen_of(again, [], found.gradients is not None)
-            return dataclasses.replace(seen, records={})  # these are not needed
-        return None
+            if not judging.agrees(found, self._computed(reference.again(), has_backward)):
+                raise Inconclusive("one process does not compute the same twice")
+        if self._reason is not None:
+            return self._reason, None
+        with self._or_reason(), torch.enable_grad():
+            moved = self._computed(reference.again(moved=True), has_backward)
+            moved.rows = {}  # these are not needed
+        return None, moved
 
     def model_closed(self, engine: Any) -> None:
         if engine.root is self._root and self.outcome is None:
@@ -477,10 +451,7 @@ class FirstStepCheck(StepObserver):
 
     def _stop(self) -> None:
         self._is_watching = False
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        self._keep_apart(False)
+        self._undo.close()
 
     def _end(self, outcome: str) -> None:
         """Keeps only the outcome, and stops observing."""
@@ -494,10 +465,10 @@ class FirstStepCheck(StepObserver):
         if self._current.rank.global_rank == 0:
             _log.log(level, "smp: check of the first training step of %s: %s", self._label, outcome)
         self._root = nn.Module()  # the outcome outlives the model
-        self._kept, self._local, self._modules, self._made = {}, {}, (), {}
+        self._kept, self._local, self._modules, self._made = {}, {}, {}, {}
         self._reference = self._real = self._found = None
-        self._records = Records(_in_first_microbatch)
-        self._gradients, self._incoming = {}, {}
+        self._recorder = ModuleRecorder(_first_microbatch)
+        self._gradients, self._incoming, self._outputs = {}, {}, Stage()
 
 
 def _remove(parameter: nn.Parameter, handle: RemovableHandle, had_none: bool) -> None:
@@ -506,8 +477,37 @@ def _remove(parameter: nn.Parameter, handle: RemovableHandle, had_none: bool) ->
         parameter._backward_hooks = None  # later backwards skip it
 
 
-def _in_first_microbatch() -> bool:
-    return _C.current_microbatch() == 0
+def _first_microbatch() -> int | None:
+    return 0 if _C.current_microbatch() == 0 else None
+
+
+def _first(reasons: Sequence[str | None]) -> str | None:
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _outputs_of(calls: Sequence[Sequence[tuple[str, Row | None]]]) -> Stage:
+    """Returns forms and numbers of the outputs of all calls as a stage."""
+    stage = Stage()
+    for number, leaves in enumerate(calls):
+        stage.facts["form", f"the output{_times(number)}"] = f"{len(leaves)} values"
+        for position, (form, row) in enumerate(leaves):
+            name = _name_of(number, position)
+            stage.facts["form", name] = form
+            if row is not None:
+                stage.items["output", name] = row.numbers.cpu()
+    return stage
+
+
+def _name_of(call: int, position: int) -> str:
+    return f"output {position}{_times(call)}"
+
+
+def _times(call: int) -> str:
+    return f" of call {call}" if call else ""
+
+
+def _numbers(row: Row | None) -> Tensor | None:
+    return None if row is None else row.numbers.cpu()
 
 
 def _stamps_of_state(root: nn.Module) -> dict[str, tuple[float, float]]:
@@ -520,13 +520,25 @@ def _stamps_of_state(root: nn.Module) -> dict[str, tuple[float, float]]:
     }
 
 
-def _is_same(first: tuple[float, float], second: tuple[float, float]) -> bool:
-    return all(a == b or (a != a and b != b) for a, b in zip(first, second, strict=True))
+class FirstStepObserver(StepObserver):
+    """Adds a `FirstStepCheck` for each model when its parameters are about to move.
+
+    Attributes:
+        checks: check of each model by its engine; those that are over stay for their outcome.
+    """
+
+    def __init__(self, current: runtime.Runtime) -> None:
+        self._current = current
+        self.checks: WeakKeyDictionary[Any, FirstStepCheck] = WeakKeyDictionary()
+
+    def model_placing(self, engine: Any, trace: Any, local: Sequence[tuple[str, Any]]) -> None:
+        label = f"model {engine.idx} ({type(engine.root).__name__})"
+        check = self.checks[engine] = FirstStepCheck(self._current, engine.root, label)
+        self._current.observers.add(check)
+        check.before_placing(trace, local, engine.storage.shows_values)
 
 
-def _is_near(first: tuple[float, float], second: tuple[float, float]) -> bool:
-    """Returns whether two stamps are equal up to the order of summation."""
-    bound = 1e-6 * max(map(abs, (*first, *second)))
-    return _is_same(first, second) or all(
-        abs(a - b) <= bound for a, b in zip(first, second, strict=True)
-    )
+def outcome_of(model: Any) -> str | None:
+    """Returns the outcome of the check of a `DistributedModel` in words; None: it is not over."""
+    observer: FirstStepObserver = model._runtime.observers.of_kind(FirstStepObserver)
+    return observer.checks[model._engine].outcome
