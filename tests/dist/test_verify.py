@@ -185,7 +185,7 @@ class PoolScript:
         folder = self.folder / name
         folder.mkdir(parents=True)
         source = None if replay is None else str(replay.folder)
-        order = Order(str(folder), STEPS, "float64" if is_exact else None, source)
+        order = Order(str(folder), STEPS, is_exact, source)
         given = {"bf16": True} if self.fault.startswith("half") else {}
         config = layout.configuration(given, is_exact)
         try:

@@ -156,7 +156,7 @@ class PoolScript:
         folder = self.folder / name
         folder.mkdir(parents=True)
         source = None if replay is None else str(replay.folder)
-        order = Order(str(folder), STEPS, "float64" if is_exact else None, source)
+        order = Order(str(folder), STEPS, is_exact, source)
         config = layout.configuration({}, is_exact)
         try:
             self.pool.run(layout.num_processes, record, order, config, self.form, self.is_faulty)

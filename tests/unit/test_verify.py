@@ -186,8 +186,8 @@ def test_factors_are_told() -> None:
 
 def test_order_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "order.json"
-    Order("somewhere", 3, "float64").write(path)
-    assert Order.read(str(path)) == Order("somewhere", 3, "float64", None)
+    Order("somewhere", 3, True).write(path)
+    assert Order.read(str(path)) == Order("somewhere", 3, True, None)
     path.write_text("{}")
     with pytest.raises(ValueError, match="SMP_VERIFY=.*is for `smp verify` alone"):
         Order.read(str(path))

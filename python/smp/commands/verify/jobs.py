@@ -65,12 +65,8 @@ class Script:
         """
         folder = self.folder / name
         folder.mkdir(parents=True)
-        order = Order(
-            str(folder),
-            self.steps,
-            "float64" if is_exact else None,
-            None if replay is None else str(replay.folder),
-        )
+        source = None if replay is None else str(replay.folder)
+        order = Order(str(folder), self.steps, is_exact, source)
         order.write(folder / "order.json")
         env = self._environment(layout, folder / "order.json", is_exact)
         command = [sys.executable, "-m", "smp_cli", "run", "-n", str(layout.num_processes)]

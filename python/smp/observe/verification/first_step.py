@@ -5,38 +5,30 @@ See docs/design/verify.md.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 import smp._C as _C
 from smp import data_parallel
 from smp.modules.materialize import is_placeholder
-from smp.observe.verification import first_step_verdict as judging
-from smp.observe.verification.comparison import Stage
-from smp.observe.verification.first_step_verdict import OneProcess, Seen, Verdict
+from smp.observe.verification.first_microbatch import FirstMicrobatch
+from smp.observe.verification.first_step_verdict import Verdict, judge
 from smp.observe.verification.memory_needed import reason_not_to_fit
-from smp.observe.verification.outputs import Inconclusive, RealCalls, form_of
-from smp.observe.verification.recorder import ModuleRecorder, is_compiled
+from smp.observe.verification.recorder import is_compiled
 from smp.observe.verification.reference import Reference, draws_by_setting
-from smp.observe.verification.rows import Row, are_near, row_of, stamp
+from smp.observe.verification.rows import Stamp, are_near, stamp
 from smp.partition.costs import Trace
-from smp.pipeline.remote_tensor import RemoteTensor
 from smp.tensor_parallel.sharding import interval_of
 from smp.world import comm, runtime
 from smp.world.observers import StepObserver
 
 _log = logging.getLogger("smp")
 
-_SMALL = 4096  # elements of an output that is always compared itself
 _NEAR = 1e-6  # share by which a stamp depends on the order of summation
 
 
@@ -63,20 +55,12 @@ class FirstStepCheck(StepObserver):
         self._root = root
         self._label = label
         self._kept: dict[nn.Parameter, Tensor] = {}
-        self._stamps: list[tuple[float, float]] = []
-        self._made: dict[str, tuple[float, float]] = {}  # stamps from before the partition
+        self._stamps: list[Stamp] = []
+        self._made: dict[str, Stamp] = {}  # stamps from before the partition
         self._modules: dict[str, nn.Module] = {}
         self._local: dict[str, nn.Parameter] = {}
-        self._is_watching = False
-        self._reason: str | None = None  # why this rank has no result
-        self._recorder = ModuleRecorder(_first_microbatch)
-        self._gradients: dict[str, Row | None] = {}
-        self._undo = contextlib.ExitStack()
-        self._real: RealCalls | None = None
-        self._reference: Reference | None = None
-        self._incoming: dict[tuple[int, int], Tensor] = {}
-        self._outputs = Stage()
-        self._found: OneProcess | None = None
+        self._reason: str | None = None  # why this rank cannot take part
+        self._watched: FirstMicrobatch | None = None
         self.outcome: str | None = None
 
     # ---- partition
@@ -164,7 +148,7 @@ class FirstStepCheck(StepObserver):
         else:
             self._compare_makers()
 
-    def _stamps_now(self) -> list[tuple[float, float]]:
+    def _stamps_now(self) -> list[Stamp]:
         return [stamp(t) for t in (*self._local.values(), *self._root.buffers())]
 
     def _compare_makers(self) -> None:
@@ -212,166 +196,41 @@ class FirstStepCheck(StepObserver):
         elif not self._takes_part:
             self._end("off: the first replica is checked")
         else:
-            reason = draws_by_setting(self._modules.values())
-            if reason is not None:
-                reason = f"it draws random numbers: {reason}"
-            elif any(map(is_compiled, self._modules.values())):
-                reason = "parts of the model are compiled, and would be compiled again"
-            elif not all(map(are_near, self._stamps, self._stamps_now())):
-                reason = "values of parameters or buffers have changed since the partition"
-            reason = _first(comm.allgather(reason, comm.MP_GROUP))
+            reason = _first(comm.allgather(self._doubt(), comm.MP_GROUP))
             if reason is not None:
                 self._end(f"inconclusive: {reason}")
-            else:
-                self._watch()
+                return
+            reference = None
+            if self._is_driver:
+                device = self._current.rank.device
+                reference = Reference(self._root, self._modules, self._kept, device)
+            watched = (self._root, self._modules, self._local, reference)
+            self._watched = FirstMicrobatch(self._current, *watched)
 
-    def _watch(self) -> None:
-        self._is_watching = True
-        modules = list(self._modules.values())
-        self._undo.callback(self._recorder.watch(modules, list(self._modules)))
-        for name, parameter in self._local.items():
-            if parameter.requires_grad:
-                self._gradients[name] = None
-                self._hook(name, parameter)
-        if self._current.pipeline is not None:
-            self._current.pipeline.keep_first_apart(True)
-            self._undo.callback(self._current.pipeline.keep_first_apart, False)
-        if self._is_driver:
-            self._real = RealCalls(self._root)
-            device = self._current.rank.device
-            self._reference = Reference(self._root, self._modules, self._kept, device)
-
-    def _hook(self, name: str, parameter: nn.Parameter) -> None:
-        """Registers a hook that runs before hooks of the user, which may change gradients."""
-        had_none = parameter._backward_hooks is None
-        handle = parameter.register_hook(functools.partial(self._note_gradient, name))
-        # PyTorch calls hooks in the order of insertion, whatever an OrderedDict's own order is.
-        table = parameter._backward_hooks
-        assert table is not None
-        *others, own = list(table.items())
-        table.clear()
-        table.update([own, *others])
-        self._undo.callback(_remove, parameter, handle, had_none)
-
-    def _note_gradient(self, name: str, grad: Tensor | None) -> None:
-        # The gradient of a custom function may be None.
-        if grad is None or self._reason is not None or _first_microbatch() is None:
-            return
-        with self._or_reason():
-            if isinstance(grad, RemoteTensor):
-                grad = grad._data()  # the reduction wants it next
-            row, known = row_of(grad), self._gradients[name]
-            if row is None:
-                raise Inconclusive(f"the gradient of '{name}' is no dense tensor")
-            self._gradients[name] = row if known is None else known.plus(row)
+    def _doubt(self) -> str | None:
+        """Returns a reason why this rank's part of the step has nothing to compare with."""
+        drawing = draws_by_setting(self._modules.values())
+        if drawing is not None:
+            return f"it draws random numbers: {drawing}"
+        if any(map(is_compiled, self._modules.values())):
+            return "parts of the model are compiled, and would be compiled again"
+        if not all(map(are_near, self._stamps, self._stamps_now())):
+            return "values of parameters or buffers have changed since the partition"
+        return None
 
     def call(self, engine: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._call(forward, args, kwargs)
-
-    def _call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Runs the model on the driver; before that, runs it in this process alone."""
-        real, reference = self._real, self._reference
-        is_checked = real is not None and self._reason is None and _first_microbatch() is not None
-        if not is_checked:
-            return forward(*args, **kwargs)
-        assert real is not None and reference is not None
-        with self._or_reason():
-            reference.run((args, kwargs))
-        output = forward(*args, **kwargs)
-        if self._reason is None:
-            real.note_call((args, kwargs), output)
-        return output
+        watched = self._watched
+        if watched is None:
+            return forward
+        return lambda *args, **kwargs: watched.call(forward, args, kwargs)
 
     def backward(self, engine: Any, losses: Sequence[Any]) -> None:
-        if self._real is not None and self._reason is None and _first_microbatch() is not None:
-            with self._or_reason():
-                self._real.note_backward(losses)
+        if self._watched is not None:
+            self._watched.note_backward(losses)
 
     def around_body(self, body: Callable[[int], None]) -> Callable[[int], None]:
-        """Wraps the body of a step; the driver ends the check's run after its first microbatch."""
-        if self._real is None:
-            return body
-
-        def run(mb: int) -> None:
-            body(mb)
-            if mb == 0:
-                with self._or_reason():
-                    self._finish_microbatch()
-
-        return run
-
-    @contextlib.contextmanager
-    def _or_reason(self) -> Iterator[None]:
-        """Turns a failure of the second run into a reason, so that the step goes on."""
-        try:
-            yield
-        except Inconclusive as reason:
-            self._give_up(str(reason))
-        except Exception as error:
-            lines = str(error).strip().splitlines()
-            text = lines[0] if lines else ""
-            _log.debug("smp: the second run of %s failed", self._label, exc_info=error)
-            self._give_up(f"the model cannot be run a second time: {type(error).__name__}: {text}")
-
-    def _give_up(self, reason: str) -> None:
-        self._reason = reason
-        self._reference = None
-        if self._real is not None:
-            self._real.forget()
-        self._incoming.clear()
-
-    def _finish_microbatch(self) -> None:
-        real, reference = self._real, self._reference
-        if self._reason is not None or real is None or reference is None:
-            return
-        if not reference.calls:
-            raise Inconclusive("the step function does not call the model in its first microbatch")
-        found = reference.calls
-        unknown = [
-            (number, position)
-            for number, call in enumerate(found)
-            for position, leaf in enumerate(call.leaves[: len(real.outputs[number])])
-            if isinstance(leaf, Tensor)
-            and (leaf.numel() <= _SMALL or reference.recorder.maker(leaf) is None)
-        ]
-        real.fetch(unknown)
-        self._incoming, has_backward = real.incoming(), real.has_backward
-        self._outputs = _outputs_of(
-            [[(output.form, output.row) for output in call] for call in real.outputs]
-        )
-        is_certain = real.are_independent()
-        real.forget()
-        self._found = self._computed(reference, has_backward)
-        self._found.is_certain &= is_certain
-
-    def _computed(self, reference: Reference, has_backward: bool) -> OneProcess:
-        """Runs the backward of a reference, and returns what it has computed."""
-        dtypes = {p.dtype for p in self._root.parameters()} | reference.rounded
-        makers = {}
-        for number, call in enumerate(reference.calls):
-            dtypes |= {dtype for _, dtype in call.casts}
-            dtypes |= {leaf.dtype for leaf in call.leaves if isinstance(leaf, Tensor)}
-            for position, leaf in enumerate(call.leaves):
-                maker = reference.recorder.maker(leaf)
-                if maker is not None:
-                    makers[_name_of(number, position)] = maker
-        outputs = _outputs_of(
-            [[(form_of(leaf), row_of(leaf)) for leaf in call.leaves] for call in reference.calls]
-        )
-        gradients = {}
-        if has_backward:
-            names = {p: name for name, p in self._root.named_parameters()}
-            found = reference.gradients(self._incoming)
-            gradients = {names[p]: _numbers(row_of(grad)) for p, grad in found.items()}
-        reference.forget_graph()
-        return OneProcess(
-            outputs=outputs,
-            makers=makers,
-            gradients=gradients,
-            rows=reference.recorder.take(),
-            limit=judging.limit_of(dtypes),
-            is_certain=reference.is_certain,
-        )
+        watched = self._watched
+        return body if watched is None else lambda mb: watched.run_body(body, mb)
 
     # ---- verdict
 
@@ -381,16 +240,17 @@ class FirstStepCheck(StepObserver):
         Raises:
             FirstStepDifference: there is a difference; raised on all ranks of the replica.
         """
-        if not self._is_watching:
+        watched = self._watched
+        if watched is None:
             return
-        self._stop()
-        seen = comm.allgather(self._seen(), comm.MP_GROUP)
-        verdict = judging.judge(seen)
+        watched.stop()
+        seen = comm.allgather(watched.seen(), comm.MP_GROUP)
+        verdict = judge(seen)
         if verdict.difference is not None:
-            reasons, moved = zip(*comm.allgather(self._again(), comm.MP_GROUP), strict=True)
+            reasons, moved = zip(*comm.allgather(watched.again(), comm.MP_GROUP), strict=True)
             reason = _first(reasons)
             if reason is None:
-                verdict = judging.judge(seen, moved)
+                verdict = judge(seen, moved)
                 if verdict == Verdict():
                     reason = "one process makes as much of other last digits of its parameters"
             if reason is not None:
@@ -409,49 +269,14 @@ class FirstStepCheck(StepObserver):
                 "train in spite of this; see docs/design/verify.md"
             )
 
-    def _seen(self) -> Seen:
-        rank = self._current.rank
-        place = f"global_rank {rank.global_rank} ({rank.place})"
-        seen = Seen(place=place, tp_rank=rank.ranks["tp"], reason=self._reason)
-        if self._reason is None:
-            seen.gradients = {name: _numbers(row) for name, row in self._gradients.items()}
-            seen.rows = self._recorder.take()
-            seen.outputs, seen.one = self._outputs, self._found
-        return seen
-
-    def _again(self) -> tuple[str | None, OneProcess | None]:
-        """Runs the reference twice again, as it was and with other last digits of all parameters.
-
-        Returns:
-            a reason why it gives no result, or None, and what it has computed with other digits, or
-            None; both None without a reference.
-        """
-        reference, found, moved = self._reference, self._found, None
-        if reference is None or found is None:
-            return None, None
-        has_backward = bool(found.gradients)
-        with self._or_reason(), torch.enable_grad():
-            if not judging.agrees(found, self._computed(reference.again(), has_backward)):
-                raise Inconclusive("one process does not compute the same twice")
-        if self._reason is not None:
-            return self._reason, None
-        with self._or_reason(), torch.enable_grad():
-            moved = self._computed(reference.again(moved=True), has_backward)
-            moved.rows = {}  # these are not needed
-        return None, moved
-
     def model_closed(self, engine: Any) -> None:
         if engine.root is self._root and self.outcome is None:
             self._end("off: the first step never came")
 
     def abandon_step(self) -> None:
-        if self._is_watching:
-            self._stop()
+        if self._watched is not None:
+            self._watched.stop()
             self._end("off: the first step failed")
-
-    def _stop(self) -> None:
-        self._is_watching = False
-        self._undo.close()
 
     def _end(self, outcome: str) -> None:
         """Keeps only the outcome, and stops observing."""
@@ -466,51 +291,14 @@ class FirstStepCheck(StepObserver):
             _log.log(level, "smp: check of the first training step of %s: %s", self._label, outcome)
         self._root = nn.Module()  # the outcome outlives the model
         self._kept, self._local, self._modules, self._made = {}, {}, {}, {}
-        self._reference = self._real = self._found = None
-        self._recorder = ModuleRecorder(_first_microbatch)
-        self._gradients, self._incoming, self._outputs = {}, {}, Stage()
-
-
-def _remove(parameter: nn.Parameter, handle: RemovableHandle, had_none: bool) -> None:
-    handle.remove()
-    if had_none and not parameter._backward_hooks:
-        parameter._backward_hooks = None  # later backwards skip it
-
-
-def _first_microbatch() -> int | None:
-    return 0 if _C.current_microbatch() == 0 else None
+        self._watched = None
 
 
 def _first(reasons: Sequence[str | None]) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _outputs_of(calls: Sequence[Sequence[tuple[str, Row | None]]]) -> Stage:
-    """Returns forms and numbers of the outputs of all calls as a stage."""
-    stage = Stage()
-    for number, leaves in enumerate(calls):
-        stage.facts["form", f"the output{_times(number)}"] = f"{len(leaves)} values"
-        for position, (form, row) in enumerate(leaves):
-            name = _name_of(number, position)
-            stage.facts["form", name] = form
-            if row is not None:
-                stage.items["output", name] = row.numbers.cpu()
-    return stage
-
-
-def _name_of(call: int, position: int) -> str:
-    return f"output {position}{_times(call)}"
-
-
-def _times(call: int) -> str:
-    return f" of call {call}" if call else ""
-
-
-def _numbers(row: Row | None) -> Tensor | None:
-    return None if row is None else row.numbers.cpu()
-
-
-def _stamps_of_state(root: nn.Module) -> dict[str, tuple[float, float]]:
+def _stamps_of_state(root: nn.Module) -> dict[str, Stamp]:
     """Returns stamps of buffers, and of tensors that are attributes."""
     return {
         f"{name}.{key}": stamp(value)

@@ -32,7 +32,7 @@ class Output:
 
     Attributes:
         value: the leaf.
-        form: what must be equal besides numbers, in words.
+        form: shape and dtype, or another value, in words.
         row: numbers that are in this process.
         edge: edge into the leaf in the graph.
         can_hook: whether a hook sees its gradient.

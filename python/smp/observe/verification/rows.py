@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from smp.pipeline.remote_tensor import RemoteTensor
 
 SIZE = 256
+#: sum and norm of a tensor
+Stamp = tuple[float, float]
 _CHUNK = 4096 * SIZE  # elements that are worked on at once
 _signs: dict[torch.device, Tensor] = {}  # +1 and -1, the same on all ranks
 _signs_lock = threading.Lock()
@@ -28,7 +30,7 @@ class Row:
 
     Attributes:
         shape: shape of the tensor.
-        numbers: its elements, or a `sketch` of more than `SIZE` elements.
+        numbers: elements of the tensor, or a `sketch` of more than `SIZE` elements.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +54,7 @@ def row_of(value: Any) -> Row | None:
         return Row(shape, value.detach().reshape(-1).to(torch.float64, copy=True))
 
 
-def stamp(tensor: Tensor) -> tuple[float, float]:
+def stamp(tensor: Tensor) -> Stamp:
     """Returns sum and norm, which are enough to notice that values have changed."""
     with torch.no_grad():
         flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
@@ -63,7 +65,7 @@ def stamp(tensor: Tensor) -> tuple[float, float]:
         return float(total), float(torch.linalg.vector_norm(wide, dtype=torch.float64))
 
 
-def are_near(first: tuple[float, float], second: tuple[float, float], share: float = 0.0) -> bool:
+def are_near(first: Stamp, second: Stamp, share: float = 0.0) -> bool:
     """Returns whether two stamps differ by no more than a share; two NaN are equal."""
     bound = share * max(map(abs, (*first, *second)))
     return all(
