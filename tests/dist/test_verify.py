@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from smp.commands.verify.checking import Check, Verdict
+from smp.commands.verify.checking import Check
+from smp.commands.verify.compare import Verdict
 from smp.commands.verify.jobs import ScriptFailed
 from smp.commands.verify.layouts import Layout, parse_layouts
 from smp.commands.verify.records import Records

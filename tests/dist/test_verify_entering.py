@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from smp.commands.verify.checking import Check, Verdict
+from smp.commands.verify.checking import Check
+from smp.commands.verify.compare import Verdict
 from smp.commands.verify.jobs import ScriptFailed
 from smp.commands.verify.layouts import ALONE, Layout, parse_layouts
 from smp.commands.verify.records import Records

@@ -2,77 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
 from smp.commands.verify.compare import (
     BY_SIZE,
+    EQUAL,
     EXACT,
+    FAILED,
     HALF,
     NEAR,
+    RANDOM,
     ROUGH,
+    ROUNDING,
     Comparison,
+    Verdict,
     compare,
 )
 from smp.commands.verify.jobs import Script, ScriptFailed
 from smp.commands.verify.layouts import ALONE, Layout
 from smp.commands.verify.records import Records, same_inputs
-
-EQUAL, ROUNDING, DIFFERS, RANDOM, FAILED = "equal", "rounding", "differs", "random", "failed"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The result for one layout.
-
-    Attributes:
-        layout: name of the layout.
-        answer: "equal", "rounding", "differs", "random" (not comparable) or "failed".
-        text: the differences, and the place of the first one; empty if there is none.
-        largest: share of the largest difference by kind, in the script's own precision.
-        exact: shares in float64, if it was computed; with 16 bits ratios to the error of one
-            process.
-        module: first module that differs.
-        step: first call of a step function that differs, counted from 0.
-        hints: possible reasons.
-        notes: limits of the comparison.
-    """
-
-    layout: str
-    answer: str
-    text: str = ""
-    largest: dict[str, float] = field(default_factory=dict)
-    exact: dict[str, float] = field(default_factory=dict)
-    module: str | None = None
-    step: int | None = None
-    hints: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def is_good(self) -> bool:
-        return self.answer in (EQUAL, ROUNDING)
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def differing(self, found: Comparison, limit: float) -> Verdict:
-        """Returns this verdict with a description of differences."""
-        own = found.described(limit)
-        return replace(
-            self,
-            answer=DIFFERS,
-            text=own.text,
-            module=own.module,
-            step=own.step,
-            hints=own.hints,
-        )
-
-    def noted(self, note: str) -> Verdict:
-        return replace(self, notes=(*self.notes, note))
 
 
 @dataclass
@@ -138,7 +89,7 @@ class Check:
                 ),
             )
         if is_exact and real.half is None:
-            return result.differing(found, EXACT.limit)
+            return found.described(result, EXACT.limit)
         try:
             again = self._half(layout, found) if real.half else self._in_float64(layout)
         except ScriptFailed as failed:
@@ -146,7 +97,7 @@ class Check:
         result = replace(result, exact=again.largest)
         if not again.differences:
             return replace(result, answer=ROUNDING)
-        return result.differing(again, ROUGH if real.half else EXACT.limit)
+        return again.described(result, ROUGH if real.half else EXACT.limit)
 
     def _in_float64(self, layout: Layout) -> Comparison:
         """Runs layout and reference in float64, which decides."""
@@ -168,11 +119,11 @@ def _by_size(result: Verdict, found: Comparison, reason: str) -> Verdict:
     """Judges by the size of differences alone, where nothing runs in float64."""
     if found.real.half is not None:
         result = result.noted(f"{reason}, so the error of 16 bits is not known")
-        return result.differing(found, ROUGH)
+        return found.described(result, ROUGH)
     result = result.noted(f"{reason}; judged by size alone")
     if all(difference.share <= BY_SIZE for difference in found.differences):
         return replace(result, answer=ROUNDING)
-    return result.differing(found, NEAR.limit)
+    return found.described(result, NEAR.limit)
 
 
 def _notes(found: Comparison) -> tuple[str, ...]:

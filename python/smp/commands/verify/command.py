@@ -7,16 +7,16 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from smp_cli.sagemaker import CONFIG_FORM, read_config
 
 from smp.commands.ending import DONE, NO, BadUse, guarded
 from smp.commands.printing import print_json
 from smp.commands.report import Table, Text, print_blocks
-from smp.commands.verify.checking import Check, Verdict
+from smp.commands.verify.checking import Check
+from smp.commands.verify.compare import Verdict
 from smp.commands.verify.jobs import Script, ScriptFailed
 from smp.commands.verify.layouts import ALL, parse_layouts
 
@@ -60,10 +60,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def execute(arguments: argparse.Namespace) -> int:
     """Runs and judges all layouts; returns the exit status."""
     divided = divide(arguments.args, arguments)
-    for name, value in divided.options.items():
-        setattr(arguments, name, value)
+    vars(arguments).update(divided.options)
     if divided.options and SEPARATOR not in arguments.args:
-        _say(divided.told(arguments.script))
+        script, flags = arguments.script, [_flag(name) for name in divided.options]
+        _say(
+            f"{' and '.join(flags)} behind {script!r}: taken by smp verify; options of the script "
+            f"go behind '{SEPARATOR}' ({script} ... {SEPARATOR} {flags[0]} ...)"
+        )
     layouts = parse_layouts(arguments.layouts)
     if arguments.steps < 1:
         raise BadUse(f"--steps {arguments.steps} is no whole number > 0")
@@ -152,8 +155,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="one JSON document instead of a table")
 
 
-@dataclass(frozen=True)
-class Divided:
+class Divided(NamedTuple):
     """The words behind the script's name.
 
     Attributes:
@@ -163,14 +165,6 @@ class Divided:
 
     options: dict[str, Any]
     script: tuple[str, ...]
-
-    def told(self, script: str) -> str:
-        """Returns which options were taken, for scripts that have options of the same names."""
-        flags = [_flag(name) for name in self.options]
-        return (
-            f"{' and '.join(flags)} behind {script!r}: taken by smp verify; options of the script "
-            f"go behind '{SEPARATOR}' ({script} ... {SEPARATOR} {flags[0]} ...)"
-        )
 
 
 def divide(words: Sequence[str], before: argparse.Namespace) -> Divided:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from smp.commands.verify.records import Copies, Records
+from smp.commands.verify.records import Records
 from smp.observe.verification.comparison import (
     Difference,
     FirstModule,
@@ -15,6 +17,7 @@ from smp.observe.verification.comparison import (
     first_of,
     module_of,
 )
+from smp.observe.verification.recorder import Rows
 
 #: In float64 a difference is rounding up to this share: modules may compute in float32 inside.
 EXACT = Rule(1e-6)
@@ -41,6 +44,47 @@ _HINTS = {
 _HINTS["optimizer"] = _HINTS["parameter"]
 
 
+EQUAL, ROUNDING, DIFFERS, RANDOM, FAILED = "equal", "rounding", "differs", "random", "failed"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result for one layout.
+
+    Attributes:
+        layout: name of the layout.
+        answer: "equal", "rounding", "differs", "random" (not comparable) or "failed".
+        text: the differences, and the place of the first one; empty if there is none.
+        largest: share of the largest difference by kind, in the script's own precision.
+        exact: shares in float64, if it was computed; with 16 bits ratios to the error of one
+            process.
+        module: first module that differs.
+        step: first call of a step function that differs, counted from 0.
+        hints: possible reasons.
+        notes: limits of the comparison.
+    """
+
+    layout: str
+    answer: str
+    text: str = ""
+    largest: dict[str, float] = field(default_factory=dict)
+    exact: dict[str, float] = field(default_factory=dict)
+    module: str | None = None
+    step: int | None = None
+    hints: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_good(self) -> bool:
+        return self.answer in (EQUAL, ROUNDING)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def noted(self, note: str) -> Verdict:
+        return replace(self, notes=(*self.notes, note))
+
+
 @dataclass
 class Comparison:
     """The comparison of one layout with one process.
@@ -65,47 +109,57 @@ class Comparison:
         """Returns whether random numbers of a step can explain all differences."""
         return not any(d.kind in ("value", "setting") for d in self.differences)
 
-    def described(self, limit: float) -> Described:
-        """Describes the differences.
+    def described(self, result: Verdict, limit: float) -> Verdict:
+        """Returns a verdict with a description of the differences.
 
         Args:
+            result: verdict so far.
             limit: largest share of a module's result that is rounding.
         """
         first = self.differences[0]
         steps = [d.number for d in self.differences if d.what == "step"]
         module, counts = self._first_module(min(steps), limit) if steps else (None, [])
-        rows = {}
-        if first.kind == "gradient":
-            counts = self.one.counts(first.number)
-            rows = dict(self.one.modules(first.number, counts)[0][1])
+        rows = self._rows_of_one(first.number) if first.kind == "gradient" else {}
         first, count = first_of(self.differences, rows)
-        batch = 0
+        name, where = None, ""
         if module is not None:
+            name = module.name
             batch = next(d for d in range(len(counts)) if module.mb < sum(counts[: d + 1]))
-        name = None if module is None else module.name
-        if name is None and first.kind in ("gradient", "parameter"):
-            name = module_of(first.name) or "(root)"
-        at = "before the first step" if first.what == "begin" else f"{first.what} {first.number}"
-        where = ""
-        if module is not None:
             where = f" in microbatch {module.mb - sum(counts[:batch])}"
             where += f" of data-parallel rank {batch}" if self.real.num_batches > 1 else ""
-        text = f"{at}: {describe(first, count, module, where)}"
-        step = None if first.what == "begin" else self.one.step_of(first.what, first.number)
-        return Described(text, name, step, self._hints(first, module))
+        elif first.kind in ("gradient", "parameter"):
+            name = module_of(first.name) or "(root)"
+        at = "before the first step" if first.what == "begin" else f"{first.what} {first.number}"
+        return replace(
+            result,
+            answer=DIFFERS,
+            text=f"{at}: {describe(first, count, module, where)}",
+            module=name,
+            step=None if first.what == "begin" else self.one.step_of(first.what, first.number),
+            hints=self._hints(first, module),
+        )
 
     def _first_module(self, step: int, limit: float) -> tuple[FirstModule | None, list[int]]:
+        """Returns the first module that differs, and the number of microbatches by batch."""
         counts = self.one.counts(step)
         if len(counts) == 1 and self.real.num_batches > 1:
             return None, counts
-        ((_, expected),) = self.one.modules(step, counts)
-        return first_module(self.real.modules(step, counts), expected, limit), counts
+        runs = self.real.modules(step, counts)
+        return first_module(runs, self._rows_of_one(step), limit), counts
+
+    def _rows_of_one(self, step: int) -> Rows:
+        ((_, rows),) = self.one.modules(step, self.one.counts(step))
+        return rows
 
     def _hints(self, first: Difference, module: FirstModule | None) -> tuple[str, ...]:
         hints = [_HINTS[first.kind]] if first.kind in _HINTS else []
         copies = self.real.apart()
         if copies is not None:
-            hints.append(_words(copies))
+            hints.append(
+                "'{}' is not the same on {} and {} after the update: a sum of its gradient over "
+                "these ranks is left out (a parameter that is marked wrongly, or a communication "
+                "hook)".format(*copies)
+            )
         if module is not None and module.mb > 0 and first.number == 0:
             hints.append(
                 f"microbatches before it agree: '{module.name}' or a module in it may keep "
@@ -119,23 +173,6 @@ class Comparison:
         elif first.kind == "gradient" and copies is None:
             hints.append("all results of modules agree: a backward, or a sum of gradients, differs")
         return tuple(hints)
-
-
-@dataclass(frozen=True)
-class Described:
-    """A description of differences.
-
-    Attributes:
-        text: the first difference.
-        module: first module that differs, or None.
-        step: call of a step function, counted from 0; None: before the first one.
-        hints: possible reasons.
-    """
-
-    text: str
-    module: str | None
-    step: int | None
-    hints: tuple[str, ...]
 
 
 def compare(real: Records, one: Records, rule: Rule, third: Records | None = None) -> Comparison:
@@ -177,11 +214,3 @@ def compare(real: Records, one: Records, rule: Rule, third: Records | None = Non
         found.differences = [d for d in found.differences if d.kind != "buffer"]
     found.differences.sort(key=Difference.order)
     return found
-
-
-def _words(copies: Copies) -> str:
-    return (
-        f"'{copies.name}' is not the same on {copies.places[0]} and {copies.places[1]} after the "
-        "update: a sum of its gradient over these ranks is left out (a parameter that is marked "
-        "wrongly, or a communication hook)"
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,6 @@ from smp.observe.verification.recorder import Rows
 from smp.optim.state import MASTER
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import FLAT_MARK, SHARDS_MARK
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Two ranks whose copies of a tensor differ.
-
-    Attributes:
-        name: name of the parameter.
-        places: words for the two ranks.
-    """
-
-    name: str
-    places: tuple[str, str]
 
 
 class Records:
@@ -263,8 +249,11 @@ class Records:
 
     # ---- copies
 
-    def apart(self) -> Copies | None:
-        """Returns two ranks whose copies differ, after the first update where that happens."""
+    def apart(self) -> tuple[str, str, str] | None:
+        """Returns a parameter, and the places of two ranks with different copies of it, or None.
+
+        Copies are compared after the first update where they differ.
+        """
         for number in range(self.num_updates):
             for model in self._models:
                 found = self._apart_in(number, model)
@@ -272,7 +261,7 @@ class Records:
                     return found
         return None
 
-    def _apart_in(self, number: int, model: int) -> Copies | None:
+    def _apart_in(self, number: int, model: int) -> tuple[str, str, str] | None:
         first: dict[Any, tuple[str, Tensor]] = {}
         parameters = set(self.load(0, f"begin{model}")["parameters"])
         for rank, facts in enumerate(self.facts):
@@ -284,7 +273,7 @@ class Records:
                 value = values[name].double()
                 place, other = first.setdefault((name, slices.get(name)), (facts["place"], value))
                 if share_of(value, other) > 1e-6:
-                    return Copies(name, (place, facts["place"]))
+                    return name, place, facts["place"]
         return None
 
 
