@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from smp.commands.verify.checking import Check
 from smp.commands.verify.compare import Verdict
-from smp.commands.verify.jobs import ScriptFailed
-from smp.commands.verify.layouts import Layout, parse_layouts
 from smp.commands.verify.records import Records
 from smp.observe.verification import EndOfVerification, Order
-from tests.dist.pool import Pool, RankFailure
+from tests.dist.pool import Pool
+from tests.dist.verify_jobs import STEPS, PoolScript, ordered
 
-WIDTH, BATCH, STEPS = 8, 4, 2
+WIDTH, BATCH = 8, 4
 
 
 class Counting(nn.Linear):
@@ -113,20 +109,16 @@ def record(rank: int, order: Order, config: Mapping[str, Any], fault: str) -> in
     """Runs a script as `smp verify` starts it; returns how many steps it was kept from."""
     import smp
 
-    path = Path(order.folder) / f"order{rank}.json"
-    order.write(path)
-    os.environ |= {"SMP_VERIFY": str(path), "SMP_CHECK_FIRST_STEP": "0"}
     try:
-        smp.init({"microbatches": 2, **config})
-        steps_left = 10 * STEPS
-        for _ in train(fault):
-            steps_left -= 1
-        return 0
+        with ordered(rank, order):
+            smp.init({"microbatches": 2, **config})
+            steps_left = 10 * STEPS
+            for _ in train(fault):
+                steps_left -= 1
+            return 0
     except EndOfVerification as end:
         assert end.code == 0
         return steps_left
-    finally:
-        del os.environ["SMP_VERIFY"], os.environ["SMP_CHECK_FIRST_STEP"]
 
 
 def train(fault: str) -> Any:
@@ -170,38 +162,13 @@ def train(fault: str) -> Any:
         yield
 
 
-@dataclass(frozen=True)
-class PoolScript:
-    """`Script`, with processes that are there already."""
-
-    pool: Pool
-    folder: Path
-    fault: str
-    jobs: list[str] = field(default_factory=list)
-
-    def run(
-        self, name: str, layout: Layout, replay: Records | None = None, is_exact: bool = False
-    ) -> Records:
-        self.jobs.append(name)
-        folder = self.folder / name
-        folder.mkdir(parents=True)
-        source = None if replay is None else str(replay.folder)
-        order = Order(str(folder), STEPS, is_exact, source)
-        given = {"bf16": True} if self.fault.startswith("half") else {}
-        config = layout.configuration(given, is_exact)
-        try:
-            left = self.pool.run(layout.num_processes, record, order, config, self.fault)
-        except RankFailure as failure:
-            raise ScriptFailed(str(failure).splitlines()[0], "") from failure
-        assert set(left) == {10 * STEPS - STEPS + 1}, "the script went on behind its last update"
-        return Records(folder)
-
-
 def verify(pool: Pool, folder: Path, fault: str, *layouts: str) -> tuple[list[Verdict], list[str]]:
-    script = PoolScript(pool, folder, fault)
-    check = Check(script, lambda text: None)  # type: ignore[arg-type]
-    check.begin()
-    return [check.layout(layout) for layout in parse_layouts(",".join(layouts))], script.jobs
+    given = {"bf16": True} if fault.startswith("half") else {}
+    script = PoolScript(pool, folder, record, (fault,), given)
+    verdicts = script.verify(*layouts)
+    left = set(script.results)
+    assert left == {10 * STEPS - STEPS + 1}, "the script went on behind its last update"
+    return verdicts, script.jobs
 
 
 def test_healthy_layouts_are_equal(pool: Pool, tmp_path: Path) -> None:

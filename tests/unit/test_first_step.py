@@ -1,12 +1,15 @@
-"""Which differences of the first step count, where several ranks hold a reference."""
+"""Which differences of the first step count, and which random numbers are noticed."""
 
 from __future__ import annotations
+
+from typing import NoReturn
 
 import pytest
 import torch
 
 from smp.observe.verification.comparison import Stage
 from smp.observe.verification.first_step_verdict import OneProcess, Seen, Verdict, judge
+from smp.observe.verification.reference import random_state
 
 
 def reference(gradient: float) -> OneProcess:
@@ -48,3 +51,16 @@ def test_rounding_explains_the_differences_of_its_own_part(
 
 def test_where_the_moved_run_failed_nothing_is_explained() -> None:
     assert judge(ranks(1.01), [None]).difference is not None
+
+
+def refuse(tensor: torch.Tensor) -> NoReturn:
+    raise RuntimeError("Numpy is not available")
+
+
+def test_drawn_numbers_are_noticed_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "numpy", refuse)
+    device = torch.device("cpu")
+    before = random_state(device)
+    assert random_state(device) == before
+    torch.rand(1)
+    assert random_state(device) != before
