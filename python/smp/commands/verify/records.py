@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,11 +56,6 @@ class Records:
         """Returns the 16-bit type of the configuration, or of the parameters, or None."""
         found: str | None = self.facts[0]["half"]
         return found or next((d for d in sorted(self.all("dtypes")) if "16" in d), None)
-
-    @functools.cached_property
-    def digests(self) -> list[str]:
-        """Returns digests of all inputs: arguments, and other data that enter a step."""
-        return [path.read_text() for path in sorted(self.folder.glob("*-*.digest"))]
 
     @property
     def num_batches(self) -> int:
@@ -279,8 +275,12 @@ class Records:
 
 def same_inputs(first: Records, second: Records) -> bool:
     """Returns whether two jobs have read equal inputs, in one batch per step."""
-    own = first.digests
-    return bool(own) and first.num_batches == second.num_batches == 1 and own == second.digests
+    own, others = (sorted(records.folder.glob("*-*.pickle")) for records in (first, second))
+    return (
+        first.num_batches == second.num_batches == 1
+        and [path.name for path in own] == [path.name for path in others]
+        and all(filecmp.cmp(*paths, shallow=False) for paths in zip(own, others, strict=True))
+    )
 
 
 def _add_change(stage: Stage, kind: str, name: str, value: Tensor, before: Any) -> None:

@@ -124,8 +124,8 @@ def differences(
 
     Args:
         real: stage of the run.
-        base: stage that it should be equal to. Quantities that `real` does not have are passed
-            over; gradients and the like count as zero there.
+        base: stage that it should be equal to. Gradients and the like are zero where they are not
+            recorded; other quantities are passed over.
         rule: limits of rounding.
         third: stage whose distance from `base` is the effect of rounding.
         largest: dict that gets the largest share by kind.
@@ -136,26 +136,34 @@ def differences(
             text = f"{found} instead of {words}"
             yield Difference(real.what, real.number, *key, float("inf"), text)
     floors: dict[str, float] = {}
-    for (kind, _), expected in base.items.items():
-        floors[kind] = max(floors.get(kind, 0.0), _FLOOR * _norm(expected))
-    for key, expected in base.items.items():
-        kind, value, text = key[0], real.items.get(key), ""
-        if value is None:
-            if kind not in _SUMS or not bool(expected.any()):
-                continue
-            value = torch.zeros_like(expected)
-            text = f"none came instead of norm {float(expected.norm()):.6g}"
+    for (kind, _), value in base.items.items():
+        floors[kind] = max(floors.get(kind, 0.0), _FLOOR * _norm(value))
+    for key in dict.fromkeys((*base.items, *(k for k in real.items if k[0] == "gradient"))):
+        kind, sides = key[0], (real.items.get(key), base.items.get(key))
+        if sides[0] is None and kind not in _SUMS:
+            continue
+        value, expected = _filled(*sides)
+        floor, limit = floors.get(kind, 0.0), rule.limit
         slack = max(stage.slack.get(key, 0.0) for stage in (real, base))
-        share, limit = share_of(value, expected, floors[kind], slack), rule.limit
+        share = share_of(value, expected, floor, slack)
         if third is not None and key in third.items:
-            effect = share_of(third.items[key], expected, floors[kind])
+            effect = share_of(third.items[key], expected, floor)
             effect = max(effect, rule.limit / rule.margin)
             share, limit = 0.0 if effect == float("inf") else share / effect, rule.margin
         if largest is not None:
             largest[kind] = max(largest.get(kind, 0.0), share)
         if share > limit:
-            text = text or in_words(value, expected)
+            text = "none came, " if sides[0] is None else ""
+            text += in_words(value, expected)
             yield Difference(real.what, real.number, *key, share, text)
+
+
+def _filled(real: Tensor | None, expected: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns both sides with zeros in place of None."""
+    some = real if real is not None else expected
+    assert some is not None
+    nothing = torch.zeros_like(some)
+    return nothing if real is None else real, nothing if expected is None else expected
 
 
 def share_of(real: Tensor, expected: Tensor, floor: float = 0.0, slack: float = 0.0) -> float:
@@ -185,7 +193,7 @@ def in_words(real: Tensor, expected: Tensor) -> str:
     words = f"norm {float(real.norm()):.6g} instead of {size:.6g}"
     factor = float((real * expected).sum()) / size**2 if size else 1.0
     rest = float((real - factor * expected).norm())
-    if abs(factor - 1) > 1e-3 and rest < 1e-6 * size:
+    if factor and abs(factor - 1) > 1e-3 and rest < 1e-6 * size:
         return f"{words} ({factor:.4g} times it)"
     return f"{words}, the norm of the difference is {share_of(real, expected):.2g} of it"
 

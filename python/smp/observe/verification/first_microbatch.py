@@ -25,8 +25,6 @@ from smp.world import runtime
 
 _log = logging.getLogger("smp")
 
-_SMALL = 4096  # elements of an output that is always compared itself
-
 
 class FirstMicrobatch:
     """The recorder of one rank, from the first step's begin to its end.
@@ -127,13 +125,7 @@ class FirstMicrobatch:
     def _finish(self, real: RealCalls, reference: Reference) -> None:
         if not reference.calls:
             raise Inconclusive("the step function does not call the model in its first microbatch")
-        real.fetch(
-            (number, position)
-            for number, call in enumerate(reference.calls)
-            for position, leaf in enumerate(call.leaves[: len(real.outputs[number])])
-            if isinstance(leaf, Tensor)
-            and (leaf.numel() <= _SMALL or reference.recorder.maker(leaf) is None)
-        )
+        real.fetch()
         self._incoming = real.incoming()
         self._outputs = _outputs_of(
             [[(output.form, output.row) for output in call] for call in real.outputs]
@@ -146,27 +138,21 @@ class FirstMicrobatch:
     def _computed(self, reference: Reference, has_backward: bool) -> OneProcess:
         """Runs the backward of a reference, and returns what it has computed."""
         dtypes = {p.dtype for p in self._root.parameters()} | reference.rounded
-        makers = {}
-        for number, call in enumerate(reference.calls):
+        for call in reference.calls:
             dtypes |= {dtype for _, dtype in call.casts}
             dtypes |= {leaf.dtype for leaf in call.leaves if isinstance(leaf, Tensor)}
-            for position, leaf in enumerate(call.leaves):
-                maker = reference.recorder.maker(leaf)
-                if maker is not None:
-                    makers[_name_of(number, position)] = maker
-        outputs = _outputs_of(
+        stage = _outputs_of(
             [[(form_of(leaf), row_of(leaf)) for leaf in call.leaves] for call in reference.calls]
         )
-        gradients = {}
         if has_backward:
             names = {p: name for name, p in self._root.named_parameters()}
-            found = reference.gradients(self._incoming)
-            gradients = {names[p]: _numbers(row_of(grad)) for p, grad in found.items()}
+            for parameter, grad in reference.gradients(self._incoming).items():
+                row = row_of(grad)
+                if row is not None:
+                    stage.items["gradient", names[parameter]] = row.numbers.cpu()
         reference.forget_graph()
         return OneProcess(
-            outputs=outputs,
-            makers=makers,
-            gradients=gradients,
+            stage=stage,
             rows=reference.recorder.take(),
             limit=judging.limit_of(dtypes),
             is_certain=reference.is_certain,
@@ -199,7 +185,8 @@ class FirstMicrobatch:
         place = f"global_rank {rank.global_rank} ({rank.place})"
         seen = Seen(place=place, tp_rank=rank.ranks["tp"], reason=self._reason)
         if self._reason is None:
-            seen.gradients = {name: _numbers(row) for name, row in self._gradients.items()}
+            for name, row in self._gradients.items():
+                seen.gradients[name] = None if row is None else row.numbers.cpu()
             seen.rows = self._recorder.take()
             seen.outputs, seen.one = self._outputs, self._found
         return seen
@@ -214,7 +201,7 @@ class FirstMicrobatch:
         reference, found = self._reference, self._found
         if reference is None or found is None:
             return None, None
-        moved, has_backward = None, bool(found.gradients)
+        moved, has_backward = None, any(kind == "gradient" for kind, _ in found.stage.items)
         with self._or_reason(), torch.enable_grad():
             if not judging.agrees(found, self._computed(reference.again(), has_backward)):
                 raise Inconclusive("one process does not compute the same twice")
@@ -240,22 +227,11 @@ def _outputs_of(calls: Sequence[Sequence[tuple[str, Row | None]]]) -> Stage:
     """Returns forms and numbers of the outputs of all calls as a stage."""
     stage = Stage()
     for number, leaves in enumerate(calls):
-        stage.facts["form", f"the output{_times(number)}"] = f"{len(leaves)} values"
+        times = f" of call {number}" if number else ""
+        stage.facts["form", f"the output{times}"] = f"{len(leaves)} values"
         for position, (form, row) in enumerate(leaves):
-            name = _name_of(number, position)
+            name = f"output {position}{times}"
             stage.facts["form", name] = form
             if row is not None:
                 stage.items["output", name] = row.numbers.cpu()
     return stage
-
-
-def _name_of(call: int, position: int) -> str:
-    return f"output {position}{_times(call)}"
-
-
-def _times(call: int) -> str:
-    return f" of call {call}" if call else ""
-
-
-def _numbers(row: Row | None) -> Tensor | None:
-    return None if row is None else row.numbers.cpu()

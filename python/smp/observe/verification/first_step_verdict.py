@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from smp.observe.verification.comparison import (
+    Difference,
     Rule,
     Stage,
     describe,
@@ -16,7 +18,7 @@ from smp.observe.verification.comparison import (
     first_module,
     first_of,
 )
-from smp.observe.verification.recorder import Call, Rows
+from smp.observe.verification.recorder import Rows
 
 # Both sides do the same operations, so they differ in rounding at most.
 _LIMITS = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4}
@@ -30,9 +32,7 @@ class OneProcess:
     """Results of one process.
 
     Attributes:
-        outputs: outputs of all calls.
-        makers: module that returned an output, and its position there, by name of the output.
-        gradients: gradients of parameters by name; None: no gradient came. Empty without backward.
+        stage: outputs of all calls, and gradients of parameters.
         rows: results of all modules.
         limit: largest share that is rounding.
         is_certain: whether the gradients that flow into the model are known one by one. If not,
@@ -40,17 +40,10 @@ class OneProcess:
             on one side only. Equal gradients are a result even then.
     """
 
-    outputs: Stage
-    makers: dict[str, tuple[Call, int]] = field(default_factory=dict)
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    stage: Stage
     rows: Rows = field(default_factory=dict)
     limit: float = 1e-4
     is_certain: bool = True
-
-    def stage(self) -> Stage:
-        """Returns outputs and gradients; gradients that did not come are left out."""
-        grads = {("gradient", n): g for n, g in self.gradients.items() if g is not None}
-        return Stage(items=self.outputs.items | grads, facts=self.outputs.facts)
 
 
 @dataclass
@@ -61,7 +54,7 @@ class Seen:
         place: the rank in words.
         tp_rank: tensor-parallel rank.
         reason: reason why the check has no result; None: it has one.
-        gradients: gradients of its parameters, as in `OneProcess`.
+        gradients: gradients of its parameters by name; None: no gradient came.
         rows: results of the modules that it ran.
         outputs: outputs that the pipeline returned, on a driver.
         one: results of one process, on a driver.
@@ -117,21 +110,30 @@ def judge(seen: Sequence[Seen], moved: Sequence[OneProcess | None] = ()) -> Verd
 
 def agrees(first: OneProcess, second: OneProcess) -> bool:
     """Returns whether one process computes the same twice."""
-    found = differences(second.stage(), first.stage(), Rule(first.limit))
-    return first.outputs.items.keys() == second.outputs.items.keys() and not any(found)
+    found = differences(second.stage, first.stage, Rule(first.limit))
+    return first.stage.items.keys() == second.stage.items.keys() and not any(found)
 
 
 def _judge(
     driver: Seen, one: OneProcess, peers: Sequence[Seen], moved: OneProcess | None
 ) -> Verdict:
-    real, base, places = _both(driver, one, peers)
-    third = None if moved is None else moved.stage()
-    found = sorted(
-        differences(real, base, Rule(one.limit, _MARGIN), third), key=lambda d: d.order()
-    )
+    real = Stage(items=dict(driver.outputs.items), facts=driver.outputs.facts)
+    places: dict[str, str] = {}
+    for own in peers:  # a parameter that was frozen by mistake is on no rank
+        for name, value in own.gradients.items():
+            places.setdefault(name, own.place)
+            if value is not None:
+                real.items.setdefault(("gradient", name), value)
+    for key, expected in one.stage.items.items():
+        made = _made(expected, one, peers) if key[0] == "output" else None
+        if made is not None:
+            real.items.setdefault(key, made)
+    third = None if moved is None else moved.stage
+    found = list(differences(real, one.stage, Rule(one.limit, _MARGIN), third))
+    found.sort(key=Difference.order)
     if not found:
         return Verdict()
-    if not all(bool(value.isfinite().all()) for value in base.items.values()):
+    if not all(bool(value.isfinite().all()) for value in one.stage.items.values()):
         return Verdict(reason="what one process computes is not finite")
     first, count = first_of(found, one.rows)
     if first.kind == "gradient" and not one.is_certain:
@@ -143,36 +145,18 @@ def _judge(
     return Verdict(difference=describe(first, count, module))
 
 
-def _both(
-    driver: Seen, one: OneProcess, peers: Sequence[Seen]
-) -> tuple[Stage, Stage, dict[str, str]]:
-    """Returns the stages of the pipeline and of one process, and places of gradients."""
-    real, base, places = Stage(), one.stage(), dict[str, str]()
-    real.facts = driver.outputs.facts
-    real.items = dict(driver.outputs.items)
-    for name, (call, position) in one.makers.items():
-        made = _made(call, position, one, peers)
-        if made is not None:
-            real.items.setdefault(("output", name), made)
-    for name, expected in one.gradients.items():
-        for own in peers:  # a parameter that was frozen by mistake is on no rank
-            if name not in own.gradients:
+def _made(expected: Tensor, one: OneProcess, peers: Sequence[Seen]) -> Tensor | None:
+    """Returns what a rank recorded of the module that made an output in one process, or None.
+
+    Calls of a module that is called several times cannot be told apart if several ranks make them.
+    """
+    num_calls = Counter(name for _, name, _ in one.rows)
+    for call, rows in one.rows.items():
+        for position, row in enumerate(rows):
+            if row is None or num_calls[call[1]] > 1 or not torch.equal(row.numbers, expected):
                 continue
-            places.setdefault(name, own.place)
-            value = own.gradients[name]
-            if value is not None:
-                real.items.setdefault(("gradient", name), value)
-                if expected is None:
-                    base.items["gradient", name] = torch.zeros_like(value)
-    return real, base, places
-
-
-def _made(call: Call, position: int, one: OneProcess, peers: Sequence[Seen]) -> Tensor | None:
-    """Returns what a rank recorded of the only call of a module, or None."""
-    if sum(known[:2] == call[:2] for known in one.rows) > 1:
-        return None  # calls cannot be told apart if several ranks make them
-    for own in peers:
-        rows = own.rows.get(call, [])
-        if position < len(rows) and (row := rows[position]) is not None:
-            return row.numbers
+            for own in peers:
+                made = own.rows.get(call, [])
+                if position < len(made) and (other := made[position]) is not None:
+                    return other.numbers
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,10 +141,9 @@ class RealCalls:
         edges = [self.outputs[number][position].edge for number, position in self._met]
         return are_independent([edge for edge in edges if edge is not None])
 
-    def fetch(self, unknown: Iterable[tuple[int, int]]) -> None:
+    def fetch(self) -> None:
         """Fetches outputs from other ranks; runs in a context."""
-        for number, position in unknown:
-            output = self.outputs[number][position]
+        for output in itertools.chain(*self.outputs):
             value = output.value
             if isinstance(value, RemoteTensor) and value.is_untouched():
                 if value.numel() <= _MAX_FETCHED:
@@ -151,9 +151,8 @@ class RealCalls:
 
     def forget(self) -> None:
         """Frees the step's graph."""
-        for outputs in self.outputs:
-            for output in outputs:
-                output.value = output.edge = None
+        for output in itertools.chain(*self.outputs):
+            output.value = output.edge = None
         self._grads.clear()
         self._argument_edges.clear()
         self._inside = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from smp.modules.flat import is_cache
@@ -37,24 +37,16 @@ class ModuleRecorder:
         microbatch: function that returns the microbatch of a call that begins now; None: the call
             does not count.
         notes_draws: record which modules draw random numbers; only where one thread runs at a time.
-        notes_makers: record which call has returned a tensor first.
 
     Attributes:
         rows: results of modules.
         draws: modules that drew random numbers; inner ones first.
     """
 
-    def __init__(
-        self,
-        microbatch: Callable[[], int | None],
-        notes_draws: bool = False,
-        notes_makers: bool = False,
-    ) -> None:
+    def __init__(self, microbatch: Callable[[], int | None], notes_draws: bool = False) -> None:
         self._microbatch = microbatch
         self._notes_draws = notes_draws
-        self._notes_makers = notes_makers
         self._num_calls: dict[tuple[int, str], int] = {}
-        self._makers: dict[int, tuple[Call, int, Tensor]] = {}  # the tensor keeps its id
         self.rows: Rows = {}
         self.draws: dict[str, None] = {}
 
@@ -85,30 +77,14 @@ class ModuleRecorder:
                 return forward(*args, **kwargs)
             before = torch.get_rng_state() if self._notes_draws else None
             result = forward(*args, **kwargs)
-            self._note(mb, name, leaves_of(result))
+            number = self._num_calls.get((mb, name), 0)
+            self._num_calls[mb, name] = number + 1
+            self.rows[mb, name, number] = [row_of(leaf) for leaf in leaves_of(result)]
             if before is not None and not torch.equal(before, torch.get_rng_state()):
                 self.draws.setdefault(name)
             return result
 
         return functools.update_wrapper(recorded, forward)
-
-    def _note(self, mb: int, name: str, leaves: Sequence[Any]) -> None:
-        number = self._num_calls.get((mb, name), 0)
-        self._num_calls[mb, name] = number + 1
-        call = (mb, name, number)
-        self.rows[call] = [row_of(leaf) for leaf in leaves]
-        if self._notes_makers:
-            for position, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor):
-                    self._makers.setdefault(id(leaf), (call, position, leaf))
-
-    def maker(self, tensor: Any) -> tuple[Call, int] | None:
-        """Returns the call and the position of the result that is this tensor, or None."""
-        found = self._makers.get(id(tensor))
-        return None if found is None else found[:2]
-
-    def forget_makers(self) -> None:
-        self._makers.clear()
 
     def take(self) -> Rows:
         """Returns the rows on the host, and clears them."""

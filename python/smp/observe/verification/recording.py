@@ -6,7 +6,6 @@ and the command joins the parts. See docs/design/verify.md.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -181,9 +180,7 @@ class Recording(Entering):
         if not self.keeps:
             return
         idx = self._current.rank.ranks["rdp" if self._is_split else "dp"]
-        path = Path(self._order.folder) / f"{what}-{idx:04d}-{number}.pickle"
-        path.write_bytes(data)
-        path.with_suffix(".digest").write_text(hashlib.sha256(data).hexdigest())
+        (Path(self._order.folder) / f"{what}-{idx:04d}-{number}.pickle").write_bytes(data)
 
     def step_done(self, trains: bool, result: Any, counts: Sequence[int]) -> None:
         """Saves the records of a step function whose gradients are reduced.

@@ -107,7 +107,7 @@ class Reference:
         self._left: _State = {}  # state that the last call has changed
         self._leaves_contents = False  # whether a call has changed containers
         self.calls: list[ReferenceCall] = []
-        self.recorder = ModuleRecorder(lambda: 0, notes_makers=True)
+        self.recorder = ModuleRecorder(lambda: 0)
         #: dtypes to which the model rounded values
         self.rounded: set[torch.dtype] = set()
         #: whether no output with an incoming gradient is computed from another such output
@@ -202,7 +202,6 @@ class Reference:
         """Frees activations; calls can still be run again."""
         for call in self.calls:
             call.leaves = []
-        self.recorder.forget_makers()
 
     @contextlib.contextmanager
     def _whole(self, records: bool) -> Iterator[None]:
