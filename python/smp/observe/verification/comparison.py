@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from smp.observe.verification.recorder import Rows
+from smp.observe.verification.rows import Row
 
 _FLOOR = 1e-2  # share of the largest of a kind: smaller quantities may be rounding errors only
 #: kinds of quantities, in the order in which a step computes them, and the words for a difference
@@ -210,9 +211,9 @@ def first_module(runs: Iterable[tuple[str, Rows]], one: Rows, limit: float) -> F
         one: results of one process.
         limit: largest share that is rounding.
     """
-    known: dict[tuple[int, str], list[tuple[str, list[Any]]]] = {}
+    known: dict[tuple[int, str], list[tuple[str, list[list[Row | None]]]]] = {}
     for place, rows in runs:
-        calls: dict[tuple[int, str], list[Any]] = {}
+        calls: dict[tuple[int, str], list[list[Row | None]]] = {}
         for (mb, name, _), own in rows.items():
             calls.setdefault((mb, name), []).append(own)
         for at, found in calls.items():
@@ -221,21 +222,19 @@ def first_module(runs: Iterable[tuple[str, Rows]], one: Rows, limit: float) -> F
         for place, found in known.get((mb, name), []):
             worst = [_worst(own, expected) for own in found]
             if all(share > limit for share, _ in worst):
-                text = worst[min(number, len(worst) - 1)][1]
-                return FirstModule(name or "(root)", mb, place, text)
+                pair = worst[min(number, len(worst) - 1)][1]
+                return FirstModule(name or "(root)", mb, place, in_words(*pair))
     return None
 
 
-def _worst(rows: Sequence[Any], expected: Sequence[Any]) -> tuple[float, str]:
-    """Returns the share of the largest difference of two results, and both sides in words."""
+def _worst(rows: Sequence[Row | None], expected: Sequence[Row | None]) -> tuple[float, Any]:
+    """Returns the share of the largest difference of two results, and the numbers of both sides."""
     pairs = [
         (own.numbers, other.numbers)
         for own, other in zip(rows, expected, strict=False)
         if own is not None and other is not None and own.shape == other.shape
     ]
-    shares = [share_of(*pair) for pair in pairs]
-    largest = max(shares, default=0.0)
-    return largest, in_words(*pairs[shares.index(largest)]) if pairs else ""
+    return max(((share_of(*pair), pair) for pair in pairs), key=lambda x: x[0], default=(0.0, None))
 
 
 def first_of(found: Sequence[Difference], one: Rows) -> tuple[Difference, int]:

@@ -6,7 +6,7 @@ See docs/design/verify.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -157,22 +157,22 @@ class FirstStepCheck(StepObserver):
         told = comm.allgather((ranks["tp"], self._is_driver, self._made), comm.MP_GROUP)
         split = {n for n, p in self._root.named_parameters() if interval_of(p) is not None}
         for tp_rank, is_driver, expected in told:
+            # Whole parameters count on the first tensor-parallel rank only.
+            counted = {n: v for n, v in expected.items() if tp_rank == 0 or n in split}
             peers = [made for tp, driver, made in told if tp == tp_rank and not driver]
-            for name, value in ((n, v) for made in peers for n, v in made.items()):
-                # Whole parameters count on the first tensor-parallel rank only.
-                counts = is_driver and (tp_rank == 0 or name in split)
-                if counts and not are_near(expected.get(name, value), value, _NEAR):
-                    self._end(f"inconclusive: ranks have made other values of '{name}'")
-                    return
+            name = _first([_other(counted, made) for made in peers])
+            if is_driver and name is not None:
+                self._end(f"inconclusive: ranks have made other values of '{name}'")
+                return
 
     def _compare_replicas(self) -> None:
-        own = [(name, stamp(p)) for name, p in self._local.items() if interval_of(p) is None]
+        own = {name: stamp(p) for name, p in self._local.items() if interval_of(p) is None}
         first, *others = comm.allgather(own, comm.DP_GROUP)
         complaint = None
         for rank, other in zip(self._current.rank.groups["dp"][1:], others, strict=True):
-            for (name, expected), (_, value) in zip(first, other, strict=False):
-                if not are_near(expected, value, _NEAR) and complaint is None:
-                    complaint = f"parameter '{name}' has other values on global_rank {rank}"
+            name = _other(first, other)
+            if name is not None and complaint is None:
+                complaint = f"parameter '{name}' has other values on global_rank {rank}"
         complaint = _first(comm.allgather(complaint, comm.WORLD))
         if complaint is not None:
             self._end(f"differs: {complaint}")
@@ -296,6 +296,12 @@ class FirstStepCheck(StepObserver):
 
 def _first(reasons: Sequence[str | None]) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _other(expected: Mapping[str, Stamp], values: Mapping[str, Stamp]) -> str | None:
+    """Returns the first name whose values differ by more than the order of summation, or None."""
+    known = (name for name in values if name in expected)
+    return next((n for n in known if not are_near(expected[n], values[n], _NEAR)), None)
 
 
 def _stamps_of_state(root: nn.Module) -> dict[str, Stamp]:

@@ -125,9 +125,9 @@ def _judge(
             if value is not None:
                 real.items.setdefault(("gradient", name), value)
     for key, expected in one.stage.items.items():
-        made = _made(expected, one, peers) if key[0] == "output" else None
-        if made is not None:
-            real.items.setdefault(key, made)
+        is_missing = key[0] == "output" and key not in real.items
+        if is_missing and (made := _made(expected, one, peers)) is not None:
+            real.items[key] = made
     third = None if moved is None else moved.stage
     found = list(differences(real, one.stage, Rule(one.limit, _MARGIN), third))
     found.sort(key=Difference.order)
