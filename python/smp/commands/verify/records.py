@@ -34,12 +34,15 @@ class Records:
     # ---- facts
 
     @property
-    def num_steps(self) -> int:
-        return min((facts["num_steps"] for facts in self.facts), default=0)
+    def _times(self) -> list[tuple[str, int]]:
+        """Returns steps and updates that all ranks have recorded, in the order of time."""
+        return [
+            (what, n) for what, n in min((f["stages"] for f in self.facts), key=len, default=[])
+        ]
 
     @property
     def num_updates(self) -> int:
-        return min((facts["num_updates"] for facts in self.facts), default=0)
+        return sum(what == "update" for what, _ in self._times)
 
     def all(self, fact: str) -> list[str]:
         """Returns the words that all ranks have for a fact, each once.
@@ -101,14 +104,11 @@ class Records:
         for model in self._models:
             begin |= self._merged(replica, f"begin{model}", model, "values")
         yield Stage("begin", items={("value", n): t.double() for n, t in _tensors(begin)})
-        update = 0
-        for step in range(self.num_steps):
-            while update < self.num_updates and self.load(0, f"update{update}")["steps"] <= step:
-                yield self._update(replica, update, begin)
-                update += 1
-            yield self._step(replica, step, has_outputs)
-        for rest in range(update, self.num_updates):
-            yield self._update(replica, rest, begin)
+        for what, number in self._times:
+            if what == "step":
+                yield self._step(replica, number, has_outputs)
+            else:
+                yield self._update(replica, number, begin)
 
     def _merged(self, replica: Sequence[int], name: str, model: int, what: str) -> dict[str, Any]:
         """Returns values that the ranks of a replica hold together, by the user's names."""

@@ -122,7 +122,7 @@ class Entering:
             finally:
                 self._threads.body = None
             if mb >= 0 and self.keeps and given is None:
-                self._records[mb] = body.entries + body.bare
+                self._records[mb] = body.entries
             return result
 
         return functools.update_wrapper(watched, function)
@@ -170,13 +170,12 @@ class _Body(overrides.TorchFunctionMode):
         super().__init__()
         self._owner, self._function, self._where = owner, function, where
         self._given = None if given is None else [entry for entry in given if entry.tensors]
-        self._given_bare = [entry for entry in given or () if not entry.tensors]
+        self._given_bare = [entry for entry in given or () if not entry.tensors]  # numbers alone
         self._results: Any = WeakIdKeyDictionary()  # tensors that depend on a model
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._is_paused = False
         self._number = 0
         self.entries: list[Entry] = []
-        self.bare: list[Entry] = []  # entries with numbers alone
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -196,9 +195,9 @@ class _Body(overrides.TorchFunctionMode):
         if self._number != len(self._given):
             missing = self._given[self._number].name
             raise ValueError(_other_steps(f"{self._where}: '{missing}' is missing"))
-        if [e.name for e in self._given_bare] != [e.name for e in self.bare]:
+        if [e.name for e in self._given_bare] != [e.name for e in self.entries]:
             return  # scripts may print on some ranks only, for example
-        for other, mine in zip(self._given_bare, self.bare, strict=True):
+        for other, mine in zip(self._given_bare, self.entries, strict=True):
             place = f"{self._where}: '{mine.name}'"
             self._owner.compare_numbers(place, other.numbers, mine.numbers)
 
@@ -236,7 +235,7 @@ class _Body(overrides.TorchFunctionMode):
                 leaves[i] = _put(leaves[i], other) if leaves[i] is written else other
             args, kwargs = pytree.tree_unflatten(leaves, spec)
         elif numbers:
-            self.bare.append(Entry(name, [], numbers))
+            self.entries.append(Entry(name, [], numbers))
         before = torch.get_rng_state() if self._owner.notes_draws and not is_tracing() else None
         result = func(*args, **kwargs)
         self.follow((result, _written(name, args, kwargs)))

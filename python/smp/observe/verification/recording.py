@@ -84,6 +84,7 @@ class Recording(Entering):
         self._folder.mkdir(parents=True, exist_ok=True)
         self._recorder = ModuleRecorder(self._microbatch, notes_draws=is_alone)
         self._num_calls = self._num_updates = 0
+        self._stages: list[tuple[str, int]] = []  # steps and updates in the order of time
         self._dtypes: set[str] = set()
         self._in_step = False
         self._write_facts()
@@ -193,8 +194,9 @@ class Recording(Entering):
         self._in_step = False
         if self._replay is None:
             self._keep_inputs("entering", self._num_calls - 1, self.take())
-        self._save(
-            f"step{self._num_calls - 1}",
+        self._add(
+            "step",
+            self._num_calls - 1,
             {
                 "trains": trains,
                 "counts": list(counts),
@@ -203,7 +205,6 @@ class Recording(Entering):
                 "gradients": {m._idx: self._gradients(m) for m in self._models() if trains},
             },
         )
-        self._write_facts()
 
     def _gradients(self, model: Any) -> dict[str, Any]:
         """Returns the gradients that this rank holds, with marks of their places."""
@@ -227,8 +228,9 @@ class Recording(Entering):
             EndOfVerification: this was the last ordered update.
         """
         state = optimizer.local_state_dict(gather_if_shard=False)
-        self._save(
-            f"update{self._num_updates}",
+        self._add(
+            "update",
+            self._num_updates,
             {
                 "values": {m._idx: _detached(m._parts().marked_state()) for m in self._models()},
                 "entries": _detached(state["state"] | {k: state[k] for k in MARKS & state.keys()}),
@@ -241,11 +243,15 @@ class Recording(Entering):
             },
         )
         self._num_updates += 1
-        self._write_facts()
         if self._num_updates >= self._order.steps * len(self._current.wrapped.optimizers):
             raise EndOfVerification
 
     # ---- files
+
+    def _add(self, what: str, number: int, content: dict[str, Any]) -> None:
+        self._save(f"{what}{number}", content)
+        self._stages.append((what, number))
+        self._write_facts()
 
     def _save(self, name: str, content: dict[str, Any]) -> None:
         torch.save(content, self._folder / f"{name}.pt")
@@ -258,8 +264,7 @@ class Recording(Entering):
             "sizes": rank.sizes,
             "half": str(rank.config.half_dtype) if rank.config.half_dtype else None,
             "dtypes": sorted(self._dtypes),
-            "num_steps": self._num_calls,
-            "num_updates": self._num_updates,
+            "stages": self._stages,
             "draws": [*self._recorder.draws, *self.draws],
             "taken": self.taken,
             "notes": self.notes,
