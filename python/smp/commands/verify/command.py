@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -96,7 +97,7 @@ def execute(arguments: argparse.Namespace) -> int:
         if arguments.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     if arguments.json:
-        print_json({"layouts": [verdict.to_json() for verdict in verdicts]})
+        print_json({"layouts": [asdict(verdict) for verdict in verdicts]})
     else:
         _print(verdicts, arguments.steps)
     return DONE if all(verdict.is_good for verdict in verdicts) else NO

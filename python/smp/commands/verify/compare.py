@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from smp.commands.verify.records import Records
 from smp.observe.verification.comparison import (
@@ -17,7 +15,7 @@ from smp.observe.verification.comparison import (
     first_of,
     module_of,
 )
-from smp.observe.verification.recorder import Rows
+from smp.observe.verification.recorder import Rows, Runs
 
 #: In float64 a difference is rounding up to this share: modules may compute in float32 inside.
 EXACT = Rule(1e-6)
@@ -78,9 +76,6 @@ class Verdict:
     def is_good(self) -> bool:
         return self.answer in (EQUAL, ROUNDING)
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     def noted(self, note: str) -> Verdict:
         return replace(self, notes=(*self.notes, note))
 
@@ -116,11 +111,14 @@ class Comparison:
             result: verdict so far.
             limit: largest share of a module's result that is rounding.
         """
-        first = self.differences[0]
-        steps = [d.number for d in self.differences if d.what == "step"]
-        module, counts = self._first_module(min(steps), limit) if steps else (None, [])
-        rows = self._rows_of_one(first.number) if first.kind == "gradient" else {}
+        first, rows, runs, counts = self.differences[0], Rows(), Runs(), list[int]()
+        if first.what == "step":
+            counts = self.one.counts(first.number)
+            ((_, rows),) = self.one.modules(first.number, counts)
+            if len(counts) > 1 or self.real.num_batches == 1:
+                runs = self.real.modules(first.number, counts)
         first, count = first_of(self.differences, rows)
+        module = first_module(runs, rows, limit)
         name, where = None, ""
         if module is not None:
             name = module.name
@@ -138,18 +136,6 @@ class Comparison:
             step=None if first.what == "begin" else self.one.step_of(first.what, first.number),
             hints=self._hints(first, module),
         )
-
-    def _first_module(self, step: int, limit: float) -> tuple[FirstModule | None, list[int]]:
-        """Returns the first module that differs, and the number of microbatches by batch."""
-        counts = self.one.counts(step)
-        if len(counts) == 1 and self.real.num_batches > 1:
-            return None, counts
-        runs = self.real.modules(step, counts)
-        return first_module(runs, self._rows_of_one(step), limit), counts
-
-    def _rows_of_one(self, step: int) -> Rows:
-        ((_, rows),) = self.one.modules(step, self.one.counts(step))
-        return rows
 
     def _hints(self, first: Difference, module: FirstModule | None) -> tuple[str, ...]:
         hints = [_HINTS[first.kind]] if first.kind in _HINTS else []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from smp.observe.verification.comparison import Stage, share_of
-from smp.observe.verification.recorder import Rows
+from smp.observe.verification.recorder import Rows, Runs
 from smp.optim.state import MASTER
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import FLAT_MARK, SHARDS_MARK
@@ -228,7 +228,7 @@ class Records:
         steps: int = number if what == "step" else self.load(0, f"update{number}")["steps"] - 1
         return steps
 
-    def modules(self, step: int, counts: Sequence[int]) -> list[tuple[str, Rows]]:
+    def modules(self, step: int, counts: Sequence[int]) -> Runs:
         """Returns places of ranks and results of their modules, by microbatch of all batches.
 
         Args:

@@ -7,14 +7,14 @@ See docs/design/verify.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from smp.observe.verification.recorder import Rows
+from smp.observe.verification.recorder import Rows, Runs
 from smp.observe.verification.rows import Row
 
 _FLOOR = 1e-2  # share of the largest of a kind: smaller quantities may be rounding errors only
@@ -199,7 +199,7 @@ def in_words(real: Tensor, expected: Tensor) -> str:
     return f"{words}, the norm of the difference is {share_of(real, expected):.2g} of it"
 
 
-def first_module(runs: Iterable[tuple[str, Rows]], one: Rows, limit: float) -> FirstModule | None:
+def first_module(runs: Runs, one: Rows, limit: float) -> FirstModule | None:
     """Returns the first module with another result, or None.
 
     A rank may call a module for several others, in any order, so a result differs if it differs

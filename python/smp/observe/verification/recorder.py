@@ -18,6 +18,8 @@ from smp.observe.verification.rows import Row, row_of
 Call = tuple[int, str, int]
 #: results by call, in the order in which modules returned; None for values without numbers
 Rows = dict[Call, list[Row | None]]
+#: words for each rank, and results of modules that it ran
+Runs = list[tuple[str, Rows]]
 
 
 def leaves_of(value: Any) -> list[Any]:
