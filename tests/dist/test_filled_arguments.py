@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.observe.first_step.observer import outcome_of
+from smp.observe.verification.first_step import outcome_of
 from tests.dist import stack_training
 from tests.dist.pool import Pool
 from tests.dist.stack_training import (

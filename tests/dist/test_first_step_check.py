@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.observe.first_step.observer import outcome_of
+from smp.observe.verification.first_step import outcome_of
 from tests.dist.pool import Pool
 from tests.dist.training import local_parameters
 

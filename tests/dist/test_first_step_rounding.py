@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from smp.observe.first_step.observer import outcome_of
+from smp.observe.verification.first_step import outcome_of
 from tests.dist.pool import Pool
 
 CHANNELS, LENGTH = 96, 33

@@ -410,7 +410,7 @@ class Rooted(nn.Module):
 def outputs_of_replicas(rank: int, setup: Setup, sizes: list[int]) -> tuple[Tensor, int, str]:
     """What replicas with unequal batches get, how many calls were remote, and the first check."""
     import smp
-    from smp.observe.first_step.observer import outcome_of
+    from smp.observe.verification.first_step import outcome_of
 
     init(setup)
     torch.manual_seed(1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from smp.commands.verify.checking import Check
-from smp.commands.verify.jobs import ScriptFailed
-from smp.commands.verify.layouts import Layout, parse_layouts
+from smp.commands.verify.compare import Verdict
 from smp.commands.verify.records import Records
-from smp.commands.verify.verdict import Verdict
 from smp.observe.verification import EndOfVerification, Order
-from tests.dist.pool import Pool, RankFailure
+from tests.dist.pool import Pool
+from tests.dist.verify_jobs import STEPS, PoolScript, ordered
 
-WIDTH, BATCH, STEPS = 8, 4, 2
+WIDTH, BATCH = 8, 4
 
 
 class Counting(nn.Linear):
@@ -94,7 +90,11 @@ class Net(nn.Module):
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
         )
         kinds = {"state": Counting, "mask": Masked}
-        self.probe = Gain(WIDTH) if fault == "mark" else kinds.get(fault, nn.Linear)(WIDTH, WIDTH)
+        self.probe = (
+            Gain(WIDTH)
+            if fault == "mark"
+            else kinds.get(fault.removeprefix("half "), nn.Linear)(WIDTH, WIDTH)
+        )
         self.drop = nn.Dropout(0.2 if fault == "dropout" else 0.0)
         self.head = nn.Linear(WIDTH, 3)
 
@@ -109,20 +109,16 @@ def record(rank: int, order: Order, config: Mapping[str, Any], fault: str) -> in
     """Runs a script as `smp verify` starts it; returns how many steps it was kept from."""
     import smp
 
-    path = Path(order.folder) / f"order{rank}.json"
-    order.write(path)
-    os.environ |= {"SMP_VERIFY": str(path), "SMP_CHECK_FIRST_STEP": "0"}
     try:
-        smp.init({"microbatches": 2, **config})
-        steps_left = 10 * STEPS
-        for _ in train(fault):
-            steps_left -= 1
-        return 0
+        with ordered(rank, order):
+            smp.init({"microbatches": 2, **config})
+            steps_left = 10 * STEPS
+            for _ in train(fault):
+                steps_left -= 1
+            return 0
     except EndOfVerification as end:
         assert end.code == 0
         return steps_left
-    finally:
-        del os.environ["SMP_VERIFY"], os.environ["SMP_CHECK_FIRST_STEP"]
 
 
 def train(fault: str) -> Any:
@@ -135,7 +131,7 @@ def train(fault: str) -> Any:
         net = Net(fault)
     if fault == "values":
         net.head.weight.data += 0.1 * smp.pp_size()
-    half = torch.bfloat16 if fault == "half" else torch.float32
+    half = torch.bfloat16 if fault.startswith("half") else torch.float32
     model = smp.DistributedModel(net)
     lr = 1e-2 * (smp.dp_size() if fault == "rate" else 1)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=lr))
@@ -166,38 +162,13 @@ def train(fault: str) -> Any:
         yield
 
 
-@dataclass(frozen=True)
-class PoolScript:
-    """`Script`, with processes that are there already."""
-
-    pool: Pool
-    folder: Path
-    fault: str
-    jobs: list[str] = field(default_factory=list)
-
-    def run(
-        self, name: str, layout: Layout, replay: Records | None = None, is_exact: bool = False
-    ) -> Records:
-        self.jobs.append(name)
-        folder = self.folder / name
-        folder.mkdir(parents=True)
-        source = None if replay is None else str(replay.folder)
-        order = Order(str(folder), STEPS, "float64" if is_exact else None, source)
-        given = {"bf16": True} if self.fault == "half" else {}
-        config = layout.configuration(given, is_exact)
-        try:
-            left = self.pool.run(layout.num_processes, record, order, config, self.fault)
-        except RankFailure as failure:
-            raise ScriptFailed(str(failure).splitlines()[0], "") from failure
-        assert set(left) == {10 * STEPS - STEPS + 1}, "the script went on behind its last update"
-        return Records(folder)
-
-
 def verify(pool: Pool, folder: Path, fault: str, *layouts: str) -> tuple[list[Verdict], list[str]]:
-    script = PoolScript(pool, folder, fault)
-    check = Check(script, lambda text: None)  # type: ignore[arg-type]
-    check.begin()
-    return [check.layout(layout) for layout in parse_layouts(",".join(layouts))], script.jobs
+    given = {"bf16": True} if fault.startswith("half") else {}
+    script = PoolScript(pool, folder, record, (fault,), given)
+    verdicts = script.verify(*layouts)
+    left = set(script.results)
+    assert left == {10 * STEPS - STEPS + 1}, "the script went on behind its last update"
+    return verdicts, script.jobs
 
 
 def test_healthy_layouts_are_equal(pool: Pool, tmp_path: Path) -> None:
@@ -209,8 +180,8 @@ def test_healthy_layouts_are_equal(pool: Pool, tmp_path: Path) -> None:
     assert jobs[:2] == ["one", "pp2"] and "pp2-one" not in jobs, "inputs are equal"
     assert "sdp2-one" in jobs, "inputs of two ranks are replayed"
     one = Records(tmp_path / "one")
-    assert one.num_steps == one.num_updates == STEPS
-    begin, *_, last = one.stages([0])
+    begin, *others, last = one.stages([0])
+    assert [stage.what for stage in (*others, last)] == ["step", "update"] * STEPS
     assert float(begin.items["value", "head.weight"].norm()) > 0.1
     changes = [float(t.norm()) for (kind, _), t in last.items.items() if kind == "parameter"]
     assert len(changes) == 18 and min(changes) > 1e-3, "nothing was trained, the test shows nothing"
@@ -221,6 +192,7 @@ def test_healthy_layouts_are_equal(pool: Pool, tmp_path: Path) -> None:
     [
         ("state", "dp2", "probe", "may keep something from one microbatch to the next"),
         ("mask", "pp2", "probe", "its code, or a mask or attribute that it reads"),
+        ("half mask", "pp2", "probe", "its code, or a mask or attribute that it reads"),
         ("reduction", "dp2", "head", "a sum of its gradient over these ranks is left out"),
         ("mark", "tp2", "probe", "a sum of its gradient over these ranks is left out"),
         ("rate", "dp2", None, "'lr' of group 0 differs: 0.02 instead of 0.01"),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from smp.commands.verify.checking import Check
-from smp.commands.verify.jobs import ScriptFailed
-from smp.commands.verify.layouts import ALONE, Layout, parse_layouts
+from smp.commands.verify.compare import Verdict
+from smp.commands.verify.layouts import ALONE
 from smp.commands.verify.records import Records
-from smp.commands.verify.verdict import Verdict
 from smp.observe.verification import EndOfVerification, Order
-from tests.dist.pool import Pool, RankFailure
+from tests.dist.pool import Pool
+from tests.dist.verify_jobs import PoolScript, ordered
 
-WIDTH, BATCH, STEPS = 6, 4, 2
+WIDTH, BATCH = 6, 4
 
 
 class Net(nn.Module):
@@ -119,60 +116,28 @@ def record(rank: int, order: Order, config: Mapping[str, Any], form: str, is_fau
     """Runs a script as `smp verify` starts it; returns how many microbatches it was given."""
     import smp
 
-    path = Path(order.folder) / f"order{rank}.json"
-    order.write(path)
-    os.environ |= {"SMP_VERIFY": str(path), "SMP_CHECK_FIRST_STEP": "0"}
     try:
-        smp.init({"microbatches": 2, **config})
-        torch.manual_seed(1)
-        model = smp.DistributedModel(Net(is_faulty))
-        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-        train_step = make_step(form)
-        while True:
-            train_step(model)
-            if form == "lonely" and smp.dp_rank() >= 2:  # the second pair of shards
-                optimizer.param_groups[0]["weight_decay"] = 0.5
-            optimizer.step()
-            optimizer.zero_grad()
+        with ordered(rank, order):
+            smp.init({"microbatches": 2, **config})
+            torch.manual_seed(1)
+            model = smp.DistributedModel(Net(is_faulty))
+            optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+            train_step = make_step(form)
+            while True:
+                train_step(model)
+                if form == "lonely" and smp.dp_rank() >= 2:  # the second pair of shards
+                    optimizer.param_groups[0]["weight_decay"] = 0.5
+                optimizer.step()
+                optimizer.zero_grad()
     except EndOfVerification:
         return rank
-    finally:
-        del os.environ["SMP_VERIFY"], os.environ["SMP_CHECK_FIRST_STEP"]
-
-
-@dataclass(frozen=True)
-class PoolScript:
-    """`Script`, with processes that are there already."""
-
-    pool: Pool
-    folder: Path
-    form: str
-    is_faulty: bool
-    jobs: list[str] = field(default_factory=list)
-
-    def run(
-        self, name: str, layout: Layout, replay: Records | None = None, is_exact: bool = False
-    ) -> Records:
-        self.jobs.append(name)
-        folder = self.folder / name
-        folder.mkdir(parents=True)
-        source = None if replay is None else str(replay.folder)
-        order = Order(str(folder), STEPS, "float64" if is_exact else None, source)
-        config = layout.configuration({}, is_exact)
-        try:
-            self.pool.run(layout.num_processes, record, order, config, self.form, self.is_faulty)
-        except RankFailure as failure:
-            raise ScriptFailed(str(failure), "") from failure
-        return Records(folder)
 
 
 def verify(
     pool: Pool, folder: Path, form: str, layouts: str, is_faulty: bool = False
 ) -> tuple[list[Verdict], list[str]]:
-    script = PoolScript(pool, folder, form, is_faulty)
-    check = Check(script, lambda text: None)  # type: ignore[arg-type]
-    check.begin()
-    return [check.layout(layout) for layout in parse_layouts(layouts)], script.jobs
+    script = PoolScript(pool, folder, record, (form, is_faulty))
+    return script.verify(layouts), script.jobs
 
 
 NOTE = "data that are no arguments of the step function"
@@ -224,8 +189,8 @@ def test_step_function_that_draws_is_told_from_data_that_are_drawn(
 ) -> None:
     draws = {}
     for form in ("dropout", "iterator"):
-        script = PoolScript(pool, tmp_path / form, form, is_faulty=False)
-        draws[form] = script.run("one", ALONE).draws
+        script = PoolScript(pool, tmp_path / form, record, (form, False))
+        draws[form] = script.run("one", ALONE).all("draws")
     assert draws == {
         "dropout": ["the step function 'make_step.<locals>.by_closure'"],
         "iterator": [],

@@ -13,7 +13,7 @@ from smp_cli.main import build_parser
 from smp_cli.main import main as smp_main
 from torch.distributed.run import get_args_parser
 
-from smp.commands.verify.words import divide
+from smp.commands.verify.command import divide
 from tests.docs.pages import REPO
 
 #: What stands for files of the reader.

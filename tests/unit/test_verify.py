@@ -15,11 +15,20 @@ from smp_cli.main import main
 from torch import nn
 
 from smp.commands.ending import BadUse
-from smp.commands.verify import compare
+from smp.commands.verify.command import Divided, divide
+from smp.commands.verify.compare import EXACT, HALF, NEAR
 from smp.commands.verify.layouts import ALL, ALONE, parse_layouts
-from smp.commands.verify.words import Divided, divide
 from smp.observe.verification.arguments import KeptArguments
+from smp.observe.verification.comparison import (
+    Difference,
+    Stage,
+    differences,
+    first_module,
+    in_words,
+    share_of,
+)
 from smp.observe.verification.order import Order
+from smp.observe.verification.rows import row_of
 from tests.patience import PATIENCE_S
 
 # ---- layouts
@@ -103,14 +112,21 @@ def test_floating_point_arguments_are_cast_and_others_are_not(dtype: torch.dtype
 
 def test_shares_of_differences() -> None:
     one = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    assert compare.share_of(one, one, 0.0) == 0.0
-    assert compare.share_of(one * 1.1, one, 0.0) == pytest.approx(0.1 / 1.1)
-    assert compare.share_of(one * 1e-9, one * 0, 1.0) == pytest.approx(5e-9)
-    assert compare.share_of(one * 1.1, one, 0.0, slack=0.6) == 0.0
-    assert compare.share_of(one[:1], one, 0.0) == float("inf")
-    assert compare.share_of(one * float("nan"), one, 0.0) == float("inf")
+    assert share_of(one, one, 0.0) == 0.0
+    assert share_of(one * 1.1, one, 0.0) == pytest.approx(0.1 / 1.1)
+    assert share_of(one * 1e-9, one * 0, 1.0) == pytest.approx(5e-9)
+    assert share_of(one * 1.1, one, 0.0, slack=0.6) == 0.0
+    assert share_of(one[:1], one, 0.0) == float("inf")
+    assert share_of(one * float("nan"), one, 0.0) == float("inf")
     both = torch.tensor([float("inf"), 1.0], dtype=torch.float64)
-    assert compare.share_of(both, both, 0.0) == 0.0
+    assert share_of(both, both, 0.0) == 0.0
+
+
+def share_of_half(real: torch.Tensor, one: torch.Tensor, exact: torch.Tensor) -> float:
+    """Difference of 16 bits from float64, over that of one process; 0.0 if it is rounding."""
+    stages = [Stage(items={("gradient", "w"): value}) for value in (real, exact, one)]
+    found = list(differences(stages[0], stages[1], HALF, stages[2]))
+    return max((difference.share for difference in found), default=0.0)
 
 
 def test_sixteen_bits_may_be_as_wrong_as_one_process_times_four() -> None:
@@ -118,19 +134,51 @@ def test_sixteen_bits_may_be_as_wrong_as_one_process_times_four() -> None:
     exact = torch.randn(1000, dtype=torch.float64, generator=generator)
     one = exact.bfloat16().double()
     other = (exact * 1.001).bfloat16().double()
-    assert compare.ratio_of(one, one, exact, 0.0, 0.0) == pytest.approx(1.0)
-    assert compare.ratio_of(other, one, exact, 0.0, 0.0) < 4
-    assert compare.ratio_of(exact * 1.05, one, exact, 0.0, 0.0) > 4
-    assert compare.ratio_of(exact * float("nan"), one, exact, 0.0, 0.0) == float("inf")
-    assert compare.ratio_of(exact[:3], one, exact, 0.0, 0.0) == float("inf")
+    assert share_of_half(one, one, exact) == share_of_half(other, one, exact) == 0.0
+    largest: dict[str, float] = {}
+    stages = [Stage(items={("output", "x"): value}) for value in (one, exact)]
+    assert not list(differences(*stages, HALF, stages[0], largest))
+    assert largest["output"] == pytest.approx(1.0)
+    assert 4 < share_of_half(exact * 1.05, one, exact) < 100
+    assert share_of_half(exact * float("nan"), one, exact) == float("inf")
+    assert share_of_half(exact[:3], one, exact) == float("inf")
+
+
+def found_in(real: dict[Any, Any], one: dict[Any, Any]) -> list[Difference]:
+    return list(differences(Stage(items=real), Stage(items=one), NEAR))
+
+
+def test_small_quantities_are_measured_by_the_largest_of_their_kind() -> None:
+    one = {("gradient", "a"): torch.ones(3), ("gradient", "b"): torch.full((3,), 1e-6)}
+    assert not found_in(one | {("gradient", "b"): torch.full((3,), 1.05e-6)}, one)
+    (difference,) = found_in(one | {("gradient", "b"): torch.full((3,), 2e-6)}, one)
+    assert difference.name == "b" and difference.share == pytest.approx(1e-4)
+
+
+def test_gradient_that_did_not_come_is_zero_and_an_unknown_value_is_passed_over() -> None:
+    one = {("gradient", "a"): torch.ones(3), ("value", "b"): torch.ones(3)}
+    (difference,) = found_in({}, one)
+    assert difference.words().startswith("the gradient of 'a' differs: none came, norm 0 instead")
+    assert not found_in({}, {("gradient", "a"): torch.zeros(3)})
+
+
+def test_first_module_differs_from_all_calls_of_a_rank() -> None:
+    x, y = row_of(torch.ones(2)), row_of(torch.zeros(2))
+    one = {(0, "a", 0): [x], (0, "a", 1): [y], (0, "b", 0): [x]}
+    other_order = {(0, "a", 0): [y], (0, "a", 1): [x], (0, "b", 0): [x]}
+    assert first_module([("rank 1", other_order)], one, EXACT.limit) is None
+    found = first_module([("rank 1", other_order | {(0, "b", 0): [y]})], one, EXACT.limit)
+    assert found is not None and (found.name, found.place) == ("b", "rank 1")
+    halves = {(0, "b", 0): [row_of(torch.ones(1))]}
+    assert first_module([("rank 1", halves)], one, EXACT.limit) is None
 
 
 def test_factors_are_told() -> None:
     one = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    assert "(0.5 times it)" in compare.in_words(one / 2, one)
-    assert "times" not in compare.in_words(one.flip(0), one)
-    assert compare.in_words(one[:1], one) == "shape (1,) instead of (2,)"
-    assert compare.in_words(one[:1], one[1:]) == "3 instead of 4"
+    assert "(0.5 times it)" in in_words(one / 2, one)
+    assert "times" not in in_words(one.flip(0), one)
+    assert in_words(one[:1], one) == "shape (1,) instead of (2,)"
+    assert in_words(one[:1], one[1:]) == "3 instead of 4"
 
 
 # ---- the command
@@ -138,8 +186,8 @@ def test_factors_are_told() -> None:
 
 def test_order_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "order.json"
-    Order("somewhere", 3, "float64").write(path)
-    assert Order.read(str(path)) == Order("somewhere", 3, "float64", None)
+    Order("somewhere", 3, True).write(path)
+    assert Order.read(str(path)) == Order("somewhere", 3, True, None)
     path.write_text("{}")
     with pytest.raises(ValueError, match="SMP_VERIFY=.*is for `smp verify` alone"):
         Order.read(str(path))

@@ -58,7 +58,7 @@ class Settings:
     detect_nonfinite: str = "0"
     """`SMP_DETECT_NONFINITE`: 1 or raise: see `nonfinite`."""
     check_first_step: str = "auto"
-    """`SMP_CHECK_FIRST_STEP`: auto, 1 or 0: see `first_step`."""
+    """`SMP_CHECK_FIRST_STEP`: auto, 1 or 0: see `observe.verification`."""
     verify: str | None = None
     """`SMP_VERIFY`: file that lists what to record: see `observe.verification`."""
     host_pool: bool = True

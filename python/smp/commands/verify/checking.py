@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from smp.commands.verify import verdict as judging
-from smp.commands.verify.compare import EXACT, NEAR, Comparison, compare
-from smp.commands.verify.jobs import Script, ScriptFailed, same_inputs
-from smp.commands.verify.layouts import ALONE, Layout
-from smp.commands.verify.records import Records
-from smp.commands.verify.verdict import Verdict
+import torch
 
-#: Without results in float64, a smaller difference in float32 counts as rounding.
-_BY_SIZE = 1e-3
+from smp.commands.verify.compare import (
+    BY_SIZE,
+    EQUAL,
+    EXACT,
+    FAILED,
+    HALF,
+    NEAR,
+    RANDOM,
+    ROUGH,
+    ROUNDING,
+    Comparison,
+    Verdict,
+    compare,
+)
+from smp.commands.verify.jobs import Script, ScriptFailed
+from smp.commands.verify.layouts import ALONE, Layout
+from smp.commands.verify.records import Records, same_inputs
 
 
 @dataclass
@@ -45,14 +55,12 @@ class Check:
         try:
             real = self.script.run(layout.name, layout)
         except ScriptFailed as failed:
-            return Verdict(
-                layout.name, judging.FAILED, f"the script fails in this layout: {failed}"
-            )
+            return Verdict(layout.name, FAILED, f"the script fails in this layout: {failed}")
         try:
             one = self._one(layout.name, real)
         except ScriptFailed as failed:
             text = f"one process cannot compute with the inputs of this layout: {failed}"
-            return Verdict(layout.name, judging.FAILED, text, notes=tuple(real.notes))
+            return Verdict(layout.name, FAILED, text, notes=tuple(real.all("notes")))
         return self._judge(layout, real, one)
 
     def _one(self, name: str, real: Records) -> Records:
@@ -62,96 +70,79 @@ class Check:
         return self.script.run(f"{name}-one", ALONE, replay=real)
 
     def _judge(self, layout: Layout, real: Records, one: Records) -> Verdict:
-        near = EXACT if real.half else NEAR[max(real.dtypes & NEAR.keys(), default="torch.float32")]
-        found = compare(real, one, near)
-        notes = _notes(real, one, found)
-        result = Verdict(layout.name, judging.EQUAL, largest=found.largest, notes=notes)
-        if not judging.counted(found, real.num_batches):
+        is_exact = real.half is not None or real.all("dtypes") == [str(torch.float64)]
+        found = compare(real, one, EXACT if is_exact else NEAR)
+        result = Verdict(layout.name, EQUAL, largest=found.largest, notes=_notes(found))
+        if not found.differences:
             return result
-        if one.draws and not _before(found):
+        draws = one.all("draws")
+        if draws and found.may_be_random():
             return replace(
                 result,
-                answer=judging.RANDOM,
-                text=f"the model drops out at random, or draws in another way: '{one.draws[0]}'",
-                module=one.draws[0],
+                answer=RANDOM,
+                text=f"the model drops out at random, or draws in another way: '{draws[0]}'",
+                module=draws[0],
                 hints=(
                     "layouts draw other random numbers by design, so nothing can be compared: run "
                     "it with dropout 0 (in most configurations keys with 'drop' in their name), or "
                     "with layout_independent_dropout in the configuration of smp.init",
                 ),
             )
-        if real.half:
-            return self._by_ratio(layout, real, one, found, result)
-        if near == EXACT:
-            return _differing(result, found, real, one)
-        return self._in_float64(layout, real, one, found, result)
-
-    def _in_float64(
-        self, layout: Layout, real: Records, one: Records, found: Comparison, result: Verdict
-    ) -> Verdict:
+        if is_exact and real.half is None:
+            return found.described(result, EXACT.limit)
         try:
-            self.say(f"{layout.name}: again in float64")
-            exact = self.script.run(f"{layout.name}-float64", layout, is_exact=True)
-            name = f"{layout.name}-float64-one"
-            exact_one = self.script.run(name, ALONE, replay=exact, is_exact=True)
+            again = self._half(layout, found) if real.half else self._in_float64(layout)
         except ScriptFailed as failed:
-            note = f"it does not run in float64 ({failed}); judged by size alone"
-            result = replace(result, notes=(*result.notes, note))
-            shares = [d.share for d in judging.counted(found, real.num_batches)]
-            if max(shares) <= _BY_SIZE:
-                return replace(result, answer=judging.ROUNDING)
-            return _differing(result, found, real, one)
-        again = compare(exact, exact_one, EXACT)
+            return _by_size(result, found, f"it does not run in float64 ({failed})")
         result = replace(result, exact=again.largest)
-        if not judging.counted(again, exact.num_batches):
-            return replace(result, answer=judging.ROUNDING)
-        return _differing(result, again, exact, exact_one)
+        if not again.differences:
+            return replace(result, answer=ROUNDING)
+        return again.described(result, ROUGH if real.half else EXACT.limit)
 
-    def _by_ratio(
-        self, layout: Layout, real: Records, one: Records, found: Comparison, result: Verdict
-    ) -> Verdict:
-        try:
-            self.say(f"{layout.name}: one process in float64, for the error of 16 bits")
-            truth = self.script.run(f"{layout.name}-exact", ALONE, replay=real, is_exact=True)
-        except ScriptFailed as failed:
-            note = f"it does not run in float64 ({failed}), so the error of 16 bits is not known"
-            result = replace(result, notes=(*result.notes, note))
-            return _differing(result, found, real, one)
-        again = compare(real, one, EXACT, truth)
-        result = replace(result, exact=again.largest)
-        if not judging.counted(again, real.num_batches):
-            return replace(result, answer=judging.ROUNDING)
-        # The first module is found by comparing results with one process in 16 bits.
-        rough = compare(real, one, 3e-2)
-        again.module = rough.module
-        return _differing(result, again, real, one)
+    def _in_float64(self, layout: Layout) -> Comparison:
+        """Runs layout and reference in float64, which decides."""
+        self.say(f"{layout.name}: again in float64")
+        name = f"{layout.name}-float64"
+        exact = self.script.run(name, layout, is_exact=True)
+        one = self.script.run(f"{name}-one", ALONE, replay=exact, is_exact=True)
+        return compare(exact, one, EXACT)
+
+    def _half(self, layout: Layout, found: Comparison) -> Comparison:
+        """Compares both with the reference in float64, which shows the error of 16 bits."""
+        self.say(f"{layout.name}: one process in float64, for the error of 16 bits")
+        name = f"{layout.name}-exact"
+        truth = self.script.run(name, ALONE, replay=found.real, is_exact=True)
+        return compare(found.real, truth, HALF, third=found.one)
 
 
-def _before(found: Comparison) -> bool:
-    """Returns whether there are differences that random numbers of a step cannot explain."""
-    return any(d.kind in ("value", "setting") for d in found.differences)
+def _by_size(result: Verdict, found: Comparison, reason: str) -> Verdict:
+    """Judges by the size of differences alone, where nothing runs in float64."""
+    if found.real.half is not None:
+        result = result.noted(f"{reason}, so the error of 16 bits is not known")
+        return found.described(result, ROUGH)
+    result = result.noted(f"{reason}; judged by size alone")
+    if all(difference.share <= BY_SIZE for difference in found.differences):
+        return replace(result, answer=ROUNDING)
+    return found.described(result, NEAR.limit)
 
 
-def _differing(result: Verdict, found: Comparison, real: Records, one: Records) -> Verdict:
-    text, module, step, hints = judging.describe(result.layout, found, real, one)
-    return replace(result, answer=judging.DIFFERS, text=text, module=module, step=step, hints=hints)
-
-
-def _notes(real: Records, one: Records, found: Comparison) -> tuple[str, ...]:
-    notes = list(dict.fromkeys([*real.notes, *one.notes]))
-    if one.taken:
-        more = f", and {len(one.taken) - 1} more" if len(one.taken) > 1 else ""
+def _notes(found: Comparison) -> tuple[str, ...]:
+    real, one = found.real, found.one
+    notes = list(dict.fromkeys([*real.all("notes"), *one.all("notes")]))
+    taken = one.all("taken")
+    if taken:
+        more = f", and {len(taken) - 1} more" if len(taken) > 1 else ""
         notes.append(
             "data that are no arguments of the step function (a closure, a global or an iterator "
             f"brings them) are others here than in one process, which was given those of this "
-            f"layout ({one.taken[0]}{more}); what makes them is not compared"
+            f"layout ({taken[0]}{more}); what makes them is not compared"
         )
     if found.unknown:
         notes.append(
             f"{len(found.unknown)} quantities have other names in this layout and are not compared "
             f"('{found.unknown[0]}' for one)"
         )
-    if real.num_batches > 1 and any(d.kind == "buffer" for d in found.differences):
+    if found.has_buffers:
         notes.append("buffers that the forward writes are each replica's own, and not compared")
     if real.num_updates != one.num_updates:
         notes.append(

@@ -6,19 +6,23 @@ import argparse
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
-from smp_cli.sagemaker import read_config
+from smp_cli.sagemaker import CONFIG_FORM, read_config
 
 from smp.commands.ending import DONE, NO, BadUse, guarded
 from smp.commands.printing import print_json
 from smp.commands.report import Table, Text, print_blocks
 from smp.commands.verify.checking import Check
+from smp.commands.verify.compare import Verdict
 from smp.commands.verify.jobs import Script, ScriptFailed
-from smp.commands.verify.layouts import parse_layouts
-from smp.commands.verify.verdict import Verdict
-from smp.commands.verify.words import SEPARATOR, add_options, divide
+from smp.commands.verify.layouts import ALL, parse_layouts
 
+#: Everything after this separator is passed to the script.
+SEPARATOR = "--"
 _KINDS = ("output", "gradient", "parameter", "optimizer")
 _EXAMPLES = """\
 examples:
@@ -41,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_options(parser)
+    _add_options(parser)
     add = parser.add_argument
     add("-m", "--module", action="store_true", help="SCRIPT is a module")
     add("script", metavar="SCRIPT")
@@ -57,10 +61,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def execute(arguments: argparse.Namespace) -> int:
     """Runs and judges all layouts; returns the exit status."""
     divided = divide(arguments.args, arguments)
-    for name, value in divided.options.items():
-        setattr(arguments, name, value)
+    vars(arguments).update(divided.options)
     if divided.options and SEPARATOR not in arguments.args:
-        _say(divided.told(arguments.script))
+        script, flags = arguments.script, [_flag(name) for name in divided.options]
+        _say(
+            f"{' and '.join(flags)} behind {script!r}: taken by smp verify; options of the script "
+            f"go behind '{SEPARATOR}' ({script} ... {SEPARATOR} {flags[0]} ...)"
+        )
     layouts = parse_layouts(arguments.layouts)
     if arguments.steps < 1:
         raise BadUse(f"--steps {arguments.steps} is no whole number > 0")
@@ -90,7 +97,7 @@ def execute(arguments: argparse.Namespace) -> int:
         if arguments.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     if arguments.json:
-        print_json({"layouts": [verdict.to_json() for verdict in verdicts]})
+        print_json({"layouts": [asdict(verdict) for verdict in verdicts]})
     else:
         _print(verdicts, arguments.steps)
     return DONE if all(verdict.is_good for verdict in verdicts) else NO
@@ -133,3 +140,76 @@ def _print(verdicts: list[Verdict], steps: int) -> None:
 
 def _share(share: float | None) -> str:
     return "-" if share is None else f"{share:.1e}"
+
+
+# ---- options on both sides of the script's name
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that are allowed in front of the script's name and behind it."""
+    add = parser.add_argument
+    add("--layouts", default="pp2,dp2", help=f"all ({','.join(ALL)}) or some (pp2,dp2)")
+    add("--steps", type=int, default=3, metavar="N", help="updates of the optimizer (3)")
+    add("--config", metavar=CONFIG_FORM, help="configuration, as smp run takes it")
+    add("--timeout-s", type=float, default=600.0, metavar="S", help="of each run (600)")
+    add("--keep", type=Path, metavar="DIR", help="keep records and output of all runs there")
+    add("--json", action="store_true", help="one JSON document instead of a table")
+
+
+class Divided(NamedTuple):
+    """The words behind the script's name.
+
+    Attributes:
+        options: values of the options of `smp verify` among them, by attribute.
+        script: arguments of the script.
+    """
+
+    options: dict[str, Any]
+    script: tuple[str, ...]
+
+
+def divide(words: Sequence[str], before: argparse.Namespace) -> Divided:
+    """Divides the words behind the script's name.
+
+    Without a separator, options of `smp verify` are taken wherever they are, and all other words
+    are arguments of the script. With a separator, arguments of the script have to be behind it.
+
+    Args:
+        words: words behind the script's name.
+        before: parsed arguments in front of it.
+
+    Raises:
+        BadUse: an option has no value, or a value of the wrong kind, or is in front of the script's
+            name as well; or a word in front of the separator is not an option.
+    """
+    parser = _Options(add_help=False, allow_abbrev=False)
+    _add_options(parser)
+    defaults = {action.dest: action.default for action in parser._actions}
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    has_separator = SEPARATOR in words
+    end = list(words).index(SEPARATOR) if has_separator else len(words)
+    found, others = parser.parse_known_args(list(words[:end]))
+    if has_separator and others:
+        raise BadUse(
+            f"{others[0]!r} between the script and '{SEPARATOR}' is no option of smp verify; "
+            f"arguments of the script go behind '{SEPARATOR}'"
+        )
+    for name in vars(found):
+        if getattr(before, name) != defaults[name]:
+            raise BadUse(
+                f"{_flag(name)} is in front of the script's name and behind it; give it once, and "
+                f"if the second is for the script, behind '{SEPARATOR}'"
+            )
+    return Divided(vars(found), (*others, *words[end + 1 :]))
+
+
+class _Options(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadUse(
+            f"behind the script's name: {message}; what is for the script goes behind '{SEPARATOR}'"
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

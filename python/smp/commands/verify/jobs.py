@@ -65,21 +65,18 @@ class Script:
         """
         folder = self.folder / name
         folder.mkdir(parents=True)
-        order = Order(
-            str(folder),
-            self.steps,
-            "float64" if is_exact else None,
-            None if replay is None else str(replay.folder),
-        )
+        source = None if replay is None else str(replay.folder)
+        order = Order(str(folder), self.steps, is_exact, source)
         order.write(folder / "order.json")
-        env = self._environment(layout, folder / "order.json", is_exact)
-        command = [sys.executable, "-m", "smp_cli", "run", "-n", str(layout.num_processes)]
-        seeded = ["-m", "smp.observe.verification.seeded", *self.command]
-        with open(folder / "output.txt", "wb") as output:
+        ranks = layout.num_processes
+        command = [sys.executable, "-m", "smp_cli", "run", "-n", str(ranks)]
+        command += ["-m", "smp.observe.verification.seeded", *self.command]
+        log = folder / "output.txt"
+        with open(log, "wb") as output:
             try:
                 status = subprocess.run(
-                    [*command, *seeded],
-                    env=env,
+                    command,
+                    env=self._environment(layout, folder / "order.json", is_exact),
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
@@ -87,19 +84,18 @@ class Script:
                     check=False,
                 ).returncode
             except subprocess.TimeoutExpired:
-                raise ScriptFailed(
-                    f"it has not made {self.steps} updates after {self.timeout_s:g} s "
-                    "(--timeout-s gives it more)",
-                    _tail(folder),
-                ) from None
-        records = Records(folder)
-        if status != 0:
-            raise ScriptFailed(_error(folder) or f"it ended with status {status}", _tail(folder))
-        if len(records.facts) < layout.num_processes or records.num_updates == 0:
-            raise ScriptFailed(
-                "it ended without an update of an smp.DistributedOptimizer after a step function",
-                _tail(folder),
-            )
+                status = None
+        lines, records, reason = log.read_text(errors="replace").splitlines(), Records(folder), None
+        if status is None:
+            reason = f"it has not made {self.steps} updates after {self.timeout_s:g} s "
+            reason += "(--timeout-s gives it more)"
+        elif status != 0:
+            reason = _error(lines) or f"it ended with status {status}"
+        elif len(records.facts) < ranks or records.num_updates == 0:
+            reason = "it ended without an update of an smp.DistributedOptimizer after a step "
+            reason += "function"
+        if reason is not None:
+            raise ScriptFailed(reason, "\n".join(lines[-_TAIL:]))
         return records
 
     def _environment(self, layout: Layout, order: Path, is_exact: bool) -> dict[str, str]:
@@ -114,23 +110,9 @@ class Script:
         return env
 
 
-def _lines(folder: Path) -> list[str]:
-    return (folder / "output.txt").read_text(errors="replace").splitlines()
-
-
-def _tail(folder: Path) -> str:
-    return "\n".join(_lines(folder)[-_TAIL:])
-
-
-def _error(folder: Path) -> str | None:
+def _error(lines: Sequence[str]) -> str | None:
     """Returns the line of the first exception that is not a consequence of other ranks' errors."""
     raised = re.compile(r"^(?:\[\d+\] )?((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b.*)")
-    found = [match[1] for line in _lines(folder) if (match := raised.match(line))]
+    found = [match[1] for line in lines if (match := raised.match(line))]
     own = [line for line in found if "PeerFailure" not in line]
     return (own or found or [None])[0]
-
-
-def same_inputs(first: Records, second: Records) -> bool:
-    """Returns whether two jobs have read equal inputs, in one batch per step."""
-    pairs: Sequence[str] = first.digests
-    return bool(pairs) and first.num_batches == second.num_batches == 1 and pairs == second.digests

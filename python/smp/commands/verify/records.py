@@ -2,56 +2,21 @@
 
 from __future__ import annotations
 
+import filecmp
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from smp.observe.verification.comparison import Stage, share_of
+from smp.observe.verification.recorder import Rows, Runs
 from smp.optim.state import MASTER
 from smp.tensor_parallel import partial
-from smp.tensor_parallel.partial import FLAT_MARK, MARKS, SHARDS_MARK
-
-#: kind of a quantity, and its name
-Key = tuple[str, str]
-
-
-@dataclass
-class Stage:
-    """Quantities of one call of a step function, or of one update, that are compared.
-
-    Attributes:
-        what: "begin", "step" or "update".
-        number: number of the step or update, counted from 0.
-        items: tensors in float64, by kind and name.
-        slack: rounding errors of the values they were computed from, as a norm.
-        settings: settings of the optimizer's groups.
-    """
-
-    what: str
-    number: int
-    items: dict[Key, Tensor] = field(default_factory=dict)
-    slack: dict[Key, float] = field(default_factory=dict)
-    settings: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Two ranks whose copies of a tensor differ.
-
-    Attributes:
-        name: name of the parameter.
-        places: words for the two ranks.
-        share: norm of the difference over that of the first copy.
-    """
-
-    name: str
-    places: tuple[str, str]
-    share: float
+from smp.tensor_parallel.partial import FLAT_MARK, SHARDS_MARK
 
 
 class Records:
@@ -69,41 +34,31 @@ class Records:
     # ---- facts
 
     @property
-    def num_steps(self) -> int:
-        return min((facts["num_steps"] for facts in self.facts), default=0)
+    def _times(self) -> list[tuple[str, int]]:
+        """Returns steps and updates that all ranks have recorded, in the order of time."""
+        return [
+            (what, n) for what, n in min((f["stages"] for f in self.facts), key=len, default=[])
+        ]
 
     @property
     def num_updates(self) -> int:
-        return min((facts["num_updates"] for facts in self.facts), default=0)
+        return sum(what == "update" for what, _ in self._times)
 
-    @property
-    def dtypes(self) -> set[str]:
-        return {dtype for facts in self.facts for dtype in facts["dtypes"]}
+    def all(self, fact: str) -> list[str]:
+        """Returns the words that all ranks have for a fact, each once.
+
+        Args:
+            fact: "dtypes" of parameters; "draws", modules and step functions that draw random
+                numbers in one process; "taken", places where a process was given other data than
+                its own; or "notes".
+        """
+        return list(dict.fromkeys(word for facts in self.facts for word in facts[fact]))
 
     @property
     def half(self) -> str | None:
         """Returns the 16-bit type of the configuration, or of the parameters, or None."""
         found: str | None = self.facts[0]["half"]
-        return found or next((d for d in sorted(self.dtypes) if "16" in d), None)
-
-    @property
-    def draws(self) -> list[str]:
-        """Returns modules and step functions that draw random numbers in one process."""
-        return list(dict.fromkeys(name for facts in self.facts for name in facts["draws"]))
-
-    @property
-    def notes(self) -> list[str]:
-        return list(dict.fromkeys(note for facts in self.facts for note in facts["notes"]))
-
-    @property
-    def taken(self) -> list[str]:
-        """Returns places where the process was given other data than its own."""
-        return [place for facts in self.facts for place in facts["taken"]]
-
-    @functools.cached_property
-    def digests(self) -> list[str]:
-        """Returns digests of all inputs: arguments, and other data that enter a step."""
-        return [path.read_text() for path in sorted(self.folder.glob("*-*.digest"))]
+        return found or next((d for d in sorted(self.all("dtypes")) if "16" in d), None)
 
     @property
     def num_batches(self) -> int:
@@ -138,36 +93,29 @@ class Records:
 
     # ---- putting together
 
-    def stages(self, replica: Sequence[int]) -> Iterator[Stage]:
-        """Yields the results of one replica in the order of time."""
-        begin = self.begin(replica)
-        yield Stage("begin", 0, {("value", n): t for n, t in _tensors(begin)})
-        update = 0
-        for step in range(self.num_steps):
-            while update < self.num_updates and self.load(0, f"update{update}")["steps"] <= step:
-                yield self._update(replica, update, begin)
-                update += 1
-            yield self._step(replica, step)
-        for rest in range(update, self.num_updates):
-            yield self._update(replica, rest, begin)
+    def stages(self, replica: Sequence[int], has_outputs: bool = True) -> Iterator[Stage]:
+        """Yields the results of one replica in the order of time.
 
-    def begin(self, replica: Sequence[int]) -> dict[str, Any]:
-        """Returns the values before the first step."""
-        values: dict[str, Any] = {}
+        Args:
+            replica: ranks of the replica.
+            has_outputs: whether the outputs of all replicas are among them.
+        """
+        begin: dict[str, Any] = {}
         for model in self._models:
-            parts = [self.load(rank, f"begin{model}")["values"] for rank in replica]
-            values |= self._named(model, partial.merge(parts))
-        return values
+            begin |= self._merged(replica, f"begin{model}", model, "values")
+        yield Stage("begin", items={("value", n): t.double() for n, t in _tensors(begin)})
+        for what, number in self._times:
+            if what == "step":
+                yield self._step(replica, number, has_outputs)
+            else:
+                yield self._update(replica, number, begin)
 
-    def parameters(self) -> set[str]:
-        """Returns names of parameters, except those that one process names differently."""
-        return {
-            self.load(0, f"begin{model}")["prefix"] + name
-            for model in self._models
-            for name in self.load(0, f"begin{model}")["parameters"]
-        }
+    def _merged(self, replica: Sequence[int], name: str, model: int, what: str) -> dict[str, Any]:
+        """Returns values that the ranks of a replica hold together, by the user's names."""
+        parts = [self.load(rank, name)[what].get(model, {}) for rank in replica]
+        return self._named(model, partial.merge(parts))
 
-    def _named(self, model: int, values: Mapping[Any, Any]) -> dict[str, Any]:
+    def _named(self, model: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Renames values to the names that the model had before modules were replaced."""
         facts, named = self.load(0, f"begin{model}"), dict(values)
         for translate in facts["translators"]:
@@ -178,38 +126,31 @@ class Records:
         """Returns values of some parameters and zeros for the others, by the user's names."""
         if not self.load(0, f"begin{model}")["translators"]:
             return self._named(model, values)
-        parts = [self.load(rank, f"begin{model}")["values"] for rank in replica]
+        parts = [self.load(rank, f"begin{model}")["values"][model] for rank in replica]
         whole = {
             name: torch.zeros_like(value) if isinstance(value, Tensor) else value
             for name, value in partial.merge(parts).items()
         }
         return self._named(model, whole | values)
 
-    def _step(self, replica: Sequence[int], number: int) -> Stage:
-        stage = Stage("step", number)
-        name = f"step{number}"
-        for key, row in self._outputs(name).items():
-            stage.items["output", key] = row
-        if not self.load(0, name)["trains"]:
-            return stage
-        for model in self._models:
+    def _step(self, replica: Sequence[int], number: int, has_outputs: bool) -> Stage:
+        stage, name = Stage("step", number), f"step{number}"
+        if has_outputs:
+            stage.items |= {("output", key): row for key, row in self._outputs(name).items()}
+        for model in self._models if self.load(0, name)["trains"] else ():
             parts = [self.load(rank, name)["gradients"].get(model, {}) for rank in replica]
             grads = self._filled(replica, model, partial.merge(parts))
-            stage.items |= {("gradient", n): t for n, t in _tensors(grads)}
+            stage.items |= {("gradient", n): t.double() for n, t in _tensors(grads)}
         return stage
 
     def _outputs(self, name: str) -> dict[str, Tensor]:
         """Returns outputs of all batches, one batch after the other as in a replay."""
         found: dict[str, Tensor] = {}
         begin = 0
-        for rank, facts in sorted(enumerate(self.facts), key=lambda x: self.batch_of(x[0])):
-            ranks = facts["ranks"]
-            if ranks["pp"] != 0 or (ranks["tp"] != 0 and self._has_common_batches):
-                continue
+        for rank in sorted(self._with_batches, key=self.batch_of):
             content = self.load(rank, name)
             for leaf, rows in enumerate(content["outputs"]):
-                for mb, row in enumerate(rows):
-                    value = row[1] if isinstance(row, tuple) else row
+                for mb, value in enumerate(rows):
                     if isinstance(value, Tensor | int | float):
                         key = f"output {leaf} of microbatch {begin + mb}"
                         found[key] = torch.as_tensor(value, dtype=torch.float64)
@@ -217,81 +158,98 @@ class Records:
         return found
 
     @property
-    def _has_common_batches(self) -> bool:
-        return bool(self.num_batches == self.facts[0]["sizes"]["rdp"])
+    def _with_batches(self) -> list[int]:
+        """Returns one rank for each batch."""
+        is_common = self.num_batches == self.facts[0]["sizes"]["rdp"]
+        return [
+            rank
+            for rank, facts in enumerate(self.facts)
+            if facts["ranks"]["pp"] == 0 and (facts["ranks"]["tp"] == 0 or not is_common)
+        ]
 
     def _update(self, replica: Sequence[int], number: int, begin: Mapping[str, Any]) -> Stage:
         name = f"update{number}"
-        contents = [self.load(rank, name) for rank in replica]
-        stage = Stage("update", number, settings=contents[0]["settings"])
-        states = [{**c["entries"]["state"], **_marks(c["entries"])} for c in contents]
-        entries = partial.merge(states)
-        parameters = self.parameters()
+        stage = Stage("update", number)
+        for group, settings in enumerate(self.load(replica[0], name)["settings"]):
+            for key, value in settings.items():
+                stage.facts["setting", f"'{key}' of group {group}"] = repr(value)
         for model in self._models:
-            values = self._named(model, partial.merge([c["values"][model] for c in contents]))
-            for key, value in _tensors(values):
-                kind = "buffer"
-                if key in parameters or (self.load(0, f"begin{model}")["translators"]):
-                    kind = "parameter"
-                before = begin.get(key)
-                if not isinstance(before, Tensor) or before.shape != value.shape:
-                    before = torch.zeros_like(value)
-                stage.items[kind, key] = value - before.double()
-                stage.slack[kind, key] = _rounding(values[key])
-        self._add_entries(stage, replica, contents, entries, begin)
+            facts = self.load(0, f"begin{model}")
+            known = {facts["prefix"] + parameter for parameter in facts["parameters"]}
+            for key, value in _tensors(self._merged(replica, name, model, "values")):
+                kind = "parameter" if key in known or facts["translators"] else "buffer"
+                _add_change(stage, kind, key, value, begin.get(key))
+        for key, value in self._entries(replica, name).items():
+            self._add_entry(stage, replica, key, value, begin)
         return stage
 
-    def _add_entries(
+    def _entries(self, replica: Sequence[int], name: str) -> dict[str, dict[str, Any]]:
+        """Returns the entries of an optimizer's state by their key and the parameter's name."""
+        contents = [self.load(rank, name) for rank in replica]
+        entries = partial.merge([content["entries"] for content in contents])
+        names: dict[str, int] = {}
+        for content in contents:
+            names = content["indices"] | names
+        found: dict[str, dict[str, Any]] = {}
+        for parameter, index in names.items():
+            for key, value in entries.get(index, {}).items():
+                if isinstance(value, Tensor | int | float):
+                    found.setdefault(key, {})[parameter] = value
+        return found
+
+    def _add_entry(
         self,
         stage: Stage,
         replica: Sequence[int],
-        contents: Sequence[dict[str, Any]],
-        entries: Mapping[Any, Any],
+        key: str,
+        values: dict[str, Any],
         begin: Mapping[str, Any],
     ) -> None:
-        """Adds the optimizer's entries to a stage, by names of parameters."""
-        indices: dict[str, int] = {}
-        for content in contents:
-            indices = content["indices"] | indices
-        by_key: dict[str, dict[str, Any]] = {}
-        for name, index in indices.items():
-            for key, value in entries.get(index, {}).items():
-                if isinstance(value, Tensor | int | float):
-                    by_key.setdefault(key, {})[name] = value
-        for key, values in by_key.items():
-            wide = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.dim() > 0}
-            named = self._filled(replica, self._models[0], wide) if wide else {}
-            single = next((v for n, v in values.items() if n not in wide), None)
-            if single is not None and not wide:
-                value = torch.as_tensor(single, dtype=torch.float64)
-                stage.items["optimizer", f"'{key}'"] = value
-            for name, value in _tensors(named):
-                if key != MASTER:
-                    stage.items["optimizer", f"'{key}' of '{name}'"] = value
-                elif isinstance(begin.get(name), Tensor):
-                    stage.items["parameter", name] = value - begin[name].double()
-                    stage.slack["parameter", name] = _rounding(named[name])
+        wide = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.dim() > 0}
+        if not wide:
+            value = torch.as_tensor(next(iter(values.values())), dtype=torch.float64)
+            stage.items["optimizer", f"'{key}'"] = value
+            return
+        for name, value in _tensors(self._filled(replica, self._models[0], wide)):
+            if key != MASTER:
+                stage.items["optimizer", f"'{key}' of '{name}'"] = value.double()
+            elif isinstance(begin.get(name), Tensor):
+                _add_change(stage, "parameter", name, value, begin[name])
 
     # ---- modules
 
-    def modules(self, step: int, counts: Sequence[int]) -> dict[Any, list[tuple[str, list[Any]]]]:
-        """Returns places and rows of modules, by microbatch of all batches, name and call.
+    def counts(self, step: int) -> list[int]:
+        """Returns the number of microbatches of each batch of a step."""
+        counts: list[int] = self.load(0, f"step{step}")["counts"]
+        return counts
+
+    def step_of(self, what: str, number: int) -> int:
+        """Returns the step of a stage, or that before an update."""
+        steps: int = number if what == "step" else self.load(0, f"update{number}")["steps"] - 1
+        return steps
+
+    def modules(self, step: int, counts: Sequence[int]) -> Runs:
+        """Returns places of ranks and results of their modules, by microbatch of all batches.
 
         Args:
             step: number of the step.
             counts: number of microbatches of each batch.
         """
-        found: dict[Any, list[tuple[str, list[Any]]]] = {}
+        found = []
         for rank, facts in enumerate(self.facts):
             begin = 0 if len(self.facts) == 1 else sum(counts[: self.batch_of(rank)])
-            for (mb, name, call), rows in self.load(rank, f"step{step}")["modules"].items():
-                found.setdefault((begin + mb, name, call), []).append((facts["place"], rows))
+            rows: Rows = self.load(rank, f"step{step}")["modules"]
+            moved = {(begin + mb, name, call): row for (mb, name, call), row in rows.items()}
+            found.append((facts["place"], moved))
         return found
 
     # ---- copies
 
-    def apart(self) -> Copies | None:
-        """Returns two ranks whose copies differ, after the first update where that happens."""
+    def apart(self) -> tuple[str, str, str] | None:
+        """Returns a parameter, and the places of two ranks with different copies of it, or None.
+
+        Copies are compared after the first update where they differ.
+        """
         for number in range(self.num_updates):
             for model in self._models:
                 found = self._apart_in(number, model)
@@ -299,43 +257,42 @@ class Records:
                     return found
         return None
 
-    def _apart_in(self, number: int, model: int) -> Copies | None:
-        first: dict[Any, tuple[int, Tensor]] = {}
+    def _apart_in(self, number: int, model: int) -> tuple[str, str, str] | None:
+        first: dict[Any, tuple[str, Tensor]] = {}
         parameters = set(self.load(0, f"begin{model}")["parameters"])
-        for rank in range(len(self.facts)):
+        for rank, facts in enumerate(self.facts):
             values = self.load(rank, f"update{number}")["values"][model]
             slices, flats = values.get(SHARDS_MARK) or {}, values.get(FLAT_MARK) or {}
-            for name, value in values.items():
+            for name in values:
                 if name not in parameters or name in flats:
                     continue
-                key = (name, slices.get(name))
-                other = first.setdefault(key, (rank, value))
-                share = _share(value.double(), other[1].double())
-                if share > 1e-6:
-                    places = (self.facts[other[0]]["place"], self.facts[rank]["place"])
-                    return Copies(name, places, share)
+                value = values[name].double()
+                place, other = first.setdefault((name, slices.get(name)), (facts["place"], value))
+                if share_of(value, other) > 1e-6:
+                    return name, place, facts["place"]
         return None
 
 
-def _marks(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: state[key] for key in MARKS if key in state}
+def same_inputs(first: Records, second: Records) -> bool:
+    """Returns whether two jobs have read equal inputs, in one batch per step."""
+    own, others = (sorted(records.folder.glob("*-*.pickle")) for records in (first, second))
+    return (
+        first.num_batches == second.num_batches == 1
+        and [path.name for path in own] == [path.name for path in others]
+        and all(filecmp.cmp(*paths, shallow=False) for paths in zip(own, others, strict=True))
+    )
+
+
+def _add_change(stage: Stage, kind: str, name: str, value: Tensor, before: Any) -> None:
+    """Adds the change of a value, which is less exact than the value."""
+    if not isinstance(before, Tensor) or before.shape != value.shape:
+        before = torch.zeros_like(value)
+    stage.items[kind, name] = value.double() - before.double()
+    stage.slack[kind, name] = 0.0
+    if value.is_floating_point():
+        norm = float(value.double().norm())
+        stage.slack[kind, name] = 8 * torch.finfo(value.dtype).eps * norm
 
 
 def _tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            yield name, value.double()
-
-
-def _rounding(value: Tensor) -> float:
-    if not value.is_floating_point():
-        return 0.0
-    return 8 * torch.finfo(value.dtype).eps * float(value.double().norm())
-
-
-def _share(real: Tensor, expected: Tensor) -> float:
-    if real.shape != expected.shape:
-        return float("inf")
-    size = float(expected.norm())
-    distance = float((real - expected).norm())
-    return distance / size if size else (float("inf") if distance else 0.0)
+    return ((name, value) for name, value in values.items() if isinstance(value, Tensor))

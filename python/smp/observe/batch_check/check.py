@@ -21,9 +21,9 @@ from smp.modules.tracing import running_again
 from smp.observe.batch_check import verdict as judging
 from smp.observe.batch_check.passes import ENDED, BatchPass
 from smp.observe.batch_check.verdict import Found
-from smp.observe.first_step import FirstStepDifference
-from smp.observe.first_step.memory_needed import reason_not_to_fit_again
-from smp.observe.first_step.records import is_compiled
+from smp.observe.verification.first_step import FirstStepDifference
+from smp.observe.verification.memory_needed import reason_not_to_fit_again
+from smp.observe.verification.recorder import is_compiled
 from smp.partition.containers import Containers, reachable_from_hook
 from smp.partition.trace_guard import untouched
 from smp.partition.trace_state import KeptValues

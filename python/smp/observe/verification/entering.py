@@ -13,9 +13,8 @@ import functools
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, overrides
@@ -26,14 +25,14 @@ import smp._C as _C
 from smp.modules.flat import Flat
 from smp.modules.tracing import is_tracing
 from smp.observe.verification.arguments import KeptArguments
+from smp.observe.verification.comparison import share_of
 
 _CALL = "the model's call"
 _NEAR = 1e-6  # share of a norm: the same data, computed by another number of threads
 _SETTERS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
 
-@dataclass
-class Entry:
+class Entry(NamedTuple):
     """Data that enter in one place.
 
     Attributes:
@@ -43,8 +42,8 @@ class Entry:
     """
 
     name: str
-    tensors: list[Any] = field(default_factory=list)
-    numbers: list[Any] = field(default_factory=list)
+    tensors: list[Any]
+    numbers: list[Any]
 
 
 class Entering:
@@ -55,6 +54,12 @@ class Entering:
         own_tensors: function that returns buffers of the wrapped models, which are no data.
         notes_draws: record which operators on outputs of a model draw random numbers; only where
             one thread runs at a time.
+        keeps: whether the data of this rank are recorded.
+
+    Attributes:
+        taken: places where the process was given other data than its own.
+        draws: step functions that draw random numbers, each once.
+        notes: notes on numbers that differ, and on data that cannot be followed.
     """
 
     def __init__(
@@ -62,21 +67,17 @@ class Entering:
         dtype: torch.dtype | None,
         own_tensors: Callable[[], Iterator[Tensor]],
         notes_draws: bool,
+        keeps: bool,
     ) -> None:
-        self.dtype = dtype
-        self.notes_draws = notes_draws
+        self.dtype, self.notes_draws, self.keeps = dtype, notes_draws, keeps
         self._own_tensors = own_tensors
         self._own: frozenset[int] = frozenset()
         self._threads = threading.local()
         self._records: dict[int, list[Entry]] = {}  # by microbatch
         self._given: list[list[Entry]] | None = None
         self._where = ""
-        self.keeps = True
-        #: places where the process was given other data than its own
         self.taken: list[str] = []
-        #: step functions that draw random numbers, each once
         self.draws: list[str] = []
-        #: notes on numbers that differ, and on data that cannot be followed
         self.notes: list[str] = []
 
     # ---- a step
@@ -94,28 +95,25 @@ class Entering:
         self._given = None
         if replay is not None:
             files = sorted(replay.glob(f"entering-*-{number}.pickle"))
-            self._given = [entries for path in files for entries in _read(path)]
+            read = [pickle.loads(path.read_bytes()) for path in files]
+            self._given = [[Entry(*e) for e in entries] for batch in read for entries in batch]
 
     def take(self) -> bytes:
         """Returns the data that entered in all microbatches of the step, and clears them."""
-        found = [self._records[mb] for mb in sorted(self._records)]
+        found = [[tuple(e) for e in self._records[mb]] for mb in sorted(self._records)]
         self._records.clear()
-        plain = [[(e.name, e.tensors, e.numbers) for e in entries] for entries in found]
-        return KeptArguments(plain).data
+        return KeptArguments(found).data
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a step function to record the data that enter it."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             mb = -1 if is_tracing() else _C.current_microbatch()
-            given = None
-            if mb >= 0 and self._given is not None:
-                if mb >= len(self._given):
-                    raise ValueError(_other_steps(f"microbatch {mb} of {self._where}"))
-                given = self._given[mb]
             where = f"microbatch {max(mb, 0)} of {self._where}"
-            body = _Body(self, where, given)
-            body.function = function.__qualname__
+            given = self._given if mb >= 0 else None
+            if given is not None and mb >= len(given):
+                raise ValueError(_other_steps(where))
+            body = _Body(self, function.__qualname__, where, None if given is None else given[mb])
             self._threads.body = body
             try:
                 with body:
@@ -151,22 +149,33 @@ class Entering:
         """Returns whether a tensor is a parameter or buffer of a model."""
         return isinstance(tensor, nn.Parameter) or id(tensor) in self._own
 
+    def compare_numbers(self, place: str, given: Sequence[Any], own: Sequence[Any]) -> None:
+        """Records a note on the first numbers that differ."""
+        known = any(note.startswith("the step function computes with") for note in self.notes)
+        for other, mine in zip(given, own, strict=False):
+            if other != mine and other == other and not known:
+                self.notes.append(
+                    f"the step function computes with {other} in this layout where one process has "
+                    f"{mine}, and each went on with its own ({place})"
+                )
+                return
+
 
 class _Body(overrides.TorchFunctionMode):
     """Watches the operators of one microbatch, in its thread."""
 
-    def __init__(self, owner: Entering, where: str, given: Sequence[Entry] | None) -> None:
+    def __init__(
+        self, owner: Entering, function: str, where: str, given: Sequence[Entry] | None
+    ) -> None:
         super().__init__()
-        self._owner = owner
-        self._where = where
-        self._given = given
+        self._owner, self._function, self._where = owner, function, where
+        self._given = None if given is None else [entry for entry in given if entry.tensors]
+        self._given_bare = [entry for entry in given or () if not entry.tensors]  # numbers alone
         self._results: Any = WeakIdKeyDictionary()  # tensors that depend on a model
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._is_paused = False
         self._number = 0
-        self.function = ""
-        self._bare: list[Entry] = []  # entries with numbers alone
-        self._entries: list[Entry] = []
+        self.entries: list[Entry] = []
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -183,21 +192,14 @@ class _Body(overrides.TorchFunctionMode):
         """Raises unless everything entered that entered on the other rank."""
         if self._given is None:
             return
-        given = [entry for entry in self._given if entry.tensors]
-        if self._number != len(given):
-            missing = given[self._number].name
+        if self._number != len(self._given):
+            missing = self._given[self._number].name
             raise ValueError(_other_steps(f"{self._where}: '{missing}' is missing"))
-        bare = [entry for entry in self._given if not entry.tensors]
-        if [entry.name for entry in bare] != [entry.name for entry in self._bare]:
+        if [e.name for e in self._given_bare] != [e.name for e in self.entries]:
             return  # scripts may print on some ranks only, for example
-        for other, mine in zip(bare, self._bare, strict=True):
+        for other, mine in zip(self._given_bare, self.entries, strict=True):
             place = f"{self._where}: '{mine.name}'"
-            _compare_numbers(self._owner.notes, place, other.numbers, mine.numbers)
-
-    @property
-    def entries(self) -> list[Entry]:
-        """Returns all entries: those with tensors, then those with numbers alone."""
-        return self._entries + self._bare
+            self._owner.compare_numbers(place, other.numbers, mine.numbers)
 
     def follow(self, result: Any) -> None:
         """Marks tensors as outputs of a model, or as computed from them."""
@@ -210,8 +212,6 @@ class _Body(overrides.TorchFunctionMode):
             return True
         return tensor.requires_grad and not tensor.is_leaf
 
-    # ---- operators
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -219,37 +219,31 @@ class _Body(overrides.TorchFunctionMode):
         if self._is_paused or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        results = [tensor for tensor in tensors if self._depends(tensor)]
-        if not results:
+        tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        data = [i for i, tensor in tensors.items() if not self._depends(tensor)]
+        if len(data) == len(tensors):
             return func(*args, **kwargs)
-        data = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not self._depends(x)]
         numbers = [leaf for leaf in leaves if type(leaf) in (bool, int, float)]
         name = getattr(func, "__name__", str(func))
-        if numbers and not data:
-            self._bare.append(Entry(name, [], numbers))
+        written = _written(name, args, kwargs)
         if data:
+            results = [tensor for i, tensor in tensors.items() if i not in data]
             cast = all(t.dtype == torch.float64 for t in results if t.is_floating_point())
-            others = self._entered(name, [leaves[i] for i in data], numbers, cast)
-            written = _written(name, args, kwargs)
-            for i, other in zip(data, others, strict=True):
-                if leaves[i] is written and other is not written:
-                    with torch.no_grad():
-                        written.copy_(other)
-                else:
-                    leaves[i] = other
+            for i, other in zip(
+                data, self._entered(name, [leaves[i] for i in data], numbers, cast), strict=True
+            ):
+                leaves[i] = _put(leaves[i], other) if leaves[i] is written else other
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-        before = torch.get_rng_state() if self._owner.notes_draws else None
+        elif numbers:
+            self.entries.append(Entry(name, [], numbers))
+        before = torch.get_rng_state() if self._owner.notes_draws and not is_tracing() else None
         result = func(*args, **kwargs)
         self.follow((result, _written(name, args, kwargs)))
-        draws = self._owner.draws
-        words = f"the step function '{self.function}'"
-        if before is not None and words not in draws and not is_tracing():
-            if not torch.equal(before, torch.get_rng_state()):
-                draws.append(words)
+        if before is not None and not torch.equal(before, torch.get_rng_state()):
+            words = f"the step function '{self._function}'"
+            if words not in self._owner.draws:
+                self._owner.draws.append(words)
         return result
-
-    # ---- the model's call
 
     def entered_call(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Records the arguments of the model's call, and returns those to compute with."""
@@ -262,17 +256,14 @@ class _Body(overrides.TorchFunctionMode):
             return args, kwargs
         tensors = flat.take()
         data = [i for i, tensor in enumerate(tensors) if not self._depends(tensor)]
-        if not data:
-            return args, kwargs
-        others = self._entered(_CALL, [tensors[i] for i in data], [], cast=True)
-        if all(tensors[i] is other for i, other in zip(data, others, strict=True)):
+        own = [tensors[i] for i in data]
+        others = self._entered(_CALL, own, [], cast=True) if data else []
+        if all(mine is other for mine, other in zip(own, others, strict=True)):
             return args, kwargs
         for i, other in zip(data, others, strict=True):
             tensors[i] = other
         found: tuple[Any, Any] = flat.filled(tensors)
         return found
-
-    # ---- both
 
     def _entered(
         self, name: str, tensors: Sequence[Tensor], numbers: Sequence[Any], cast: bool
@@ -283,34 +274,33 @@ class _Body(overrides.TorchFunctionMode):
         if self._given is None:
             if self._owner.keeps:
                 kept = [self._copy(tensor) for tensor in own]
-                self._entries.append(Entry(name, kept, list(numbers)))
+                self.entries.append(Entry(name, kept, list(numbers)))
             return own
         place = f"{self._where}: '{name}'"
-        given = [entry for entry in self._given if entry.tensors]
-        if self._number >= len(given):
+        if self._number >= len(self._given):
             raise ValueError(_other_steps(place))
-        entry = given[self._number]
+        entry = self._given[self._number]
         self._number += 1
         if entry.name != name or len(entry.tensors) != len(own):
             raise ValueError(_other_steps(f"{place} instead of '{entry.name}'"))
-        _compare_numbers(self._owner.notes, place, entry.numbers, numbers)
+        self._owner.compare_numbers(place, entry.numbers, numbers)
         return [
             self._chosen(place, mine, _cast(other, dtype))
             for mine, other in zip(own, entry.tensors, strict=True)
         ]
 
     def _chosen(self, place: str, own: Tensor, given: Tensor) -> Tensor:
-        if _are_equal(own, given):
+        dtypes, layouts = {own.dtype, given.dtype}, {own.layout, given.layout}
+        is_alike = len(dtypes) == 1 and layouts == {torch.strided} and own.shape == given.shape
+        if is_alike and _are_equal(own, given):
             return own
-        if not _are_near(own, given):
+        if not (is_alike and own.is_floating_point() and _are_near(own, given)):
             self._owner.taken.append(place)
         if not own.requires_grad:
             return given.to(own.device)
         if own.shape != given.shape:
             raise ValueError(_other_steps(f"{place}: {tuple(own.shape)} requires gradients"))
-        with torch.no_grad():
-            own.copy_(given)
-        return own
+        return _put(own, given)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Returns a copy of the tensor's present value; the same copy for all places."""
@@ -318,10 +308,6 @@ class _Body(overrides.TorchFunctionMode):
         if key not in self._copies:
             self._copies[key] = (tensor, tensor.detach().to("cpu", copy=True))
         return self._copies[key][1]
-
-
-def _read(path: Path) -> list[list[Entry]]:
-    return [[Entry(*entry) for entry in entries] for entries in pickle.loads(path.read_bytes())]
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -332,6 +318,14 @@ def _written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     return args[0] if args and (is_inplace or name in _SETTERS) else None
 
 
+def _put(own: Tensor, given: Tensor) -> Tensor:
+    """Copies values into a tensor of the script, unless they are there, and returns it."""
+    if own is not given:
+        with torch.no_grad():
+            own.copy_(given)
+    return own
+
+
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None or not tensor.is_floating_point() or tensor.requires_grad:
         return tensor
@@ -339,33 +333,11 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _are_equal(own: Tensor, given: Tensor) -> bool:
-    if own.shape != given.shape or own.dtype != given.dtype:
-        return False
-    if own.layout is not torch.strided or given.layout is not torch.strided:
-        return False
     return bool(((own == given.to(own.device)) | ((own != own) & (given != given))).all())
 
 
 def _are_near(own: Tensor, given: Tensor) -> bool:
-    if own.shape != given.shape or own.dtype != given.dtype or not own.is_floating_point():
-        return False
-    if own.layout is not torch.strided or given.layout is not torch.strided:
-        return False
-    own, given = own.detach().to("cpu", torch.float64), given.to(torch.float64)
-    return float((own - given).norm()) <= _NEAR * float(given.norm())
-
-
-def _compare_numbers(
-    notes: list[str], place: str, given: Sequence[Any], own: Sequence[Any]
-) -> None:
-    for number, mine in zip(given, own, strict=False):
-        if number == mine or number != number:
-            continue
-        if not any(note.startswith("the step function computes with") for note in notes):
-            notes.append(
-                f"the step function computes with {number} in this layout where one process has "
-                f"{mine}, and each went on with its own ({place})"
-            )
+    return share_of(own.detach().to("cpu", torch.float64), given.to(torch.float64)) <= _NEAR
 
 
 def _other_steps(text: str) -> str:

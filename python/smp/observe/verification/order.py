@@ -15,14 +15,14 @@ class Order:
     Attributes:
         folder: folder of the records of this job.
         steps: updates of an optimizer after which the script ends.
-        dtype: dtype that models and inputs are cast to, ``"float64"``; None: they stay as they are.
+        is_exact: models and inputs are cast to float64.
         replay: folder of another job, whose inputs of all data-parallel ranks this one process
             computes with; None: the process uses its own inputs.
     """
 
     folder: str
     steps: int
-    dtype: str | None = None
+    is_exact: bool = False
     replay: str | None = None
 
     def write(self, path: Path) -> None:

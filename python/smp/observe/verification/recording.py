@@ -6,10 +6,8 @@ and the command joins the parts. See docs/design/verify.md.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
-from smp.observe.first_step.records import watch_modules
+from smp.modules.tracing import is_tracing
 from smp.observe.verification.arguments import KeptArguments
 from smp.observe.verification.entering import Entering
-from smp.observe.verification.module_records import ModuleRecords, Row, row_of
 from smp.observe.verification.order import Order
+from smp.observe.verification.recorder import ModuleRecorder
+from smp.observe.verification.rows import row_of
 from smp.precision.holdings import holding_of, master_of
 from smp.tensor_parallel import partial
+from smp.tensor_parallel.partial import MARKS
 from smp.world import runtime
 from smp.world.observers import StepObserver
 
@@ -61,8 +61,8 @@ class VerificationObserver(StepObserver):
             self._current.verification.model_partitioned(model)
 
 
-class Recording:
-    """The recording of one rank.
+class Recording(Entering):
+    """The recording of one rank, which also replays the inputs of others.
 
     Args:
         current: the runtime.
@@ -70,37 +70,48 @@ class Recording:
     """
 
     def __init__(self, current: runtime.Runtime, order: Order) -> None:
-        self._current = current
-        self._order = order
-        self._dtype = None if order.dtype is None else getattr(torch, order.dtype)
+        ranks, is_alone = current.rank.ranks, current.rank.world_size == 1
+        self._is_split = current.rank.config.prescaled_batch and current.rank.sizes["tp"] > 1
+        super().__init__(
+            dtype=torch.float64 if order.is_exact else None,
+            own_tensors=self._buffers,
+            notes_draws=is_alone,
+            keeps=ranks["pp"] == 0 and (ranks["tp"] == 0 or not self._is_split),
+        )
+        self._current, self._order = current, order
+        self._replay = None if order.replay is None else Path(order.replay)
         self._folder = Path(order.folder) / f"rank{current.rank.global_rank}"
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._records: dict[str, ModuleRecords] = {}  # by prefix of the model
+        self._recorder = ModuleRecorder(self._microbatch, notes_draws=is_alone)
         self._num_calls = self._num_updates = 0
-        self._notes: list[str] = []
+        self._stages: list[tuple[str, int]] = []  # steps and updates in the order of time
         self._dtypes: set[str] = set()
         self._in_step = False
-        self._is_split = current.rank.config.prescaled_batch and current.rank.sizes["tp"] > 1
-        self._entering = Entering(self._dtype, self._buffers, current.rank.world_size == 1)
-        self._entering.keeps = self._has_batch
         self._write_facts()
+
+    def _models(self) -> list[Any]:
+        return [m for m in self._current.wrapped.models if getattr(m, "partitioned", False)]
+
+    def _buffers(self) -> Iterator[Tensor]:
+        models: list[Any] = self._current.wrapped.models
+        return (buffer for model in models for buffer in model.buffers())
+
+    def _microbatch(self) -> int | None:
+        mb = _C.current_microbatch()
+        return mb if self._in_step and mb >= 0 and not is_tracing() else None
 
     # ---- models
 
     def cast(self, module: nn.Module) -> None:
         """Casts a module before it is wrapped, while the whole model is here."""
-        if self._dtype is not None:
-            module.to(self._dtype)
+        if self.dtype is not None:
+            module.to(self.dtype)
 
     def model_partitioned(self, model: Any) -> None:
         """Records the initial values of a model, and its modules from now on."""
-        prefix = _prefix(model)
-        named = list(model.local_named_modules())
-        names = [prefix + name for name, _ in named]
-        records = ModuleRecords(names, notes_draws=self._current.rank.world_size == 1)
-        records.is_on = self._in_step
-        self._records[prefix] = records
-        watch_modules([module for _, module in named], records)
+        prefix = "" if model._idx == 0 else f"{model._idx}:"
+        modules = {prefix + name: module for name, module in model.local_named_modules()}
+        self._recorder.watch(list(modules.values()), list(modules))
         parameters = list(model.get_module().named_parameters())
         self._dtypes |= {str(p.dtype) for _, p in parameters if p.is_floating_point()}
         translators = [
@@ -112,7 +123,7 @@ class Recording:
             f"begin{model._idx}",
             {
                 "prefix": prefix,
-                "values": _detached(model._parts().marked_state()),
+                "values": {model._idx: _detached(model._parts().marked_state())},
                 "parameters": [name for name, _ in parameters],
                 "translators": translators,
             },
@@ -129,81 +140,48 @@ class Recording:
         number = self._num_calls
         self._num_calls += 1
         self._in_step = True
-        replay = self._order.replay
-        self._entering.begin(number, None if replay is None else Path(replay))
-        for records in self._records.values():
-            records.is_on = True
+        self.begin(number, self._replay)
         try:
-            kept = KeptArguments((args, kwargs), self._dtype)
+            kept = KeptArguments((args, kwargs), self.dtype)
         except Exception as error:
-            if self._dtype is not None or self._order.replay is not None:
+            if self.dtype is not None or self._replay is not None:
                 raise ValueError(
                     f"{_C.rank_prefix()}smp verify: the arguments of the step function cannot be "
                     f"kept for another process: {type(error).__name__}: {error}; pass tensors in "
                     "plain containers"
                 ) from error
-            self._notes.append(f"arguments of a step function cannot be kept: {error}")
+            self.notes.append(f"arguments of a step function cannot be kept: {error}")
             return [(args, kwargs)]
-        if self._order.replay is None:
+        if self._replay is None:
             self._keep_inputs("inputs", number, kept.data)
-            return [(args, kwargs) if self._dtype is None else kept.restored()]
-        files = sorted(Path(self._order.replay).glob(f"inputs-*-{number}.pickle"))
-        if not files:
+            return [(args, kwargs) if self.dtype is None else kept.restored()]
+        files = sorted(self._replay.glob(f"inputs-*-{number}.pickle"))
+        self._check_inputs(len(files))
+        found = [kept.restored(path.read_bytes()) for path in files]
+        if self.dtype is None:
+            return found
+        return [KeptArguments(call, self.dtype).restored() for call in found]
+
+    def _check_inputs(self, count: int) -> None:
+        if count == 0:
             raise ValueError(
-                f"{_C.rank_prefix()}smp verify: the script calls a step function {number + 1} "
+                f"{_C.rank_prefix()}smp verify: the script calls a step function {self._num_calls} "
                 "times in one process and less often in the other layout before its "
                 "updates; make the number of calls independent of the layout"
             )
-        if len(files) > 1:
-            self._refuse_sums()
-        found = [kept.restored(path.read_bytes()) for path in files]
-        if self._dtype is None:
-            return found
-        return [KeptArguments(call, self._dtype).restored() for call in found]
-
-    def _refuse_sums(self) -> None:
         models: list[Any] = self._current.wrapped.models
-        if not all(model._engine.gradients.averages for model in models):
+        if count > 1 and not all(model._engine.gradients.averages for model in models):
             raise ValueError(
                 f"{_C.rank_prefix()}smp verify: average_grads_across_microbatches=False sums over "
                 "microbatches and takes the mean over data-parallel ranks, which one process "
                 "cannot replay; leave out layouts with dp, sdp or os"
             )
 
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the step function to record data that are no arguments, and random numbers."""
-        return self._entering.around(function)
-
-    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs and records a call of a model."""
-        return self._entering.call(forward, args, kwargs)
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Returns a context for a backward of a model."""
-        return self._entering.backward()
-
-    def _buffers(self) -> Iterator[Tensor]:
-        models: list[Any] = self._current.wrapped.models
-        for model in models:
-            yield from model.buffers()
-
-    def _draws(self) -> list[str]:
-        inside = [name for records in self._records.values() for name in records.draws]
-        return inside + self._entering.draws
-
-    @property
-    def _has_batch(self) -> bool:
-        """Returns whether the batch of this rank is recorded."""
-        ranks = self._current.rank.ranks
-        return ranks["pp"] == 0 and (ranks["tp"] == 0 or not self._is_split)
-
     def _keep_inputs(self, what: str, number: int, data: bytes) -> None:
-        if not self._has_batch:
+        if not self.keeps:
             return
         idx = self._current.rank.ranks["rdp" if self._is_split else "dp"]
-        path = Path(self._order.folder) / f"{what}-{idx:04d}-{number}.pickle"
-        path.write_bytes(data)
-        path.with_suffix(".digest").write_text(hashlib.sha256(data).hexdigest())
+        (Path(self._order.folder) / f"{what}-{idx:04d}-{number}.pickle").write_bytes(data)
 
     def step_done(self, trains: bool, result: Any, counts: Sequence[int]) -> None:
         """Saves the records of a step function whose gradients are reduced.
@@ -214,41 +192,32 @@ class Recording:
             counts: numbers of microbatches by data-parallel rank.
         """
         self._in_step = False
-        if self._order.replay is None:
-            self._keep_inputs("entering", self._num_calls - 1, self._entering.take())
-        rows: dict[tuple[int, str, int], list[Row]] = {}
-        for records in self._records.values():
-            records.is_on = False
-            rows.update(records.take())
-        self._save(
-            f"step{self._num_calls - 1}",
+        if self._replay is None:
+            self._keep_inputs("entering", self._num_calls - 1, self.take())
+        self._add(
+            "step",
+            self._num_calls - 1,
             {
                 "trains": trains,
                 "counts": list(counts),
                 "outputs": _outputs(result),
-                "modules": rows,
-                "gradients": self._gradients() if trains else {},
-                "updates": self._num_updates,
+                "modules": self._recorder.take(),
+                "gradients": {m._idx: self._gradients(m) for m in self._models() if trains},
             },
         )
-        self._write_facts()
 
-    def _gradients(self) -> dict[int, dict[str, Any]]:
-        found = {}
-        for model in self._current.wrapped.models:
-            if not getattr(model, "partitioned", False):
-                continue
-            named = list(model.local_named_parameters())  # type: ignore[attr-defined]
-            values = {name: master_of(p).grad for name, p in named if p.requires_grad}
-            flat = {}
-            for name, parameter in named:
-                holding = holding_of(parameter)
-                if holding is not None and self._current.rank.sizes["shard"] > 1:
-                    flat[name] = (holding.begin, holding.numel, tuple(holding.shape))
-            marks = partial.marks_of(partial.slices_of(named), flat or None)
-            present = {name: _copy(grad) for name, grad in values.items() if grad is not None}
-            found[model._idx] = {**present, **marks}
-        return found
+    def _gradients(self, model: Any) -> dict[str, Any]:
+        """Returns the gradients that this rank holds, with marks of their places."""
+        named = list(model.local_named_parameters())
+        grads = {name: master_of(p).grad for name, p in named if p.requires_grad}
+        flat = {}
+        for name, parameter in named:
+            holding = holding_of(parameter)
+            if holding is not None and self._current.rank.sizes["shard"] > 1:
+                flat[name] = (holding.begin, holding.numel, tuple(holding.shape))
+        marks = partial.marks_of(partial.slices_of(named), flat or None)
+        found: dict[str, Any] = {n: grad for n, grad in grads.items() if grad is not None} | marks
+        return {name: _detached(value) for name, value in found.items()}
 
     # ---- updates
 
@@ -258,17 +227,13 @@ class Recording:
         Raises:
             EndOfVerification: this was the last ordered update.
         """
-        current = self._current
-        number = current.wrapped.optimizers.index(optimizer)
-        models = [m for m in current.wrapped.models if getattr(m, "partitioned", False)]
-        values = {m._idx: _detached(m._parts().marked_state()) for m in models}  # type: ignore[attr-defined]
         state = optimizer.local_state_dict(gather_if_shard=False)
-        self._save(
-            f"update{self._num_updates}",
+        self._add(
+            "update",
+            self._num_updates,
             {
-                "values": values,
-                "optimizer": number,
-                "entries": _detached({k: v for k, v in state.items() if k != "param_groups"}),
+                "values": {m._idx: _detached(m._parts().marked_state()) for m in self._models()},
+                "entries": _detached(state["state"] | {k: state[k] for k in MARKS & state.keys()}),
                 "settings": [
                     {k: v for k, v in group.items() if isinstance(v, int | float | str | tuple)}
                     for group in state["param_groups"]
@@ -278,11 +243,15 @@ class Recording:
             },
         )
         self._num_updates += 1
-        self._write_facts()
-        if self._num_updates >= self._order.steps * len(current.wrapped.optimizers):
+        if self._num_updates >= self._order.steps * len(self._current.wrapped.optimizers):
             raise EndOfVerification
 
     # ---- files
+
+    def _add(self, what: str, number: int, content: dict[str, Any]) -> None:
+        self._save(f"{what}{number}", content)
+        self._stages.append((what, number))
+        self._write_facts()
 
     def _save(self, name: str, content: dict[str, Any]) -> None:
         torch.save(content, self._folder / f"{name}.pt")
@@ -295,27 +264,18 @@ class Recording:
             "sizes": rank.sizes,
             "half": str(rank.config.half_dtype) if rank.config.half_dtype else None,
             "dtypes": sorted(self._dtypes),
-            "num_steps": self._num_calls,
-            "num_updates": self._num_updates,
-            "draws": self._draws(),
-            "taken": self._entering.taken,
-            "notes": [*self._notes, *self._entering.notes],
+            "stages": self._stages,
+            "draws": [*self._recorder.draws, *self.draws],
+            "taken": self.taken,
+            "notes": self.notes,
         }
         (self._folder / "facts.json").write_text(json.dumps(facts))
-
-
-def _prefix(model: Any) -> str:
-    return "" if model._idx == 0 else f"{model._idx}:"
-
-
-def _copy(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", copy=True)
 
 
 def _detached(value: Any) -> Any:
     """Copies tensors to host memory, so that later writes do not change them."""
     if isinstance(value, Tensor):
-        return _copy(value)
+        return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {key: _detached(item) for key, item in value.items()}
     return value
@@ -328,7 +288,7 @@ def _outputs(result: Any) -> list[list[Any]]:
     def visit(value: Any) -> None:
         if hasattr(value, "outputs") and hasattr(value, "reduce_mean"):
             rows = [row_of(output) for output in value.outputs]
-            found.append(rows)
+            found.append([None if row is None else row.numbers for row in rows])
         elif isinstance(value, dict):
             for item in value.values():
                 visit(item)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import random
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp._C as _C
 from smp.dropout import places
+from smp.dropout.others import others_kept, state_of_others
 from smp.modules import autocast
 from smp.modules.forwards import uncover
 from smp.modules.tracing import running_again
-from smp.observe.first_step.outside import are_independent
-from smp.observe.first_step.records import Records, leaves_of, may_record
+from smp.observe.verification.outputs import Inconclusive, are_independent
+from smp.observe.verification.recorder import ModuleRecorder, leaves_of
 from smp.partition.trace import moved, ordinary
 from smp.partition.trace_guard import untouched
 from smp.partition.trace_state import KeptValues
@@ -31,10 +29,6 @@ from smp.pipeline.remote_tensor import RemoteTensor
 
 # Arguments of these types cannot be changed by the code that gets them.
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, slice, type)
-
-
-class Inconclusive(Exception):
-    """The check has no result for this model; the text is the reason."""
 
 
 class _Operators(TorchDispatchMode):
@@ -59,7 +53,7 @@ class _Operators(TorchDispatchMode):
         if "c10d" in func.namespace:
             raise Inconclusive(f"the model communicates by itself ({func})")
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and is_coarser(result.dtype, args[0].dtype):
+        if func is torch.ops.aten._to_copy.default and _is_coarser(result.dtype, args[0].dtype):
             self._rounded.add(result.dtype)
         return result
 
@@ -89,7 +83,7 @@ class Reference:
 
     Args:
         root: the user's model.
-        modules: all of its modules.
+        modules: all of its modules, by name.
         kept: values of the parameters that are placeholders here.
         device: device of this process.
         moved: whether it computes with other last digits of all parameters.
@@ -98,23 +92,22 @@ class Reference:
     def __init__(
         self,
         root: nn.Module,
-        modules: Sequence[nn.Module],
+        modules: Mapping[str, nn.Module],
         kept: Mapping[nn.Parameter, Tensor],
         device: torch.device,
         moved: bool = False,
     ) -> None:
         self._root = root
-        self._modules = tuple(modules)
+        self._names, self._modules = tuple(modules), tuple(modules.values())
         self._kept = kept
         self._device = device
         self._moved = moved
         self._first: _State | None = None  # state before the first call
-        self._now: _State | None = None
-        self._left: _State | None = None  # state that the last call has changed
+        self._now: _State = {}
+        self._left: _State = {}  # state that the last call has changed
         self._leaves_contents = False  # whether a call has changed containers
         self.calls: list[ReferenceCall] = []
-        self.records = Records()
-        self.records.keeps_makers = True
+        self.recorder = ModuleRecorder(lambda: 0)
         #: dtypes to which the model rounded values
         self.rounded: set[torch.dtype] = set()
         #: whether no output with an incoming gradient is computed from another such output
@@ -135,16 +128,16 @@ class Reference:
         )
         if self._leaves_contents:
             raise Inconclusive("the model collects something from call to call")
-        if self._now is None or self.calls:
+        if self._first is None or self.calls:
             # This call sees what the last one changed, and what other code has set since.
-            self._now = _State.of(self._modules).updated(self._left)
+            self._now = _state_of(self._modules) | self._left
             self._first = self._first or self._now
-        with self._whole(records=True), _random_state_kept(self._device):
+        with self._whole(records=True), _generators_kept(self._device):
             args, kwargs = _copy_arguments(call.arguments)
-            before = _random_state(self._device)
+            before = random_state(self._device)
             with places.at(None):  # masks that are equal in all layouts do not use the generators
                 output = self._root(*args, **kwargs)
-            if _random_state(self._device) != before:
+            if random_state(self._device) != before:
                 raise Inconclusive("the model draws random numbers, which layouts draw differently")
         call.leaves = leaves_of(output)
         if any(isinstance(leaf, RemoteTensor) for leaf in call.leaves):
@@ -154,8 +147,9 @@ class Reference:
 
     def again(self, moved: bool = False) -> Reference:
         """Returns a second run of all calls so far, in the state at that time."""
-        other = Reference(self._root, self._modules, self._kept, self._device, moved)
-        other._first = other._now = self._first
+        modules = dict(zip(self._names, self._modules, strict=True))
+        other = Reference(self._root, modules, self._kept, self._device, moved)
+        other._first, other._now = self._first, self._first or {}
         for call in self.calls:
             with (
                 autocast.restore(call.casts, self._device),
@@ -165,7 +159,7 @@ class Reference:
         return other
 
     def gradients(
-        self, grads: Mapping[tuple[int, int], Tensor | None]
+        self, grads: Mapping[tuple[int, int], Tensor]
     ) -> dict[nn.Parameter, Tensor | None]:
         """Returns the gradients of all parameters.
 
@@ -182,7 +176,7 @@ class Reference:
         roots, root_grads, handles, edges = [], [], [], []
         for (call, position), grad in grads.items():
             leaf = self.calls[call].leaves[position]
-            if grad is None or not isinstance(leaf, Tensor) or not leaf.requires_grad:
+            if not isinstance(leaf, Tensor) or not leaf.requires_grad:
                 continue
             if leaf.grad_fn is None:
                 raise Inconclusive("the model returns a parameter or an argument")
@@ -190,7 +184,7 @@ class Reference:
             roots.append(leaf)
             edges.append((leaf.grad_fn, leaf.output_nr))
             root_grads.append(grad)
-            handles.append(leaf.register_hook(functools.partial(_given, grad)))
+            handles.append(leaf.register_hook(lambda _, given=grad: given))
         self.is_certain = are_independent(edges)
         if not roots or not parameters:
             return dict.fromkeys(parameters)
@@ -208,7 +202,6 @@ class Reference:
         """Frees activations; calls can still be run again."""
         for call in self.calls:
             call.leaves = []
-        self.records.forget_makers()
 
     @contextlib.contextmanager
     def _whole(self, records: bool) -> Iterator[None]:
@@ -220,12 +213,8 @@ class Reference:
             for module in self._modules:
                 uncover(module)
             if records:
-                for idx, module in enumerate(self._modules):
-                    if may_record(module):
-                        module.__dict__["forward"] = self.records.around(idx, module.forward)
-            assert self._now is not None
-            before = self._now
-            before.put(self._modules)
+                self.recorder.watch(self._modules, self._names)
+            _put(self._now, self._modules)
             stack.enter_context(_values_in(self._kept, self._device))
             if self._moved:
                 nearby = {p: _nearby(p.data) for p in self._root.parameters()}
@@ -234,119 +223,80 @@ class Reference:
             stack.callback(written.restore)
             stack.enter_context(written)
             stack.enter_context(_Operators(self.rounded))
+            before = _contents_of(self._modules)
             yield
             if records:
-                after = _State.of(self._modules)
-                self._leaves_contents |= not after.has_same_contents(before)
-                self._left = after.without(before)
+                self._leaves_contents |= _ids(_contents_of(self._modules)) != _ids(before)
+                after = _state_of(self._modules)
+                self._left = {k: v for k, v in after.items() if _has_changed(k, v, self._now)}
 
 
-@dataclass
-class _State:
-    """Buffers and attributes of modules. Tensors are copies, which share as the originals did.
-
-    Attributes:
-        buffers, attributes: values by name, for each module.
-        contents: contents of containers, to notice changes; `untouched` restores them.
-    """
-
-    buffers: list[dict[str, Tensor | None]]
-    attributes: list[dict[str, Any]]
-    contents: list[tuple[Any, ...]]
-
-    @staticmethod
-    def of(modules: Sequence[nn.Module]) -> _State:
-        copies: dict[int, Tensor] = {}
-        plain = [
-            {k: v for k, v in module.__dict__.items() if k not in _NO_STATE} for module in modules
-        ]
-        return _State(
-            [_cloned(module._buffers, copies) for module in modules],
-            [_cloned(attributes, copies) for attributes in plain],
-            [
-                tuple(value.items() if isinstance(value, dict) else value)
-                for attributes in plain
-                for value in attributes.values()
-                if type(value) in (list, dict)
-            ],
-        )
-
-    def put(self, modules: Sequence[nn.Module]) -> None:
-        # These are copies again: writing to the originals would spoil graphs that use them.
-        copies: dict[int, Tensor] = {}
-        for module, buffers, attributes in zip(modules, self.buffers, self.attributes, strict=True):
-            module._buffers.clear()
-            module._buffers.update(_cloned(buffers, copies))
-            module.__dict__.update(_cloned(attributes, copies))
-
-    def without(self, other: _State) -> _State:
-        """Returns the values that differ from another state."""
-        return _State(
-            [_changed(a, b) for a, b in zip(self.buffers, other.buffers, strict=True)],
-            [_changed(a, b) for a, b in zip(self.attributes, other.attributes, strict=True)],
-            [],
-        )
-
-    def updated(self, changes: _State | None) -> _State:
-        """Returns this state with changes that `without` has found."""
-        if changes is None:
-            return self
-        return _State(
-            [a | b for a, b in zip(self.buffers, changes.buffers, strict=True)],
-            [a | b for a, b in zip(self.attributes, changes.attributes, strict=True)],
-            self.contents,
-        )
-
-    def has_same_contents(self, other: _State) -> bool:
-        return len(self.contents) == len(other.contents) and all(
-            len(a) == len(b) and all(map(_is_same, a, b))
-            for a, b in zip(self.contents, other.contents, strict=True)
-        )
+#: buffers and attributes of modules, by number of the module, whether it is a buffer, and name
+_State = dict[tuple[int, bool, str], Any]
 
 
-def is_coarser(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Returns whether a floating-point number loses digits when cast from the other dtype."""
-    both = dtype.is_floating_point and other.is_floating_point
-    return both and torch.finfo(dtype).eps > torch.finfo(other).eps
+def _state_of(modules: Sequence[nn.Module]) -> _State:
+    """Returns the state; tensors are copies, which share as the originals do."""
+    found: _State = {}
+    for number, module in enumerate(modules):
+        found |= {(number, True, name): buffer for name, buffer in module._buffers.items()}
+        attributes = module.__dict__.items()
+        found |= {(number, False, k): v for k, v in attributes if k not in _NO_STATE}
+    return _cloned(found)
 
 
-def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    changed = {}
-    for name, value in now.items():
-        known = before.get(name, before)
-        if isinstance(value, Tensor) and isinstance(known, Tensor) and not value.requires_grad:
-            is_same = value.shape == known.shape and bool((value == known).all())
-        else:
-            is_same = value is known
-        if not is_same:
-            changed[name] = value
-    return changed
+def _put(state: _State, modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        module._buffers.clear()
+    # These are copies again: writing to the originals would spoil graphs that use them.
+    for (number, is_buffer, name), value in _cloned(state).items():
+        table = modules[number]._buffers if is_buffer else modules[number].__dict__
+        table[name] = value
 
 
-def _is_same(first: Any, second: Any) -> bool:
-    if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
-        return all(a is b for a, b in zip(first, second, strict=True))
-    return first is second
+def _cloned(state: _State) -> _State:
+    """Returns the values with copies of tensors that have no gradients."""
+    copies: dict[int, Tensor] = {}
+
+    def cloned(value: Any) -> Any:
+        if type(value) is not Tensor or value.requires_grad:
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().clone()
+        return copies[id(value)]
+
+    return {key: cloned(value) for key, value in state.items()}
+
+
+def _has_changed(key: tuple[int, bool, str], value: Any, before: _State) -> bool:
+    known = before.get(key, before)
+    if isinstance(value, Tensor) and isinstance(known, Tensor) and not value.requires_grad:
+        return value.shape != known.shape or not bool((value == known).all())
+    return value is not known
+
+
+def _contents_of(modules: Sequence[nn.Module]) -> list[list[Any]]:
+    """Returns what is in containers of modules, to notice changes; `untouched` restores them."""
+    return [
+        [*value, *(value.values() if isinstance(value, dict) else ())]
+        for module in modules
+        for name, value in module.__dict__.items()
+        if name not in _NO_STATE and type(value) in (list, dict)
+    ]
+
+
+def _ids(contents: list[list[Any]]) -> list[list[int]]:
+    return [list(map(id, items)) for items in contents]
 
 
 # Wrappers of a forward are not state that a call leaves.
 _NO_STATE = frozenset((*nn.Module().__dict__, "forward", "_smp_forwards"))
 
 
-def _cloned(values: Mapping[str, Any], copies: dict[int, Tensor]) -> dict[str, Any]:
-    """Returns the values with copies of tensors that have no gradients."""
-    cloned = {}
-    for name, value in values.items():
-        if type(value) is Tensor and not value.requires_grad:
-            if id(value) not in copies:
-                copies[id(value)] = value.detach().clone()
-            value = copies[id(value)]
-        cloned[name] = value
-    return cloned
-
-
-def _given(grad: Tensor, _: Tensor) -> Tensor:
-    return grad
+def _is_coarser(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Returns whether a floating-point number loses digits when cast from the other dtype."""
+    both = dtype.is_floating_point and other.is_floating_point
+    return both and torch.finfo(dtype).eps > torch.finfo(other).eps
 
 
 @contextlib.contextmanager
@@ -411,33 +361,25 @@ def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
     return result
 
 
-def _random_state(device: torch.device) -> tuple[Any, ...]:
+def random_state(device: torch.device) -> tuple[Any, ...]:
     """Returns the state of all generators that a model may draw from."""
-    state: list[Any] = [bytes(torch.get_rng_state().tolist()), random.getstate()]
+    own = [bytes(torch.get_rng_state().tolist())]  # also without NumPy
     if device.type == "cuda":
-        state.append(bytes(torch.cuda.get_rng_state(device).tolist()))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        state.append((kind, keys.tobytes(), *rest))
-    return tuple(state)
+        own.append(bytes(torch.cuda.get_rng_state(device).tolist()))
+    return (*own, state_of_others())
 
 
 @contextlib.contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    torch_state, python_state = _C.RandomState.capture(str(device)), random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
+def _generators_kept(device: torch.device) -> Iterator[None]:
+    before = _C.RandomState.capture(str(device))
     try:
-        yield
+        with others_kept():
+            yield
     finally:
-        torch_state.restore()
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        before.restore()
 
 
-def draws_by_setting(modules: Sequence[nn.Module]) -> str | None:
+def draws_by_setting(modules: Iterable[nn.Module]) -> str | None:
     """Returns a module whose attributes show that it draws random numbers, or None."""
     for module in modules:
         if not module.training:

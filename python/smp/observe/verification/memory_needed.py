@@ -10,6 +10,11 @@ from torch import nn
 from smp.partition.costs import Trace
 
 _CGROUP = Path("/sys/fs/cgroup")
+#: limit and use of memory, by the version of control groups
+_LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
 # Values kept, values on the device, gradients, and temporary tensors of a backward.
 _COPIES = 4
 _SHARE_OF_FREE = 0.5
@@ -31,10 +36,7 @@ def reason_not_to_fit(
     if trace is not None:
         activations = sum(cost.activation_bytes for cost in trace.costs)
     needed = _COPIES * parameters + activations
-    if device.type == "cuda":
-        free = float(torch.cuda.mem_get_info(device)[0])
-    else:
-        free = _free_host_bytes() / num_processes
+    free = _free_bytes(device, num_processes)
     if needed <= _SHARE_OF_FREE * free:
         return None
     return (
@@ -50,19 +52,14 @@ def reason_not_to_fit_again(device: torch.device, num_processes: int) -> str | N
         device: device of this process.
         num_processes: number of processes of this host.
     """
+    free = _free_bytes(device, num_processes)
     if device.type == "cuda":
         held = torch.cuda.memory_allocated(device)
         needed = float(torch.cuda.max_memory_allocated(device) - held)
-        cached = torch.cuda.memory_reserved(device) - held
-        free = float(torch.cuda.mem_get_info(device)[0] + cached)
+        free += torch.cuda.memory_reserved(device) - held
     else:
-        sizes = {}
-        for line in Path("/proc/self/status").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name in ("VmHWM", "VmRSS"):
-                sizes[name] = float(int(value.split()[0]) << 10)
+        sizes = _sizes_in("/proc/self/status")
         needed = sizes.get("VmHWM", 0.0) - sizes.get("VmRSS", 0.0)
-        free = _free_host_bytes() / num_processes
     if needed <= free:
         return None
     return (
@@ -71,20 +68,19 @@ def reason_not_to_fit_again(device: torch.device, num_processes: int) -> str | N
     )
 
 
-def _free_host_bytes() -> float:
-    free = float("inf")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = float(int(line.split()[1]) << 10)
-    for limit, used in (
-        (_CGROUP / "memory.max", _CGROUP / "memory.current"),
-        (
-            _CGROUP / "memory" / "memory.limit_in_bytes",
-            _CGROUP / "memory" / "memory.usage_in_bytes",
-        ),
-    ):
+def _free_bytes(device: torch.device, num_processes: int) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    free = _sizes_in("/proc/meminfo").get("MemAvailable", float("inf"))
+    for limit, used in _LIMITS:
         try:
-            free = min(free, int(limit.read_text()) - int(used.read_text()))
+            free = min(free, int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()))
         except (OSError, ValueError):
             continue  # no limit, or no control groups
-    return max(free, 0.0)
+    return max(free, 0.0) / num_processes
+
+
+def _sizes_in(path: str) -> dict[str, float]:
+    """Returns the sizes in a file of the kernel, in bytes by name."""
+    rows = (line.split() for line in Path(path).read_text().splitlines())
+    return {row[0].rstrip(":"): float(int(row[1]) << 10) for row in rows if row[-1:] == ["kB"]}
