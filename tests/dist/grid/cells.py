@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-#: What a sharded run clips to, inside of the optimizer's step; below the norms of the test.
+#: Norm to which a sharded run's optimizer clips gradients; below the norms of the test.
 SHARDED_CLIPPING = 1.0
 LOSS_SCALE = 1024.0
 
@@ -17,7 +17,7 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to train.
+    """A layout, precision and memory setting under which a model is trained.
 
     Attributes:
         pp, tp, dp: pipeline, tensor-parallel and reduced data-parallel size.
@@ -25,7 +25,7 @@ class Cell:
             (``sharded_data_parallel_degree`` 2).
         precision: "fp32", "fp16" or "bf16".
         checkpointing: "none" or a strategy of ``set_activation_checkpointing``.
-        offload: of checkpointed activations.
+        offload: whether checkpointed activations are offloaded.
     """
 
     pp: int
@@ -42,7 +42,7 @@ class Cell:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model's parameters."""
+        """Returns the type of the model's parameters."""
         return _DTYPES[self.precision]
 
     @property
@@ -52,12 +52,12 @@ class Cell:
 
     @property
     def clipping(self) -> float | None:
-        """What gradients are clipped to without asking."""
+        """Returns the norm to which the optimizer clips gradients by itself, or None."""
         return SHARDED_CLIPPING if self.sharding == "sdp2" else None
 
     @property
     def config(self) -> dict[str, Any]:
-        """For ``smp.init``, without the number of microbatches."""
+        """Returns the configuration for ``smp.init``, without the number of microbatches."""
         config: dict[str, Any] = {
             "pipeline_parallel_degree": self.pp,
             "tensor_parallel_degree": self.tp,
@@ -76,7 +76,7 @@ class Cell:
 
     @property
     def error(self) -> str | None:
-        """What smp says to a cell that cannot be ; None for all others."""
+        """Returns the text of smp's error for an impossible cell, or None for a possible one."""
         if self.sharding == "sdp2" and self.dp % 2:
             return (
                 "smp config: sharded_data_parallel_degree=2: does not divide the reduced "

@@ -22,12 +22,12 @@ def combinations_of(row: Row, strength: int) -> frozenset[Combination]:
 
 
 def covering_sample(rows: Sequence[Row], strength: int, seed: int) -> list[Row]:
-    """A few of the rows that show all combinations of ``strength`` values which any row shows.
+    """Chooses a few rows that show each combination of ``strength`` values that any row shows.
 
     Args:
-        rows: all that are allowed, each with one value per column.
-        strength: how many columns are looked at together.
-        seed: decides between rows that add as much.
+        rows: all allowed rows, each with one value per column.
+        strength: number of columns in a combination.
+        seed: decides between rows that add equally many combinations.
     """
     order = list(rows)
     random.Random(seed).shuffle(order)

@@ -1,4 +1,4 @@
-"""Whether the ranks of a cell did together what one process does."""
+"""A comparison of the ranks' records of a cell with those of one process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _check_names(cell: Cell, actual: dict[str, Tensor], expected: dict[str, Tens
 
 
 def _distance_of_changes(cell: Cell, masters: dict[str, Tensor], expected: HalfRecord) -> float:
-    """Of all parameters together, from before the first step to after the last."""
+    """Computes how far all parameters' changes over the training are from the expected ones."""
     _check_names(cell, masters, expected.masters)
     names = list(expected.masters)
     own = [masters[name].double() - expected.initial[name].double() for name in names]
@@ -90,11 +90,13 @@ def _distance_of_changes(cell: Cell, masters: dict[str, Tensor], expected: HalfR
 
 
 def whole(cell: Cell, parts: Sequence[Parts], records: Sequence[GridRecord]) -> dict[str, Tensor]:
-    """Whole tensors under the names of the Hugging Face model; copies must be equal bit by bit.
+    """Joins whole tensors under the names of the Hugging Face model.
+
+    Copies must be equal bit by bit.
 
     Args:
-        cell: that ran.
-        parts, records: by rank.
+        cell: the cell that ran.
+        parts, records: parts of tensors, and records, one of each per rank.
     """
     from smp.tensor_parallel import partial
 
@@ -119,7 +121,7 @@ def whole(cell: Cell, parts: Sequence[Parts], records: Sequence[GridRecord]) -> 
 
 
 def join_shards(shards: Sequence[Parts]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    """What the ranks of a shard group have together, and which slices that is."""
+    """Joins the parts of a shard group's ranks, and collects the parts' tensor-parallel slices."""
     joined: dict[str, Tensor] = {}
     slices: dict[str, tuple[int, ...]] = {}
     for name in dict.fromkeys(name for shard in shards for name in shard):

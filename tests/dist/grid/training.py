@@ -1,4 +1,4 @@
-"""What the ranks of a cell run, and what they write down."""
+"""Training of a cell of the grid, and the records of its ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ NO_CLIPPING = 1e9
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has of one parameter.
+    """Holds one rank's part of one parameter.
 
     Attributes:
         begin: first element in the flattened parameter of this rank's tensor-parallel slice.
-        shape: of that slice.
-        slice: ``(dim, begin, end, extent)`` of it in the whole parameter; None if it is all.
-        values: 1-D.
+        shape: shape of that slice.
+        slice: ``(dim, begin, end, extent)`` of the slice in the whole parameter, or None if the
+            slice is the whole parameter.
+        values: the part's values, 1-D.
     """
 
     begin: int
@@ -43,7 +44,7 @@ Parts = dict[str, Part]
 
 @dataclass
 class GridRecord:
-    """What one rank saw."""
+    """Records what one rank saw."""
 
     pp_rank: int
     tp_rank: int
@@ -61,7 +62,7 @@ class GridRecord:
 
 
 def refusal_of(rank: int, cells: Sequence[Cell]) -> list[str]:
-    """What ``smp.init`` says to each of these cells."""
+    """Returns the text with which ``smp.init`` refuses each of these cells."""
     import smp
 
     texts = []
@@ -152,7 +153,7 @@ def _blocks(model: nn.Module) -> nn.Module:
 
 
 def _held(model: Any) -> Iterator[tuple[str, nn.Parameter, int, Tensor, Tensor]]:
-    """Of what this rank updates: name, parameter, first element, piece of the model, master."""
+    """Yields name, parameter, first element, piece of the model and master of each updated part."""
     from smp.precision.holdings import holding_of
 
     for name, parameter in model.local_named_parameters():
@@ -203,7 +204,7 @@ def _whole_parameters(cell: Cell, model: Any) -> Parts:
 
 
 def _facts(cell: Cell, model: Any) -> dict[str, Any]:
-    """What shows that a cell did what its name says."""
+    """Collects facts that show whether the cell's settings took effect."""
     import smp
 
     held = list(_held(model))
@@ -226,7 +227,7 @@ def _facts(cell: Cell, model: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _counted_forwards() -> Iterator[Callable[[], int]]:
-    """How often blocks were computed on this rank, the second times included."""
+    """Counts the forwards of blocks on this rank, recomputed ones included."""
     from smp.nn.transformer_layer import DistributedTransformerLayer as Block
 
     original, count = Block.forward, [0]
@@ -244,7 +245,7 @@ def _counted_forwards() -> Iterator[Callable[[], int]]:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What smp warns about meanwhile."""
+    """Collects the warnings that smp logs while the context is open."""
     texts: list[str] = []
 
     class Listener(logging.Handler):
