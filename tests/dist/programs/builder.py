@@ -25,9 +25,9 @@ class BlockBuilder(Bookkeeping):
     Args:
         draw: the source of decisions.
         kids: blocks that can be children, with their indices.
-        is_root: it takes the arguments of the model and ends in a head.
+        is_root: whether the block takes the model's arguments and ends in a head.
         surprises: results may be missing or change their shape with the data.
-        dropout: with random numbers.
+        dropout: whether instructions may draw random numbers.
     """
 
     def __init__(
@@ -336,7 +336,10 @@ class BlockBuilder(Bookkeeping):
         return summary.first_tensor(), [first, *registers], [["r", a] for a in registers]
 
     def _finish_simple(self, kids: Sequence[int], registers: Sequence[int]) -> None:
-        """What control flow returns may be one of its arguments, so neither is changed later."""
+        """Protects the arguments and the result of control flow against later changes.
+
+        The result may be one of the arguments.
+        """
         for a in registers:
             self._group(a).saved = self._group(a).fixed = True
         self._put("t", saved=True, fixed=True)
@@ -377,7 +380,7 @@ class BlockBuilder(Bookkeeping):
     # ---- the end -----------------------------------------------------------
 
     def _gather(self) -> None:
-        """A sum of what nobody has read, so that most parameters matter."""
+        """Sums values that were not read so far, so that most parameters affect the result."""
         parts = self._unread[-6:] or [self._one_of("t")]
         self._unread = []
         self._make("mix", parts, [self._pick(FACTORS) for _ in parts])

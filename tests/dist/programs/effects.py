@@ -1,4 +1,4 @@
-"""What the builder knows about values: which registers share memory, and what a call does."""
+"""The builder's model of values: which registers share memory, and what a call does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Leaf:
-    """What a caller knows about one leaf of a result."""
+    """Describes one leaf of a result to the caller."""
 
     kind: str
     group: int  # equal for leaves that share memory
@@ -30,7 +30,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a caller knows about a block."""
+    """Describes a block to its callers."""
 
     kinds: tuple[str, ...]
     saves: tuple[bool, ...]  # the callee may need the argument's value in its backward

@@ -1,4 +1,4 @@
-"""What a random program is.
+"""The language of random programs.
 
 A program is a list of blocks; the last one is the root of the module tree. A block is a module with
 parameters, children (other blocks; two blocks may share one) and code: a list of instructions over
@@ -37,7 +37,7 @@ Structure = list[Any]
 
 @dataclass
 class Block:
-    """One module."""
+    """A module of a program."""
 
     num_inputs: int
     matrices: int = 0  # weights [WIDTH, WIDTH], each with a bias
@@ -68,7 +68,7 @@ class Program:
     seed: int = 0
 
     def text(self) -> str:
-        """One line of JSON."""
+        """Returns the program as one line of JSON."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @staticmethod

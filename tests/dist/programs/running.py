@@ -22,7 +22,7 @@ NUDGE = 1e-14  # some ten times what the rounding of a program amounts to
 
 @dataclass
 class Record:
-    """What a run left on one rank; names as in the plain module."""
+    """Records what a run left on one rank; names are those of the plain module."""
 
     losses: list[list[float]] = field(default_factory=list)  # [step][microbatch]
     sums: list[list[float]] = field(default_factory=list)  # of all outputs, likewise
@@ -43,7 +43,7 @@ def make_inputs(program: Program, step: int) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def losses_of(program: Program, output: Any, target: Tensor) -> tuple[list[Tensor], Tensor]:
-    """One term of the loss for each output with a weight that needs gradients; sum of all."""
+    """Computes a loss term for each weighted output that needs gradients, and the outputs' sum."""
     terms: list[Tensor] = []
     total = torch.zeros((), dtype=torch.float64)
     for leaf, weight in zip(flatten(output), program.weights, strict=True):
@@ -64,13 +64,13 @@ def grads_of(named: Any) -> dict[str, Tensor | None]:
 
 
 def run_plain(program: Program, nudge: float = 0.0) -> Record:
-    """Plain autograd, one microbatch after the other.
+    """Runs a program in plain autograd, one microbatch after the other.
 
     Args:
         nudge: relative change of the inputs.
 
     Raises:
-        RuntimeError: the program is not one that autograd accepts.
+        RuntimeError: autograd does not accept the program.
     """
     model, _ = build(program)
     optimizer = make_optimizer(model.parameters())
@@ -98,7 +98,7 @@ def run_plain(program: Program, nudge: float = 0.0) -> Record:
 
 
 def is_chaotic(program: Program, plain: Record) -> bool:
-    """Whether rounding alone changes the numbers, as in the sine of a very large one."""
+    """Returns whether rounding alone changes the numbers, as in the sine of a very large number."""
     try:
         compare([run_plain(program, NUDGE)], plain)
     except AssertionError:
@@ -152,9 +152,9 @@ def _make_root(program: Program) -> nn.Module:
 
 
 def run_distributed(rank: int, texts: list[str], delay_seed: int | None = None) -> list[Record]:
-    """On each rank of the pool: the programs one after the other, in one model.
+    """Runs the programs one after the other in one model, on each rank of the pool.
 
-    How they run (pipeline size, schedule, ...) is as the first of them says.
+    The first program's settings (pipeline size, schedule, ...) apply to all of them.
     """
     import smp
     import smp_testing

@@ -26,14 +26,14 @@ def bundles(
     surprises: bool = False,
     dropout: bool = False,
 ) -> list[Program]:
-    """Programs that plain autograd runs, apart from a few, and that run in the same way.
+    """Draws programs that run with the same settings; plain autograd accepts all but a few of them.
 
     Args:
-        size: how many; they can be parts of one model.
+        size: number of programs, which can be parts of one model.
         fine: hypothesis draws every decision, so that it can make a failing program smaller. Else
             it draws one seed: it repeats parts of earlier examples, seeds do not.
-        surprises: results of modules may be missing or have another shape, as the data tell.
-        dropout: with random numbers.
+        surprises: whether results of modules may depend on the data in presence and shape.
+        dropout: whether programs draw random numbers.
     """
 
     def drawn(low: int, high: int) -> int:

@@ -74,7 +74,7 @@ class Model(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY)
 
     def run(self, x: Tensor, blocks: range, targets: Tensor | None) -> Tensor:
-        """Some of the blocks, and the loss if there are targets."""
+        """Runs a range of blocks, and computes the loss if there are targets."""
         for i in blocks:
             x = self.blocks[i](x)
         return x if targets is None else functional.cross_entropy(self.head(x), targets)
@@ -84,7 +84,11 @@ class Model(nn.Module):
 
 
 def measure_stage(meter: AllocationMeter, rank: int, num_ranks: int) -> tuple[int, int]:
-    """One microbatch of this rank's part alone: what its backward needs, and the most at once."""
+    """Measures one microbatch of this rank's part alone, in the second of two runs.
+
+    Returns:
+        the bytes that its backward needs, and the largest number of bytes at once.
+    """
     model = Model(num_ranks)
     blocks = range(rank * BLOCKS_PER_RANK, (rank + 1) * BLOCKS_PER_RANK)
     ids = torch.zeros(TOKENS, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""One rank of the communicator checks over Gloo, Gloo and shared memory, or MPI.
+"""A rank of the communicator checks over Gloo, Gloo and shared memory, or MPI.
 
     communicator_suite.py gloo CHECKS FOLDER       (RANK and WORLD_SIZE are set)
     communicator_suite.py shared CHECKS FOLDER     (the same)

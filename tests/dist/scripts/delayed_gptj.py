@@ -63,7 +63,7 @@ def decided(model: nn.Module, length: int, laps: Laps) -> Decision:
 
 
 def parameters_of(decision: Decision, stage: int) -> list[tuple[str, nn.Parameter]]:
-    """Of one stage, with their names in the model."""
+    """Returns one stage's parameters, with their names in the model."""
     owners = decision.partition_of
     return [
         (f"{name}.{key}" if name else key, parameter)

@@ -139,7 +139,10 @@ class Job:
             say(f"SAVED {self.step}")
 
     def digest(self) -> str:
-        """Of all that goes on being used: parameters, masters, moments and the loss scale."""
+        """Computes a digest of all state that later steps use.
+
+        The state consists of parameters, masters, moments and the loss scale.
+        """
         state = self.optimizer.local_state_dict(gather_if_shard=False)["state"]
         tensors = [tensor for entry in state.values() for tensor in entry.values()]
         tensors += list(self.model.local_state_dict().values())
