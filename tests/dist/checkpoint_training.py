@@ -1,4 +1,4 @@
-"""What ranks run to show that checkpointing and offloading change memory and nothing else."""
+"""Training jobs that show that checkpointing and offloading change memory and nothing else."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ OFFLOADED_BYTES = 1 << 14  # in tests smaller tensors than by default leave
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to train one model.
+    """A layout and a checkpointing strategy under which one model is trained.
 
     Attributes:
-        kind: of model, see `_MODELS`.
-        strategy: of checkpointing; "" is without, "enable" asks transformers for it.
-        offload: also ``offload_activations``.
+        kind: kind of model, a key of `_MODELS`.
+        strategy: checkpointing strategy; "" is without, "enable" asks transformers for it.
+        offload: whether ``offload_activations`` is set as well.
         config: further keys for ``smp.init``.
     """
 
@@ -52,13 +52,13 @@ class Cell:
 
 @dataclass
 class Record:
-    """What one rank saw."""
+    """Records what one rank saw."""
 
     losses: list[list[float]] = field(default_factory=list)
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
     params: dict[str, Tensor] = field(default_factory=dict)
     runs: list[int] = field(default_factory=list)  # forwards of blocks here, by step
-    recomputed: list[int] = field(default_factory=list)  # those of a backward
+    recomputed: list[int] = field(default_factory=list)  # forwards of blocks in a backward, by step
     offload: dict[str, int] = field(default_factory=dict)
     leftovers: dict[str, float] = field(default_factory=dict)
 
@@ -210,7 +210,7 @@ class SplitFunctions(nn.Module):
 
 
 class OlderLayer(Block):
-    """As transformers 4.53 to 4.57 have them: ``__call__`` makes a checkpoint of itself."""
+    """Makes a checkpoint of itself in ``__call__``, as layers of transformers 4.53 to 4.57 do."""
 
     gradient_checkpointing = False
 
@@ -422,7 +422,7 @@ def train(cell: Cell) -> Record:
 
 
 def train_all(rank: int, cells: list[Cell]) -> list[Record]:
-    """One cell after the other, each with its own init and shutdown."""
+    """Trains one cell after the other, each with its own init and shutdown."""
     import smp
 
     records = []

@@ -1,4 +1,4 @@
-"""What the ranks of tests of compiled modules run."""
+"""Training functions that the ranks of tests of compiled modules run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STAGE: tuple[tuple[str, Any], ...] = (("compile", "stage"),)
 
 @dataclass(frozen=True)
 class Compiled:
-    """One rank: what it saw, and what was compiled there."""
+    """Holds one rank's record, and the names and number of what was compiled there."""
 
     record: RankRecord
     units: list[str]
@@ -35,7 +35,7 @@ class Compiled:
 
 @pytest.fixture(scope="session")
 def code_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where compiled code is kept: what one rank or test has compiled the next one loads."""
+    """Returns the folder of compiled code, from which later ranks and tests load."""
     return tmp_path_factory.getbasetemp().parent / "smp-compiled-code"
 
 
@@ -69,7 +69,11 @@ def compiler_of(folder: Path | str) -> Iterator[Callable[[], int]]:
 
 @contextlib.contextmanager
 def quick_compiler() -> Iterator[Callable[[], int]]:
-    """Graphs are made as ever, and executed by PyTorch's own operators: no code is generated."""
+    """Makes graphs as usual, which PyTorch's own operators execute without generated code.
+
+    Yields:
+        A function that returns the number of graphs.
+    """
     from smp.compilation import compiled_forward
     from smp.modules.compiled import request_of
 
@@ -137,7 +141,7 @@ MICROBATCHES = 4
 
 @dataclass(frozen=True)
 class Updated:
-    """One rank of a run with plain gradient descent, where an update tells the gradient."""
+    """Holds one rank's results with plain gradient descent, whose updates show the gradients."""
 
     losses: list[list[float]]  # [step][microbatch]
     states: list[dict[str, Tensor]]  # whole, before the first step and after each
@@ -200,7 +204,7 @@ def copied(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def gradients_of(states: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
-    """Of each parameter in one step."""
+    """Computes each parameter's gradient in one step from the states before and after it."""
     before, after = states[step], states[step + 1]
     return {
         name: (before[name].double() - after[name].double()) / RATE
@@ -240,7 +244,7 @@ class Deciding(Block):
 
 
 class Net(nn.Module):
-    """Equal blocks, and one that is not like them at the end."""
+    """A model of equal blocks, followed by a last block that may be of another class."""
 
     def __init__(self, dropout: float = 0.0, decides: bool = False) -> None:
         super().__init__()
@@ -270,14 +274,14 @@ def net_batch(step: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class NetRun:
-    """One rank of a run of `Net`."""
+    """Holds one rank's results of a run of `Net`."""
 
     losses: list[float]
     state: dict[str, Tensor]
     units: list[str]
     num_graphs: int
     said: list[str]
-    names: list[str]  # that were given out anywhere
+    names: list[str]  # all names that the library has given to the script
 
 
 def train_net(
@@ -293,7 +297,7 @@ def train_net(
     Args:
         wrap: makes what the step function calls; may compile anything.
         net: the model.
-        steps: of training.
+        steps: number of training steps.
         autocast: run forwards in bfloat16.
         config: further keys for `smp.init`.
     """
@@ -340,7 +344,7 @@ def plain_of(model: Any) -> Any:
 
 @contextlib.contextmanager
 def log_of_smp() -> Iterator[list[str]]:
-    """What the library logs."""
+    """Collects the messages that the library logs."""
     said: list[str] = []
 
     class Keep(logging.Handler):

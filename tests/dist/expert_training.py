@@ -30,7 +30,7 @@ SPLIT_ATTENTION = ("mixtral", "qwen3_moe")
 
 @dataclass(frozen=True)
 class ExpertRun:
-    """One training run of a family whose experts are spread over all tensor-parallel ranks.
+    """A training run of a family whose experts are spread over all tensor-parallel ranks.
 
     Attributes:
         favourite: the router sends all tokens to the experts with the lowest numbers.
@@ -62,7 +62,7 @@ class ExpertRun:
 
 @dataclass(kw_only=True)
 class ExpertRecord(Steps):
-    """What one rank saw."""
+    """Records what one rank saw."""
 
     params: dict[str, Any] = field(default_factory=dict)  # whole, after the last step
     spread: dict[str, list[int]] = field(default_factory=dict)  # local shapes of experts
@@ -106,7 +106,7 @@ def make_model(run: ExpertRun) -> tuple[Any, Any]:
 
 
 def train_experts(rank: int, runs: Sequence[ExpertRun]) -> list[ExpertRecord]:
-    """One run after the other, each with its own init and shutdown."""
+    """Trains one run after the other, each with its own init and shutdown."""
     import smp
 
     records = []

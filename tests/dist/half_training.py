@@ -1,4 +1,4 @@
-"""What the ranks of a 16-bit training test run, and the same in one process."""
+"""Training in 16 bits: the ranks' part of a test, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ SHARDINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class HalfRun:
-    """One training run in 16 bits.
+    """A training run in 16 bits.
 
     Attributes:
         precision: "fp16" (with a static loss scale of 1024), "bf16" or "fp32".
-        case: of `tests.reference.models`, or with ``tp`` > 1 of `tests.reference.split_families`.
+        case: model of `tests.reference.models`, or with ``tp`` > 1 of
+            `tests.reference.split_families`.
     """
 
     precision: str
@@ -49,7 +50,7 @@ class HalfRun:
 
     @property
     def is_split(self) -> bool:
-        """Has it split modules? Also on one rank if `split`."""
+        """Returns whether modules are split; `split` has them split on one rank as well."""
         return self.tp > 1 or self.split
 
     @property
@@ -79,7 +80,7 @@ class HalfRun:
 
 @dataclass
 class RankRecord:
-    """What one rank saw."""
+    """Records what one rank saw."""
 
     pp_rank: int
     tp_rank: int
@@ -214,7 +215,7 @@ def marked(model: Any, what: str) -> dict[str, Any]:
 
 
 def check_shown(parameter: Tensor, expected: Tensor | None, name: str) -> None:
-    """What scripts see at a parameter is the gradient of its master, where that is whole."""
+    """Checks that a parameter's ``grad`` is its master's gradient, where that is whole."""
     shown = parameter.grad
     assert (shown is None) == (expected is None), name
     if shown is not None and expected is not None:
@@ -245,13 +246,13 @@ def whole(run: HalfRun, parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     family = getattr(huggingface, run.case, None)
     if run.is_split and family is not None:
         merged = getattr(family, f"translate_state_dict_to_hf_{run.case}")(merged)
-        # Those of tied parameters are in there under all of their names.
+        # Tensors of tied parameters are in there under all of their names.
         merged = {name: merged[name] for name in names_of(run)}
     return merged
 
 
 def unsharded(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What ranks of one shard group have together; without sharding what the first has."""
+    """Joins the parts of one shard group's ranks; without sharding returns the first rank's."""
     from smp.tensor_parallel.partial import FLAT_MARK, merge
 
     if FLAT_MARK not in parts[0]:

@@ -1,4 +1,4 @@
-"""One step of a model whose layers are split, as its ranks see it."""
+"""A step of a model whose layers are split, as its ranks see it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def train_once(plain: nn.Module, batch_of: Callable[[int], Tensor], prescaled: b
     Args:
         plain: the model, whose forward gives the loss.
         batch_of: makes the batch of a replica; with ``prescaled`` split ranks have it in common.
-        prescaled: as in the configuration.
+        prescaled: the configuration's ``prescaled_batch``.
     """
     import smp
 

@@ -2,7 +2,7 @@
 
 ``pool.run(world_size, function, *args)`` calls ``function(rank, *args)`` in the
 first `world_size` workers and returns their results, rank by rank. The function
-is found by its name, so it stands at the top level of a module; arguments and
+is found by its name, so it has to be at the top level of a module; arguments and
 results are pickled. ``smp.shutdown()`` follows each run, hence the next one may
 use another layout.
 
@@ -46,7 +46,7 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank did: a value, or an error."""
+    """Holds the value that one rank returned, or the error that it raised."""
 
     rank: int
     value: Any = None
@@ -61,8 +61,8 @@ class ZygoteProcess:
     """Starts the zygote and talks to it (see `zygote.py`).
 
     Args:
-        folder: for its output.
-        settings: variables that it and what it forks have besides.
+        folder: folder of its output.
+        settings: additional environment variables of the zygote and of its forks.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:

@@ -25,7 +25,7 @@ _RUN_IDS = itertools.count()
 
 @dataclass(frozen=True)
 class Ended:
-    """How one process ended."""
+    """Holds a process's exit status, time of its end, and output."""
 
     rank: int
     returncode: int  # negative: the signal
@@ -138,10 +138,10 @@ def run_ranks(
 def run_to_the_end(
     pool: Pool, script: Path, world_size: int, argv: Sequence[str], timeout: float = PATIENCE_S
 ) -> None:
-    """`run_ranks`, where all are to end well.
+    """Runs ranks as `run_ranks` does, and checks that all of them end well.
 
     Raises:
-        AssertionError: a rank did not; has the output of the first one that ended so.
+        AssertionError: a rank failed; the text has the output of the rank that failed first.
     """
     ended = run_ranks(pool, script, world_size, argv, timeout)
     failed = sorted((rank for rank in ended if rank.returncode != 0), key=lambda rank: rank.time)
@@ -155,7 +155,7 @@ def meter_settings(folder: Path) -> dict[str, str]:
     """Variables with which a process and its children have their allocations counted.
 
     Args:
-        folder: for what is built for that.
+        folder: folder in which the allocation meter is built.
     """
     from benchmarks.allocation_meter import preloaded
 

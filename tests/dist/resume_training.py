@@ -21,13 +21,13 @@ BEFORE, AFTER = 2, 2
 
 @dataclass(frozen=True)
 class Job:
-    """How a job is laid out.
+    """The layout of a job.
 
     Attributes:
         pp, tp, rdp: sizes.
         sharding: "none", "state", or "sdp<degree>".
         precision: "fp64", "fp32", "fp16" or "bf16".
-        dropout: with random numbers.
+        dropout: whether the model drops elements at random.
         delayed: parameters are made when they are partitioned.
     """
 
@@ -92,13 +92,13 @@ class State:
 
 @dataclass
 class Seen:
-    """What one rank saw.
+    """Records what one rank saw.
 
     Attributes:
         at: the state where it was saved, or as it was loaded.
         end: the state after all steps.
-        losses: of the steps.
-        facts: what shows that the layout was what it is called.
+        losses: losses of all steps.
+        facts: measured properties of the layout, see `facts_of`.
     """
 
     at: State | None = None
@@ -183,7 +183,7 @@ def _cloned(value: Any) -> Any:
 
 
 def facts_of(job: Job, model: Any) -> dict[str, Any]:
-    """Of this rank's layout."""
+    """Measures properties of this rank's layout."""
     import smp
     from smp.tensor_parallel import sharding
 

@@ -1,4 +1,4 @@
-"""What ranks run in tests of sharded optimizer state: the same training without and with it."""
+"""Training jobs for tests of sharded optimizer state, each without and with sharding."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ BUCKET_CAP_MB = 0.0015
 
 @dataclass(frozen=True)
 class ShardRun:
-    """One training run.
+    """A training run.
 
     Attributes:
-        case: of `tests.reference.models`, or with ``tp`` > 1 of `tests.reference.split_families`.
+        case: model of `tests.reference.models`, or with ``tp`` > 1 of
+            `tests.reference.split_families`.
         dp: replicas of the model, i.e. ranks that share an optimizer state.
-        dtype: of the parameters before training.
+        dtype: type of the parameters before training.
         config: further keys for ``smp.init``.
-        model_args: for DistributedModel.
+        model_args: further arguments of DistributedModel.
     """
 
     case: str
@@ -54,7 +55,7 @@ class ShardRun:
 
 @dataclass
 class ShardRecord:
-    """What one rank saw of one training."""
+    """Records what one rank saw in one training run."""
 
     losses: list[list[float]] = field(default_factory=list)  # [step][microbatch]
     norms: list[float] = field(default_factory=list)  # [step], before clipping
@@ -95,7 +96,7 @@ def make_sharded(run: ShardRun, seed: int = 1) -> tuple[Any, Any]:
 
 
 def batch_of(run: ShardRun, step: int) -> dict[str, Tensor]:
-    """What this rank reads; six samples, which one and three microbatches divide."""
+    """Makes this rank's batch of six samples, which one and three microbatches divide."""
     import smp
 
     if run.tp > 1:
@@ -142,7 +143,7 @@ def train_sharded(run: ShardRun, is_sharded: bool) -> ShardRecord:
 
 
 def train_both(rank: int, runs: list[ShardRun]) -> list[tuple[ShardRecord, ShardRecord]]:
-    """Each run without and with shards, each with its own init and shutdown."""
+    """Trains each run without and with shards, each time with its own init and shutdown."""
     import smp
 
     records = []

@@ -16,13 +16,13 @@ from tests.dist.training import Run, init, make_model
 from tests.reference.data import compute_loss, make_batch
 from tests.reference.models import build
 
-# What keeps nothing whole, and clips nothing.
+# A configuration that keeps no parameter whole and clips no gradient.
 SHARDED: dict[str, Any] = {"sdp_param_persistence_threshold": 0, "sdp_gradient_clipping": 1e9}
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank saw of one run."""
+    """Records what one rank saw in one run."""
 
     losses: list[list[float]]  # [step][microbatch]
     params: dict[str, Tensor]  # whole, after the last step
@@ -86,7 +86,7 @@ def train(rank: int, run: Run, clip: float | None = None) -> Trained:
     """Trains with or without sharding, as the configuration says.
 
     Args:
-        clip: of the norm of gradients, where the optimizer does not do so by itself.
+        clip: largest norm of the gradients, if the optimizer does not clip them itself.
     """
     import smp
 

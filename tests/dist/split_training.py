@@ -34,15 +34,15 @@ from tests.reference.tolerances import relative_difference
 
 MODES = tuple((optimize, prescaled) for optimize in ("memory", "speed") for prescaled in (0, 1))
 LAYOUTS = ((1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2))  # (pp, tp, rdp)
-# With a window a query behind the padding may see no key at all; what it gets then is not defined,
-# and differs between the attention functions of transformers. Nobody reads it.
+# With a window a query behind the padding may see no key at all. Its result is then undefined,
+# and differs between the attention functions of transformers. No test compares it.
 WINDOWED = ("gptneo", "mistral")
 UNTOUCHED_TOLERANCE = 1e-5  # of fp64 against the model with its casts
 
 
 @dataclass(frozen=True)
 class SplitRun:
-    """One training run of a family."""
+    """A training run of a family."""
 
     case: str
     pp: int
@@ -76,7 +76,7 @@ class SplitRun:
 
 @dataclass(kw_only=True)
 class SplitRecord(Steps):
-    """What one rank saw."""
+    """Records what one rank saw."""
 
     pp_rank: int
     tp_rank: int
@@ -103,7 +103,7 @@ def init_split(run: SplitRun) -> None:
 
 
 def train_split(rank: int, runs: Sequence[SplitRun]) -> list[SplitRecord]:
-    """One run after the other, each with its own init and shutdown."""
+    """Trains one run after the other, each with its own init and shutdown."""
     import smp
 
     records = []
@@ -198,7 +198,7 @@ def check_run(run: SplitRun, records: Sequence[SplitRecord], lifted: bool = True
     """Losses, logits, norms, every gradient and the parameters equal the one-process run.
 
     Args:
-        run, records: what ran, and what its ranks saw.
+        run, records: the run, and its ranks' records.
         lifted: compare with a model that has no casts to float32; else with the model as it is.
     """
     assert run.case in SPLIT_FAMILIES | PLANNED_FAMILIES
@@ -230,7 +230,10 @@ def check_run(run: SplitRun, records: Sequence[SplitRecord], lifted: bool = True
 
 
 def _norm_tolerance(run: SplitRun, lifted: bool) -> float:
-    """Of the norm against one process; in fp32 rounding has gone into the parameters before."""
+    """Returns the relative tolerance of the norm.
+
+    It is wider in float32, where rounding has changed the parameters in earlier steps.
+    """
     if not lifted:
         return UNTOUCHED_TOLERANCE
     return 1e-6 if run.dtype == torch.float64 else 1e-5

@@ -19,7 +19,11 @@ STEPS, MICROBATCHES = 3, 4
 def train(
     plain: nn.Module, pp: int, config: dict[str, Any], checkpoints: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """On this rank, from `smp.init` on: the wrapped model, losses, and gradients of each step."""
+    """Trains on this rank, from `smp.init` on.
+
+    Returns:
+        the wrapped model, and a dict with losses and each step's gradients.
+    """
     import smp
 
     smp.init({"pipeline_parallel_degree": pp, "microbatches": MICROBATCHES, **config})

@@ -27,11 +27,11 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass(kw_only=True)
 class Steps:
-    """What one rank saw.
+    """Records what one rank saw.
 
     Attributes:
-        rdp_rank: of the rank.
-        batch_idx: which of the batches of a step it has read.
+        rdp_rank: the rank's number in its reduced data-parallel group.
+        batch_idx: index of the batch that the rank reads among a step's batches.
     """
 
     rdp_rank: int
@@ -55,9 +55,9 @@ def run_steps(
 
     Args:
         record: gets the numbers.
-        model, optimizer: that are trained.
-        batch_of: what this rank reads in a step.
-        steps: how many.
+        model, optimizer: model and optimizer to train.
+        batch_of: makes this rank's batch of a step.
+        steps: number of steps.
         keeps_grads: False where gradients are in shards.
     """
     import smp

@@ -26,7 +26,7 @@ Issued = list[tuple[str, str]]  # [(group, call)]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is trained, on how many ranks."""
+    """A layout and a configuration with which a model is trained."""
 
     pp: int = 1
     tp: int = 1
@@ -47,7 +47,7 @@ class Layout:
 
 @dataclass
 class Trained:
-    """What one rank has got, and what it has issued."""
+    """Holds one rank's results, and the collectives that it issued."""
 
     losses: list[Tensor] = field(default_factory=list)  # [step][microbatch]
     norms: list[Tensor] = field(default_factory=list)
@@ -171,10 +171,10 @@ def differences(issued: Sequence[Issued]) -> list[str]:
 
 
 def is_in_one_order(issued: Sequence[Issued]) -> bool:
-    """Whether all collectives of all ranks can happen one after the other.
+    """Returns whether all collectives of all ranks can happen one after the other.
 
-    More than `differences`: four ranks can wait for each other in a ring of four groups, of which
-    no two ranks have two in common.
+    This check finds more than `differences` does: four ranks can wait for each other in a ring of
+    four groups, although no two ranks have two of these groups in common.
     """
     after: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
     nodes: set[tuple[str, int]] = set()

@@ -1,4 +1,4 @@
-"""What the ranks of a training test run, and how their records are judged."""
+"""Training tests: the jobs that ranks run, and the comparison of their records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MICROBATCHES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: which model, on which layout, how."""
+    """A training run: its model, its layout and its settings."""
 
     case: str
     pp: int
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass
 class RankRecord:
-    """What one rank saw."""
+    """Records what one rank saw."""
 
     pp_rank: int
     dp_rank: int
@@ -156,7 +156,7 @@ def train(rank: int, run: Run) -> RankRecord:
 
 
 def train_all(rank: int, runs: list[Run]) -> list[RankRecord]:
-    """One run after the other, each with its own init and shutdown."""
+    """Trains one run after the other, each with its own init and shutdown."""
     import smp
 
     records = []

@@ -70,7 +70,7 @@ def chain_back(models: Sequence[nn.Module], backward: Backward, x: Tensor) -> Te
 
 
 def alternate(models: Sequence[nn.Module], backward: Backward, x: Tensor) -> Tensor:
-    """Each is called twice, in turn; a skip connection goes past one of them."""
+    """Calls two models twice each, in turn, with skip connections between the calls."""
     h = models[0](x)
     y = models[1](h)
     z = models[0](h + torch.sin(y))
@@ -127,7 +127,7 @@ def three(models: Sequence[nn.Module], backward: Backward, x: Tensor) -> Tensor:
 
 
 def second_alone(models: Sequence[nn.Module], backward: Backward, x: Tensor) -> Tensor:
-    """Only one of the models is used."""
+    """Calls the second model and leaves the first one unused."""
     loss: Tensor = models[1](x).square().mean()
     backward(1, loss)
     return loss
@@ -158,7 +158,7 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a program; for `tests.dist.training.join_parts`."""
+    """A run of a program, with the fields that `tests.dist.training.join_parts` reads."""
 
     case: str
     pp: int
@@ -176,7 +176,7 @@ class Run:
 
 @dataclass
 class Record:
-    """What a rank, or the one process, saw; parameters as ``<model>:<name>``."""
+    """Records what a rank, or the only process, saw; parameters are ``<model>:<name>``."""
 
     pp_rank: int = 0
     dp_rank: int = 0
@@ -211,7 +211,7 @@ def step_optimizers(optimizers: Sequence[torch.optim.Optimizer], which: Sequence
 
 
 def train_plain(run: Run) -> tuple[Record, list[list[list[float]]]]:
-    """One process: gradients are means over the samples of all replicas.
+    """Trains in one process; gradients are means over the samples of all replicas.
 
     Returns:
         the record, and losses by step, replica and microbatch.

@@ -38,7 +38,7 @@ class PoolScript:
 
     Attributes:
         jobs: names of the jobs that ran.
-        results: what the ranks of each job returned.
+        results: results of each job's ranks.
     """
 
     pool: Pool

@@ -254,7 +254,7 @@ class Worker:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """What the test session learns about an exception."""
+    """Describes an exception for the test session."""
     return {
         "error": type(error).__name__,
         "bases": [base.__name__ for base in type(error).__mro__],
