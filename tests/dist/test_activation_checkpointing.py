@@ -29,7 +29,7 @@ def total(results: list[list[Record]], index: int, name: str) -> list[int]:
 
 
 def check_counts(cells: list[Cell], results: list[list[Record]], num_blocks: int) -> None:
-    """Each forward of a checkpointed block runs once more, in backward."""
+    """Checks that each forward of a checkpointed block runs once more, in backward."""
     for index, cell in enumerate(cells):
         once = num_blocks * cell.microbatches * cell.dp
         again = once if cell.strategy else 0
@@ -57,7 +57,7 @@ def check_offload(cells: list[Cell], results: list[list[Record]]) -> None:
 
 
 def variants(cell: Cell, strategies: tuple[str, ...] = STRATEGIES) -> list[Cell]:
-    """Without checkpointing, with each strategy, and the first of them with offloading."""
+    """Returns the cell, copies with each strategy, and a copy that also offloads."""
     cells = [cell, *(replace(cell, strategy=strategy) for strategy in strategies)]
     return [*cells, replace(cell, strategy=strategies[0], offload=True)]
 
@@ -160,7 +160,7 @@ def test_budget(pool: Pool) -> None:
 
 
 def measured_bytes(rank: int, degree: int) -> list[tuple[int, int]]:
-    """What a budget has measured of each layer: kept bytes, and those of arguments."""
+    """Returns the bytes that a budget has measured of each layer: all kept ones, and arguments."""
     import torch
     from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Each rank holds the activations that the simulator counts, and nothing besides."""
+"""A rank holds the activations that the simulator counts, and nothing besides."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def names(rank: int) -> str:
 
 
 def check_reported_first(results: list[Ended], report: str) -> None:
-    """Some rank reports by `SMP_HANG_S`; what ends the run, if it came to that, came later."""
+    """Checks that a rank reports after `SMP_HANG_S`, before anything else ends the run."""
     text = next(result.output for result in results if re.search(report, result.output))
     found = re.search(rf"nothing has moved for [\d.]+ s \(SMP_HANG_S\)[^=]*?{report}", text)
     assert found and "is stuck" not in text[: found.end()], text
@@ -265,7 +265,10 @@ def test_ctrl_c_in_init_ends_all_ranks_that_have_come(pool: Pool, victim: int) -
 def test_rank_that_fails_while_ranks_connect_ends_the_others(
     pool: Pool, action: str, transport: str
 ) -> None:
-    """With TCP Gloo connects the groups of torch alone. The hub is in rank 0."""
+    """Checks ranks that break while groups connect.
+
+    With the transport "tcp" Gloo connects only the groups of torch. The hub is in rank 0.
+    """
     victim = 0 if action == "hub" else 1
     results = run_ranks(
         pool, SCRIPT, 3, [action, str(victim)],

@@ -1,4 +1,4 @@
-"""What may happen at the boundary between ranks: each rule gives the numbers of one process.
+"""Rules for the boundary between ranks: each rule gives the numbers of one process.
 
 The rules are the modules of `tests/reference/boundary.py` and `boundary_values.py`; they also hold
 assertions of their own.
@@ -87,7 +87,7 @@ def start(pp: int, dp: int, schedule: str = "interleaved") -> Any:
 
 @dataclass
 class ReplicaRecord(Record):
-    """Of a run with several replicas."""
+    """Records what one rank saw of a run with several replicas."""
 
     dp_rank: int = 0
 

@@ -1,4 +1,4 @@
-"""What a rank holds at most falls with checkpointing as the number of kept tensors says."""
+"""A rank's peak of memory falls with checkpointing as the number of kept tensors predicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_peaks_fall_to_what_is_kept(metered_pool: Pool, tmp_path: Path) -> None:
     run_to_the_end(metered_pool, SCRIPT, 2, [json.dumps(strategies), str(tmp_path)])
     hidden = TOKENS * HIDDEN * 4  # bytes of one hidden state
     blocks = BLOCKS // 2  # of one rank
-    # Of each block: its argument, the wide product and its activation.
+    # Each block keeps its argument, the wide product and its activation.
     block = 9
     # Gradients on their way, one or two wide ones, results of the neighbour.
     passing = 9

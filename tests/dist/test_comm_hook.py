@@ -118,7 +118,7 @@ def test_what_comes_late_is_a_bucket_without_parameters(pool: Pool) -> None:
 
 
 def compress(rank: int) -> list[float]:
-    """With hooks that come with torch."""
+    """Computes the relative errors of gradients with hooks that come with torch."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     import smp
@@ -226,7 +226,7 @@ def test_a_first_hook_between_accumulated_gradients_is_refused(pool: Pool) -> No
 
 
 def skip_updates(rank: int) -> list[bool]:
-    """With a loss scale that overflows, which the optimizer learns from reductions."""
+    """Trains with a loss scale that overflows, which the optimizer finds in reduced gradients."""
     import smp
 
     smp.init({"ddp": True, "fp16": True})

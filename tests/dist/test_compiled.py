@@ -52,7 +52,10 @@ def test_compiled_blocks_train_as_in_one_process(
 def test_attention_that_inductor_cannot_run_in_float64_runs_in_eager_mode(
     pool: Pool, code_folder: Path
 ) -> None:
-    """Its backward would fail, on both ranks. The rest of the blocks is compiled."""
+    """Checks attention whose backward would fail on both ranks.
+
+    The rest of the blocks is compiled.
+    """
     run = Run("hf/gpt2+nocache", 2, 1, dtype=torch.float64)
     first, second = pool.run(2, train_compiled, code_folder, run)
     check_against_reference([first.record, second.record], run)
@@ -80,7 +83,11 @@ SHARDED |= {"sdp_gradient_clipping": 1e9}
 def test_compiled_blocks_beside_sharded_and_split_ones_train_as_in_one_process(
     pool: Pool, code_folder: Path, family: str, config: dict[str, Any]
 ) -> None:
-    """Where every other block is split, these run in eager mode and the others are compiled."""
+    """Checks losses, gradients and parameters of blocks of which some are compiled.
+
+    With tensor parallelism every other block is split. Split blocks run in eager mode, and the
+    others are compiled.
+    """
     is_split = "tensor_parallel_degree" in config
     results = pool.run(2, train_layout, code_folder, family, config)
     losses, states = reference_updates(family, replicas=1 if is_split else 2)

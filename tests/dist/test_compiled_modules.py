@@ -93,7 +93,7 @@ def check_equal(results: list[NetRun], losses: list[float], state: dict[str, Any
 
 @pytest.mark.sample(keep=0)
 def test_modules_that_are_compiled_before_or_after_wrapping_run_where_they_lie(pool: Pool) -> None:
-    """What lies on two ranks is compiled in parts. Nobody sees other names of parameters.
+    """Checks that modules on two ranks are compiled in parts, under their usual parameter names.
 
     The runs follow each other in one process: contexts of later ones are other threads.
     """
@@ -219,7 +219,7 @@ def run_sharded_state(rank: int) -> NetRun:
 
 
 def test_blocks_whose_parameters_are_gathered_late_are_compiled(pool: Pool) -> None:
-    """Both replicas have the data of one process, so sums over them change nothing."""
+    """Checks replicas that both have the data of one process, so sums over them change nothing."""
     losses, state = reference_net(make_net())
     results = pool.run(2, run_sharded_state)
     check_equal(results, losses, state)

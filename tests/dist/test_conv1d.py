@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """As GPT-2 has them, with every place that a plan has a word for."""
+    """A block like those of GPT-2, with a layer for every word of a plan."""
 
     def __init__(self, num_keys: int = HEADS) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ def make(name: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 def train(rank: int, config: dict[str, Any], name: str) -> float:
-    """How far parameters are from those of one process after three steps."""
+    """Returns the distance of parameters from those of one process after three steps."""
     import smp
 
     smp.init({"ddp": True, "microbatches": 2, **config})

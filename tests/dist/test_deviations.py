@@ -17,7 +17,7 @@ from tests.dist.training import assert_bitwise_equal, local_parameters
 
 @dataclass
 class Record:
-    """What one rank saw, by step."""
+    """Records what one rank saw, by step."""
 
     losses: list[list[float]] = field(default_factory=list)
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)  # local parameters

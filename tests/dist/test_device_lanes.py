@@ -39,7 +39,10 @@ SOAK_STEPS = 80
 
 
 def counted(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What a function returns, and what its lanes carried; it may end smp several times."""
+    """Returns a function's result, and the counters of its lanes.
+
+    The function may end smp several times.
+    """
     counts: Counter[str] = Counter()
     end = smp.shutdown
 
@@ -73,7 +76,7 @@ def run_both(
 
 
 def assert_same_bits(plain: Any, late: Any) -> None:
-    """Of records of one run on one rank."""
+    """Checks that records of one run on one rank are equal bit by bit."""
     assert plain.losses == late.losses
     for ours, theirs in zip([*plain.grads, plain.params], [*late.grads, late.params], strict=True):
         assert set(ours) == set(theirs)

@@ -294,7 +294,10 @@ def test_dropout_behind_experts_drops_the_same_of_common_tokens(pool: Pool) -> N
 
 
 def losses_with_dropout(rank: int) -> list[float]:
-    """Of common batches; experts of the ranks draw for different numbers of rows."""
+    """Returns the losses of three steps with dropout on a common batch.
+
+    The ranks' experts draw random numbers for different numbers of rows.
+    """
     import smp
 
     smp.init(
@@ -323,7 +326,7 @@ def losses_with_dropout(rank: int) -> list[float]:
 
 
 def initial_state(rank: int, tp: int) -> dict[str, Tensor]:
-    """Of a model whose parameters are made when it is partitioned."""
+    """Returns the state of a model whose parameters are made when it is partitioned."""
     import smp
 
     smp.init(

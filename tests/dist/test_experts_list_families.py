@@ -24,7 +24,7 @@ from tests.reference.lifted_casts import lift_forwards, lifted_casts
 from tests.reference.models import randomise_
 
 STEPS, MICROBATCHES, VOCABULARY, EXPERTS = 2, 2, 29, 5
-#: Which list is meant; layers without experts have none.
+#: Plans by family, which name the lists of experts; layers without experts have none.
 PLANS = {
     "switch_transformers": {
         f"{stack}.block.*.layer.*.mlp.experts": "ep_dispatch_experts"
@@ -38,7 +38,7 @@ PLANS = {
 
 
 def make(family: str) -> Any:
-    """In float64, with random values; few of the tokens fit into an expert."""
+    """Makes a model in float64 with random values; its experts have room for few of the tokens."""
     import transformers
 
     if family == "switch_transformers":

@@ -1,4 +1,4 @@
-"""What experts on different ranks hold: on any layout the same model, trained on."""
+"""Experts on different ranks train on as the same model on any layout."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def train_on(
 
 
 def _held(own: torch.Size, whole: torch.Size) -> str:
-    """How a rank has a parameter of experts, whose dim 0 is theirs."""
+    """Returns how an expert parameter is cut on a rank; dim 0 of the whole one counts experts."""
     if own == whole:
         return "whole"
     return "features" if own[0] == whole[0] else "experts"

@@ -1,4 +1,4 @@
-"""What the terminal shows of a job that ends well, or fails: little, the cause last."""
+"""The terminal's output of a job that ends well, or fails: it is short, with the cause last."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_family_with_states_beside_keys_and_values_trains_like_one_process(
 
 
 def train_seeded(rank: int, runs: list[Run]) -> list[RankRecord]:
-    """Each run with the same seed, init and shutdown."""
+    """Trains each run with the same seed, init and shutdown."""
     import smp
 
     records = []
@@ -123,7 +123,7 @@ OLDER_FAMILIES = ("hf/gpt2", "hf/gptj", "hf/bert", "hf/roberta", "hf/t5")
 
 
 def judge(rank: int, runs: list[Run], results: list[list[RankRecord]]) -> tuple[str, str]:
-    """Compares with one process, under the transformers of the pool; returns which one that is."""
+    """Compares with one process, under the pool's transformers; returns its version and file."""
     import transformers
 
     for index, run in enumerate(runs):

@@ -1,6 +1,6 @@
-"""No rank is left waiting: a rank that fails is named everywhere, by what has noticed it.
+"""A failing rank leaves no rank waiting; every rank names it, and what has noticed the failure.
 
-`benchmarks/faults.py` measures after what time.
+`benchmarks/faults.py` measures how long this takes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What modules on other ranks put into containers among their arguments is there at the caller."""
+"""Callers see the values that modules on other ranks put into containers among their arguments."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class ChangesCounter(Stack):
 
 
 class Mixing(Stack):
-    """All microbatches have one dictionary."""
+    """Passes the same dictionary in all microbatches."""
 
     block = filled_arguments.DictBlock
     shared: dict[str, Any] = {"count": 0}
@@ -204,7 +204,8 @@ def train_refused(rank: int, kind: type[nn.Module], config: dict[str, Any]) -> N
     ("kind", "expected"),
     [
         (ChangesCounter, "module 'blocks.2' changed an object among its arguments"),
-        # Whichever is met first: one that is filled in both, or an item of the other one.
+        # The error depends on which comes first: a dictionary filled in both microbatches, or an
+        # item of the other microbatch.
         (Mixing, "they would mix. Make a new one|on another rank is an argument in microbatch"),
     ],
 )

@@ -15,7 +15,7 @@ CHANNELS, LENGTH = 96, 33
 
 
 class RoundingNorm(nn.Module):
-    """As the norms of diffusers and timm: the mean square is taken in float32."""
+    """Takes the mean square in float32, as the norms of diffusers and timm do."""
 
     factor = 1.0
 
@@ -59,7 +59,7 @@ class Chaos(nn.Module):
 
 
 class Amplifying(Net):
-    """One half of its output is that of `Net`, the other one makes chaos of it."""
+    """A model with two outputs: that of `Net` through a convolution, and chaos made of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Amplifying(Net):
 
 
 def train(rank: int, planted: bool, amplifies: bool = False) -> tuple[str, str, float]:
-    """What the check said, its error, and the first loss."""
+    """Returns the outcome of the check, its error, and the first loss."""
     import smp
 
     config = {"pipeline_parallel_degree": 2, "microbatches": 2}

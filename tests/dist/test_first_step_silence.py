@@ -1,4 +1,4 @@
-"""What the check of the first training step can say nothing of, and says so."""
+"""Models that the check of the first training step cannot judge, and reports as such."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Keeper(Net):
 
 
 class Factor(Net):
-    """Its calls depend on the call before: a running mean, and a number."""
+    """Depends on its earlier calls, by a running mean and by their number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Pieces(Net):
 
 
 class Tied(Net):
-    """One weight on both ranks' side, one parameter unused, one frozen, a block called twice."""
+    """A model with a weight on both ranks, unused and frozen parameters, a block called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def loss_by_attribute(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 def loss_outside(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-    """Of several outputs, one of which is made of the other."""
+    """Computes a loss from two outputs, one of which is made of the other."""
     out = model(*batch)
     loss: Tensor = out["loss"] + out["logits"].square().mean() * 0.1
     return loss

@@ -97,7 +97,7 @@ def test_process_groups_reduce_over_the_listed_ranks(pool: Pool, config: dict[st
 def groups_of_one(rank: int) -> float:
     smp.init({"ddp": True})
     threads = threading.active_count()
-    assert not dist.is_initialized()  # not before somebody asks
+    assert not dist.is_initialized()  # torch's groups are made at their first use
     value = torch.tensor(3.0)
     dist.all_reduce(value, group=smp.get_dp_process_group())
     smp.shutdown()

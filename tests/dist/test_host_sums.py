@@ -84,7 +84,10 @@ def test_sums_within_a_host_need_no_shared_memory(pool: Pool, shared: str) -> No
 
 
 def train_twice(rank: int, run: Run) -> list[torch.Tensor]:
-    """All gradients of two equal runs, in float32, where the order of a sum shows."""
+    """Trains twice, checks that all gradients are equal, and returns them.
+
+    The runs are in float32, where a gradient shows the order of a sum.
+    """
     [(first, _), (second, _)] = train_whole(rank, "aabb", [run, run])
     assert first.losses == second.losses
     for record in (first, second):

@@ -1,4 +1,4 @@
-"""One seed gives one model: in every layout, split or not, delayed or not, bit by bit."""
+"""A seed gives the same model in every layout, split or not, delayed or not, bit by bit."""
 
 from __future__ import annotations
 

@@ -61,7 +61,11 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_reference(case: Case, extra: int) -> tuple[dict[str, Tensor], Tensor]:
-    """What one process computes: parameters, and running mean of the last replica to be there."""
+    """Trains in one process.
+
+    Returns:
+        the parameters, and the running mean of the last replica that has batches.
+    """
     model = make_net()
     optimizer = make_optimizer(model)
     means = [torch.zeros(WIDTH, dtype=torch.float64) for _ in range(2)]
@@ -172,7 +176,7 @@ class Split(nn.Module):
 
 
 def train_split(rank: int, num_batches: list[int]) -> Any:
-    """With tensor parallelism of two; as many batches as said for each rank."""
+    """Trains with a tensor-parallel degree of two, on a number of batches for each rank."""
     import smp
 
     smp.init({"ddp": True, "tensor_parallel_degree": 2})

@@ -1,4 +1,4 @@
-"""One script, unchanged: torchrun, mpirun, Slurm's variables, one plain process."""
+"""The same script runs under torchrun, mpirun, Slurm's variables, and as one plain process."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ MODELS = {"split": Split, "split_lm": SplitLM, "planned": Planned}
 
 @dataclass(frozen=True)
 class Setup:
-    """One training run.
+    """A training run.
 
     Attributes:
         model: "plain", or a name of `MODELS`.
         pp, tp, rdp: sizes.
-        microbatches: of a step.
-        checkpoints: how activations are checkpointed.
+        microbatches: number of microbatches of a step.
+        checkpoints: strategy of activation checkpointing.
         config: further keys.
     """
 
@@ -61,7 +61,7 @@ class Setup:
 
 @dataclass
 class Seen:
-    """What one rank saw."""
+    """Records what one rank saw."""
 
     losses: list[float] = field(default_factory=list)  # mean over microbatches
     grads: list[dict[str, Any]] = field(default_factory=list)  # of this rank, with marks
@@ -206,7 +206,7 @@ def compare(records: list[Seen], expected: Seen, setup: Setup) -> None:
 
 
 def compare_gradients(records: list[Seen], expected: Seen, setup: Setup) -> None:
-    """By name, of each replica."""
+    """Compares gradients with one process, by name and for each replica."""
     if setup.shards > 1 or (setup.tp > 1 and setup.model != "plain"):
         assert all(has_parts(record.grads[0]) for record in records), "nothing is split"
     for step, one_process in enumerate(expected.grads):
@@ -224,7 +224,7 @@ def compare_gradients(records: list[Seen], expected: Seen, setup: Setup) -> None
 
 
 def masks_of_one_process(rank: int, on: bool) -> list[dict[str, Tensor]]:
-    """Which elements some modules drop, in steps of whole batches."""
+    """Returns masks of the elements that some modules drop, for steps of whole batches."""
     import smp
 
     init(Setup(microbatches=1), layout_independent_dropout=on)
@@ -408,7 +408,11 @@ class Rooted(nn.Module):
 
 
 def outputs_of_replicas(rank: int, setup: Setup, sizes: list[int]) -> tuple[Tensor, int, str]:
-    """What replicas with unequal batches get, how many calls were remote, and the first check."""
+    """Runs replicas with batches of unequal sizes.
+
+    Returns:
+        the outputs, the number of remote calls, and the outcome of the first check.
+    """
     import smp
     from smp.observe.verification.first_step import outcome_of
 
@@ -462,7 +466,11 @@ def test_replicas_with_unequal_batches_draw_as_one_process(
 def train_family(
     rank: int, case: str, setup: Setup, is_split: bool
 ) -> tuple[list[float], list[dict[str, Any]], dict[str, Tensor]]:
-    """By step losses (mean over microbatches) and gradients of this rank; the model at the end."""
+    """Trains a family.
+
+    Returns:
+        losses by step (mean over microbatches), this rank's gradients by step, and the final model.
+    """
     import smp
     from tests.reference.models import randomise_
     from tests.reference.split_families import make_split_batch, make_split_family
@@ -478,7 +486,7 @@ def train_family(
 
     @smp.step
     def train_step(batch: dict[str, Tensor]) -> Tensor:
-        # Of all positions, so that microbatches count alike.
+        # The loss has all positions, so that microbatches count alike.
         loss = model(batch["input_ids"]).logits.square().mean()
         model.backward(loss)
         return loss

@@ -64,7 +64,7 @@ def look_at_slices(rank: int, folder: str) -> None:
     assert model.is_distributed_parameter(parameters["split.weight"])
     assert not model.is_distributed_parameter(parameters["whole.weight"])
     assert model.is_scaled_batch_parameter(parameters["split.weight"])
-    # Of a sum that a rank has for its own samples.
+    # The bias is added to a sum that a rank has for its own samples.
     assert not model.is_scaled_batch_parameter(parameters["split.bias"])
     assert not model.is_scaled_batch_parameter(parameters["whole.bias"])
     scaled = {name for name, _ in model.scaled_batch_reducer_named_parameters()}

@@ -107,7 +107,11 @@ def train(
     average: bool = True,
     is_plain: bool = False,
 ) -> tuple[float, float, dict[str, Tensor], float]:
-    """One update by SGD: reduce_mean, in evaluation too, the parameters, and the norm."""
+    """Makes one update by SGD.
+
+    Returns:
+        reduce_mean in training and in evaluation, the parameters, and the norm.
+    """
     import smp
 
     smp.init({"ddp": True, "microbatches": microbatches, **config})
@@ -253,7 +257,7 @@ def constant_net() -> nn.Module:
 
 
 def hooked_gradients(rank: int, config: Config, is_plain: bool) -> list[Tensor]:
-    """What hooks on the hidden states see of each microbatch of this rank."""
+    """Returns the gradients that hooks on the hidden states see in this rank's microbatches."""
     import smp
 
     smp.init({"ddp": True, "microbatches": 2, **config})

@@ -60,7 +60,10 @@ WITHOUT_IMAGES = "(gathers the parameters of '[a-z0-9.]+'|has run all that it ru
 
 
 def check_both_are_named(outcomes: list[Outcome]) -> None:
-    """The first two compare their calls; one that has not come so far is told of the other's."""
+    """Checks that the first two ranks, which compare their calls, name both of them.
+
+    A rank that has not reached its call receives the other rank's call.
+    """
     kinds = [outcome.error for outcome in outcomes]
     assert "ValueError" in kinds[:2] and all(kinds)  # errors in a backward are RuntimeError
     for outcome in outcomes[:2]:

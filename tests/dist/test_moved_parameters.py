@@ -1,4 +1,4 @@
-"""What a script does to parameters between steps, past the optimizer."""
+"""Changes that scripts make to parameters between steps, without the optimizer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_copy_of_a_distributed_model_is_refused(pool: Pool) -> None:
 
 
 class Writes(nn.Module):
-    """Its forward keeps a bias within bounds."""
+    """Keeps a bias within bounds in its forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -240,7 +240,7 @@ def test_embedding_leaves_out_what_it_is_told_to(pool: Pool) -> None:
 
 
 def broadcast_arguments(rank: int, prescaled: bool, optimize: str) -> None:
-    """Masks and positions of one sample stand for all samples of a rank."""
+    """Checks that masks and positions of one sample apply to all samples of a rank."""
     import smp
 
     init(2, prescaled, optimize)

@@ -28,7 +28,7 @@ class Damage(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Does harm in its calls ``{number: (ahead, back)}``, one per microbatch."""
+    """Damages outputs and gradients by factors, in calls ``{call: (ahead, back)}``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def look(rank: int, config: dict[str, Any]) -> dict[int, Any]:
     modules = list(model.get_module().modules())
     assert not any(is_wrapped(module, WrapperKind.CHECKS) for module in modules)
     num_found = len(found)
-    train(7)  # of NaN, and nobody looks
+    train(7)  # makes NaN outside of detect_nonfinite
     assert len(found) == num_found
     return steps
 

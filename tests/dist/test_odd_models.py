@@ -31,7 +31,7 @@ def plain_gradients(make: Any, **options: Any) -> dict[str, Tensor]:
 def gradients(
     rank: int, make: Any, config: dict[str, Any], options: dict[str, Any]
 ) -> tuple[dict[str, Tensor], int]:
-    """Of this rank's parameters after one step, and how many calls went to another rank."""
+    """Returns this rank's gradients after one step, and the number of its remote calls."""
     import smp
 
     smp.init({"microbatches": MICROBATCHES, **config})

@@ -70,7 +70,7 @@ class Scaled(Feed):
 
 
 class Looked(Feed):
-    """Is read, without gradients, and given back all the same."""
+    """Reads the row's result without gradients, and returns it unchanged."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.row(x)

@@ -26,7 +26,7 @@ OWN = {"qkv": "qkv_colwise", "proj": "rowwise"}
 
 
 class Attention(nn.Module):
-    """As in vision models: all queries, then all keys, then all values."""
+    """A fused projection to all queries, all keys and all values, as in vision models."""
 
     def __init__(self, out: int = 3 * WIDTH) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """With norms between what is split, and a column whose weight is read as well."""
+    """A block with norms between split layers, and a column whose input a parameter scales."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def test_dropout_in_a_block_is_the_same_on_all_ranks(pool: Pool, prescaled: bool
 
 
 class Experts(nn.Module):
-    """Each token goes to one expert; gates lie before what they open."""
+    """Sends each token to one expert; gate rows lie before the rows that they multiply."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -120,7 +120,7 @@ def test_state_of_a_planned_model_is_that_of_one_rank(
 
 
 def test_checkpoints_from_before_families_had_plans_resume(pool: Pool, tmp_path: Path) -> None:
-    """Their tensors have the names of a distributed form that exists no more."""
+    """Checks checkpoints with tensor names of a distributed form that exists no more."""
     run = SplitRun("llama", 2, 2, 1)
     results = pool.run(4, train_and_save, run, str(tmp_path), {})
     make_former(tmp_path / "two_partial", "llama", "LlamaForCausalLM")

@@ -22,7 +22,7 @@ MLP = {"body.up": "colwise", "body.down": "rowwise"}
 
 
 class Chunked(nn.Module):
-    """All queries, then all keys, then all values."""
+    """A projection to all queries, then all keys, then all values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Viewed(Chunked):
 
 
 class OfSize(Chunked):
-    """Of parts with the width that the constructor knew, as GPT-2 does it."""
+    """Splits into parts of a width that is fixed at construction, as GPT-2 does."""
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
         shape = (*x.shape[:2], self.num_heads, -1)
@@ -67,7 +67,7 @@ class ByHeads(Chunked):
 
 
 class ThreeHeads(ByHeads):
-    """As many heads as things in each."""
+    """A projection with as many heads as parts of each head: query, key and value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def test_plans_that_fit_are_taken(
 
 
 def train_and_look(rank: int, cls: type[nn.Module]) -> Any:
-    """What one step leaves on a module, and what is logged of it."""
+    """Returns the attributes and state that one step leaves on a module, and all log lines."""
     import smp
 
     lines: list[str] = []
@@ -269,7 +269,7 @@ def test_what_cannot_be_tried_and_may_be_wrong_is_told(pool: Pool) -> None:
 
 
 def train_by_own_plan(rank: int, case: str, prescaled: bool, dtype: torch.dtype) -> Any:
-    """How many blocks there are, how many were not tried, and what could not be."""
+    """Counts the planned blocks and those left untried, and returns log lines of failed trials."""
     import smp
     from smp.nn.planned.block import PlannedBlock
     from smp.replacement import plans

@@ -232,7 +232,7 @@ def close(
 
 
 class Scale(nn.Module):
-    """One number, whose gradient is the mean of the input."""
+    """Multiplies by one number, whose gradient is the mean of the input."""
 
     def __init__(self) -> None:
         super().__init__()

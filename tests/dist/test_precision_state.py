@@ -215,7 +215,7 @@ def clip_sharded(rank: int, run: HalfRun) -> dict[str, Any]:
 
 
 def check_flat(model: Any, optimizer: Any) -> None:
-    """What scripts read: parts of parameters, one behind the other, as the optimizer has them."""
+    """Checks the flat tensor that scripts read: parts of parameters in the optimizer's order."""
     from smp.world import runtime
 
     parts = [p.ds_tensor.ds_numel for p in model.parameters()]
@@ -413,7 +413,7 @@ def load_from_before(rank: int, run: HalfRun, folder: str, how: str) -> RankReco
 
 
 def held(model: Any) -> RankRecord:
-    """What this rank trains, and the buffers of its modules that are saved."""
+    """Returns the masters that this rank trains, and its modules' buffers that are saved."""
     import smp
 
     saved = model.state_dict()

@@ -41,7 +41,7 @@ BUNDLE = 6  # programs per start and end of smp, which cost more than a program
 
 
 class Seen:
-    """What a test has run: programs that were equal, rejected ones, instructions."""
+    """Records the programs that a test has run: equal and rejected ones, and instructions."""
 
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted

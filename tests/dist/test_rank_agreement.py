@@ -1,4 +1,4 @@
-"""What ranks of one model have to agree on: hyperparameters, a model to train, the batch."""
+"""Ranks of one model have to agree on hyperparameters, on a model to train, and on the batch."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_equal_hyperparameters_train_as_in_one_process(pool: Pool, layout: str) 
 
 
 def by_rank(rank: int) -> None:
-    """Each rank of a pipeline has groups of its own parameters, with rates of its own."""
+    """Trains on a pipeline whose ranks have groups of their own parameters, with own rates."""
     import smp
 
     model = wrapped({"pipeline_parallel_degree": 2}, Net().double())

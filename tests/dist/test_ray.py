@@ -54,7 +54,7 @@ class Driver:
             "RAY_AUTH_MODE": "disabled",
             "RAY_DEDUP_LOGS": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
-            # Of 15 by default, with which workers wait for whatever else runs.
+            # Ray's default is 15: workers then wait for every other process.
             "RAY_worker_niceness": "0",
         }
         self._log = log
@@ -77,7 +77,7 @@ class Driver:
         wait_until(look, lambda: self.said, lambda: self._process.poll() is None)
 
     def wait(self) -> str:
-        """What it has said, after a good end."""
+        """Waits for a good end, and returns the output."""
         try:
             status = self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -115,7 +115,7 @@ def starts_of(said: str) -> list[tuple[int, int]]:
 
 
 def losses_of(said: str) -> dict[int, str]:
-    """Of each step; a step that was made twice has the same one again."""
+    """Returns each step's loss; checks that a repeated step has the same one."""
     losses: dict[int, str] = {}
     for step, loss in re.findall(r"step (\d+): loss (\S+)", said):
         assert losses.setdefault(int(step), loss) == loss, f"step {step} has two losses:\n{said}"

@@ -117,7 +117,7 @@ PRECISIONS = {
 
 @pytest.mark.sample(keep=0)
 def test_precisions_change_without_loss(pool: Pool, tmp_path: Path) -> None:
-    """What the optimizer updates is the same, bit by bit; the model is its rounding."""
+    """Checks that the optimizer's values stay the same bits; the model is their rounding."""
     for source, target, before, after in run_all(pool, tmp_path, PRECISIONS):
         where = f"{source} to {target}"
         saved, loaded = updated_values(before[0].at), updated_values(after[0].at)
@@ -133,7 +133,7 @@ NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
 def updated_values(state: State) -> list[Tensor]:
-    """By value, in the order of the optimizer; the model itself in FP32."""
+    """Returns the masters in the order of the optimizer; in FP32 these are the model's values."""
     entries = state.optimizer["state"]
     masters = [entry["_smp_master"] for entry in entries.values() if "_smp_master" in entry]
     if not masters:

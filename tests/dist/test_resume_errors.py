@@ -1,4 +1,4 @@
-"""What saving and resuming refuse, on all ranks, and in which orders things may be made."""
+"""Errors of saving and resuming on all ranks, and the orders in which objects may be made."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_saving_on_some_ranks_is_an_error_with_the_snippet(
 
 
 def save_slowly(rank: int, folder: str) -> str:
-    """One rank computes for longer than it takes to find a deadlock."""
+    """Saves after one rank has computed for longer than it takes to find a deadlock."""
     import smp
 
     model, optimizer, train = make(Job(1, 1, 2, "none", "fp32"), seed=1)
@@ -69,7 +69,7 @@ def test_a_slow_rank_is_waited_for(pool: Pool, tmp_path: Path) -> None:
 
 
 def call_otherwise(rank: int, folder: str) -> list[str]:
-    """What each of these calls says; the job goes on after it."""
+    """Returns the error of each of these calls; the job goes on after it."""
     import smp
 
     model, optimizer, train = make(Job(2, 1, 1, "none", "fp32"), seed=1)
@@ -208,7 +208,7 @@ ORDERS = (("model", "optimizer"), ("optimizer", "model"), ("whole", "optimizer")
 
 
 def resume_halves(rank: int, job: Job, folder: str, is_early: bool) -> list[Any]:
-    """In a model that has been trained, and in one that is not partitioned yet."""
+    """Resumes in a trained model, or in a model that is not partitioned yet if ``is_early``."""
     import smp
 
     states: list[Any] = []
@@ -238,7 +238,10 @@ def resume_halves(rank: int, job: Job, folder: str, is_early: bool) -> list[Any]
 def test_model_and_optimizer_in_two_checkpoints(
     pool: Pool, tmp_path: Path, job: Job, is_early: bool
 ) -> None:
-    """In any order; what has more digits than the model's 16 bits comes from the optimizer's."""
+    """Checks all orders of resuming.
+
+    Values with more digits than the model's 16 bits come from the optimizer's checkpoint.
+    """
     from tests.dist.test_resume import check_equal
 
     saver = Job(1, 1, 2, "state", job.precision)
@@ -375,7 +378,7 @@ def test_what_is_missing_is_named(pool: Pool, tmp_path: Path) -> None:
 
 
 def follow(rank: int, folder: str, saves: bool) -> str:
-    """The saved partition is a manual one, which nobody would decide on."""
+    """Saves a manual partition that the automatic one would never choose, or resumes it."""
     import smp
 
     smp.init({"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 1, **MANUAL[saves]})

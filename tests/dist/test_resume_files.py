@@ -55,7 +55,7 @@ def save_whole(rank: int, job: Job, folder: str, names: tuple[str, ...]) -> Any:
 
 
 def plain_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As the Hugging Face model has them."""
+    """Translates a state to the names of the Hugging Face model."""
     from smp.nn import huggingface as families
 
     translate = getattr(families, CASE).translate_state_dict_to_hf_gpt2
@@ -200,8 +200,10 @@ def save_sharded(rank: int, job: Job, folder: str) -> dict[str, Tensor]:
 
 
 def merged(folder: Path, degree: int) -> dict[str, Tensor]:
-    """What a script makes of a sharded folder: the flat masters of all ranks, parameter by
-    parameter, in the order of their groups."""
+    """Joins a sharded folder as scripts do.
+
+    The flat masters of all ranks are joined parameter by parameter, in the order of their groups.
+    """
     name = (folder / "newest").read_text()
     assert name == "s_partial"
     load = lambda file: torch.load(folder / name / file, map_location="cpu")  # noqa: E731
@@ -273,7 +275,7 @@ def test_export_takes_masters_where_nothing_else_was_saved(pool: Pool, tmp_path:
 
 
 def check_exported(folder: Path, model: dict[str, Tensor]) -> None:
-    """What ``smp ckpt export`` makes of a checkpoint is the model, for transformers."""
+    """Checks that ``smp ckpt export`` makes the model's files for transformers."""
     from transformers import AutoConfig
 
     exporting.export(folder / "p_partial", folder / "out")

@@ -36,8 +36,10 @@ class Counting(nn.Module):
 
 
 class Odd(nn.Module):
-    """Buffers, frozen parameters, ones without elements, one without a dim, one that is never used,
-    and two names of one."""
+    """Contains buffers, odd parameters, and one parameter with two names.
+
+    Some parameters are frozen, some have no elements, one has no dim and one is never used.
+    """
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -211,7 +213,7 @@ def test_everything_comes_back(pool: Pool, tmp_path: Path, pair: tuple[Way, Way]
 
 
 def _master(saved: State, name: str, tensor: Tensor) -> Tensor:
-    """What the optimizer has in the place of a 16-bit parameter that is trained."""
+    """Returns the optimizer's master of a trained 16-bit parameter, or its float32 value."""
     state = saved.optimizer["state"]
     masters = [entry["_smp_master"] for entry in state.values() if "_smp_master" in entry]
     fitting = [m for m in masters if m.shape == tensor.shape and torch.equal(m.bfloat16(), tensor)]

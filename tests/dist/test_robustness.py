@@ -54,21 +54,21 @@ def steps_of(result: Ended) -> list[int]:
 
 
 def step_saved(folder: Path) -> int:
-    """Of the newest checkpoint."""
+    """Returns the step of the newest checkpoint."""
     found = re.search(r"\d+", folders.find(folder, None).name)
     assert found
     return int(found[0])
 
 
 class Trained:
-    """What a job has printed, in one start or in several."""
+    """Collects the output of a job, in one start or in several."""
 
     def __init__(self) -> None:
         self.losses: dict[int, set[str]] = {}
         self.digests: dict[int, str] = {}
 
     def add(self, output: str) -> None:
-        """What one rank has printed, or all of a pipeline, since it started."""
+        """Adds the output of one rank, or of a whole pipeline, since its start."""
         own = re.findall(r"STEP (\d+) (\S+)", output)
         assert not {int(step) for step, _ in own} & self.losses.keys(), "a step ran twice"
         for step, loss in own:
@@ -76,7 +76,7 @@ class Trained:
         self._add_digests(output)
 
     def add_ranks(self, results: list[Ended]) -> None:
-        """What all ranks have printed; replicas have losses of their own."""
+        """Adds the output of all ranks; only the first rank's losses count, as replicas' differ."""
         assert not any(r.returncode for r in results), words(results)
         self.add(results[0].output)
         for result in results[1:]:
@@ -234,7 +234,7 @@ def test_nothing_is_saved_after_the_death_of_a_peer(
 
 
 def test_kills_while_a_job_saves_leave_what_loads(pool: Pool, tmp_path: Path) -> None:
-    """At 5 random moments all ranks or one are killed; the job ends as if they were not."""
+    """Kills all ranks or one at 5 random moments; the job must end as an undisturbed one does."""
     draw = random.Random(SEED)
     folder, common = tmp_path / "job", ["--rows", "20000", "--config", json.dumps(SHARDED)]
     last, num_in_save = 0, 0

@@ -1,4 +1,4 @@
-"""What a rank has open grows with the logarithm of the number of ranks."""
+"""A rank's number of open sockets and descriptors grows with the logarithm of the ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def num_sockets() -> int:
 
 
 def sockets_of_torch_groups(rank: int) -> tuple[int, int]:
-    """Without and with the groups of users; all kinds of collectives have run."""
+    """Counts sockets before and after the groups of users ran all kinds of collectives."""
     before = num_sockets()
     smp.init({"ddp": True})
     for group in (smp.get_dp_process_group(), smp.get_world_process_group()):

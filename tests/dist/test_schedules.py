@@ -83,7 +83,7 @@ def executed(
 
 
 def write_partition(path: Path, pp: int, num_chunks: int) -> str:
-    """One block per stage, in order."""
+    """Writes a partition with one block per stage, in order."""
     lines = ["smp partition v1", f"partitions {pp}", f"chunks {num_chunks}"]
     lines += [f"{i}  {i % pp}.{i // pp}" for i in range(pp * num_chunks)]
     path.write_text("\n".join(lines) + "\n")
@@ -91,7 +91,10 @@ def write_partition(path: Path, pp: int, num_chunks: int) -> str:
 
 
 def without_weights(text: str, rank: int) -> str:
-    """The driver does its backward in one piece: nobody waits for gradients of its inputs."""
+    """Removes weight gradients of a rank from a schedule.
+
+    The driver does its backward in one piece, since no rank waits for gradients of its inputs.
+    """
     lines = text.splitlines()
     lines[rank] = " ".join(word for word in lines[rank].split() if word[0] != "W")
     return "".join(f"{line}\n" for line in lines)
@@ -106,11 +109,11 @@ def run_slow_chain(
     slope: float,
     **config: Any,
 ) -> str:
-    """What is executed by a chain of one block per stage.
+    """Returns the schedule that a chain of one block per stage has executed.
 
     Args:
         time_ms: forward, gradient of the input, and gradient of the weight of a block.
-        slope: by which part of it forwards are faster on each further rank.
+        slope: share of the forward's time that each further rank saves.
     """
     config["microbatches"] = 2 * pp
     config["partition_file"] = write_partition(folder / "partition", pp, num_chunks)
@@ -135,7 +138,7 @@ SLOPES = [
     ("virtual_interleaved", 2, 0.1),
     ("virtual_interleaved", 4, 0.1),
     ("zero_bubble", 2, -0.1),
-    ("zero_bubble", 2, 0.1),  # a gap on the last rank, with a weight gradient at hand
+    ("zero_bubble", 2, 0.1),  # a gap on the last rank, where a weight gradient is ready
     ("zero_bubble", 4, 0.1),
 ]
 
@@ -256,7 +259,7 @@ def _train_scaling(rank: int | None, pipeline: str = "") -> dict[str, Tensor]:
 
 
 def test_zero_bubble_runs_the_backward_of_a_function_in_python(pool: Pool) -> None:
-    """And a hook of a parameter, such as those of the check of the first step, once."""
+    """Checks that such a backward, and a hook as of the first step's check, runs once."""
     expected = _train_scaling(None)
     found: dict[str, Tensor] = {}
     for grads in pool.run(2, _train_scaling, "zero_bubble"):

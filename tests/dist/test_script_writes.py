@@ -1,4 +1,4 @@
-"""What scripts do to parameters between steps: what each rank can do, and what is refused."""
+"""Scripts that change parameters between steps: allowed changes on each rank, and refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When sharded parameters are whole: what code may do with them, and what is freed when."""
+"""The time in which sharded parameters are whole: allowed uses, and the moment of each release."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """What the others are made of."""
+    """A base class of the other models."""
 
     calls = 0
 
@@ -336,7 +336,7 @@ def test_gradients_of_gradients_inside_of_steps(pool: Pool) -> None:
 
 
 def train_plainly(rank: int) -> dict[str, int]:
-    """Without step functions."""
+    """Trains without step functions."""
     import smp
 
     init()

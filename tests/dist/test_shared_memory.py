@@ -122,7 +122,7 @@ def test_one_line_says_why_ranks_of_one_host_share_nothing(pool: Pool) -> None:
 
 
 def messages_of_init(rank: int) -> str:
-    """What init writes to stderr when rank 1 alone wants no shared memory."""
+    """Returns init's output on stderr when rank 1 alone wants no shared memory."""
     os.environ["SMP_SHM"] = "01"[rank == 0]
     reader, writer = os.pipe()
     stderr = os.dup(2)
@@ -168,7 +168,7 @@ def mapped_anywhere() -> set[str]:
 
 
 def test_shared_memory_is_given_back_at_shutdown(pool: Pool) -> None:
-    # Of messages and of collectives, each its own and the other's.
+    # Messages and collectives have two mappings each: the rank's own and the other's.
     assert pool.run(2, rings_after_shutdown) == [(4, 0), (4, 0)]
 
 

@@ -1,4 +1,4 @@
-"""What modules of one process share besides arguments and results is shared across ranks."""
+"""Modules that share state besides arguments and results share it across ranks as well."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def assert_equal_to_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
             torch.testing.assert_close(value, expected["state"][name], rtol=1e-9, atol=1e-12)
 
 
-# What checkpointed layers leave behind is made in a run without gradients. These carry tensors with
-# gradients, and lists of numbers, from one checkpoint to the next, or into it (docs/limits.md).
+# State that checkpointed layers leave behind is made in a run without gradients. These cases carry
+# tensors with gradients, and lists of numbers, from one checkpoint to the next, or into it
+# (docs/limits.md).
 NOT_CHECKPOINTED = (
     "StateOnSelf",
     "StateCleared",

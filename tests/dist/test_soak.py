@@ -51,7 +51,7 @@ class Everything(nn.Module):
 
 @dataclass
 class Sample:
-    """What one process holds."""
+    """Holds the resources of one process."""
 
     rss_bytes: int
     threads: int

@@ -19,13 +19,13 @@ from tests.reference.tolerances import assert_close, relative_difference
 from tests.reference.weights import divisor_of, shares
 
 LAYERS, MICROBATCHES = 4, 2
-# Which samples of a batch are padded: none, one in the second microbatch, one in each.
+# Indices of padded samples of a batch: none, one in the second microbatch, one in each.
 PADDED: dict[str, tuple[int, ...]] = {"none": (), "second": (3,), "each": (1, 3)}
 
 
 @dataclass
 class Record:
-    """What one rank saw."""
+    """Records what one rank saw."""
 
     batch_idx: int
     losses: list[Tensor]
@@ -44,7 +44,7 @@ def make_batch(case: str, batch_idx: int, padded: str) -> dict[str, Tensor]:
 
 
 def train(rank: int, run: SplitRun, padded: tuple[str, ...]) -> Record:
-    """One step; ``padded`` by batch."""
+    """Trains for one step; ``padded`` has a key of `PADDED` for each batch."""
     import smp
     from smp.nn import attention
 
@@ -85,12 +85,12 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def check(pool: Pool, run: SplitRun, padded: tuple[str, ...], num_dropped: int) -> None:
-    """Numbers of one process, and in how many microbatches there was no mask.
+    """Compares with one process, and checks in how many microbatches there was no mask.
 
     Args:
-        pool: of processes.
+        pool: pool of processes that run the ranks.
         run: the layout.
-        padded: by batch, a key of `PADDED`.
+        padded: keys of `PADDED`, one per batch.
         num_dropped: microbatches in which attention gets no mask.
     """
     assert len(padded) == run.num_batches and BATCH % MICROBATCHES == 0
@@ -139,7 +139,7 @@ def test_own_batches(pool: Pool, case: str, padded: tuple[str, ...], num_dropped
 @pytest.mark.parametrize("optimize", ["memory", "speed"])
 @pytest.mark.parametrize(("padded", "num_dropped"), [("none", 2), ("second", 1), ("each", 0)])
 def test_one_batch(pool: Pool, optimize: str, padded: str, num_dropped: int) -> None:
-    """Of an uneven sequence that is cut, layers learn the length from a mask."""
+    """Checks a common batch; layers read the length of a cut, uneven sequence from its mask."""
     run = SplitRun("gptj", 1, 2, 1, optimize, prescaled=True)
     check(pool, run, (padded,), 0 if optimize == "memory" else num_dropped)
 

@@ -49,7 +49,7 @@ class Transposed(Reader):
 
 
 class Pieces(Reader):
-    """As attention with projections of queries, keys and values in one does."""
+    """Reads slices of a weight, as attention with queries, keys and values in one weight does."""
 
     def read(self, hidden: Tensor) -> Tensor:
         a, b = self.first.weight[:4], self.first.weight.chunk(2)[1]
@@ -58,7 +58,7 @@ class Pieces(Reader):
 
 
 class Views(Reader):
-    """As models that deal out one table of queries do: views that do not lie in one piece."""
+    """Reads views that do not lie in one piece, as models that share a table of queries do."""
 
     def read(self, hidden: Tensor) -> Tensor:
         queries = self.table.weight.unsqueeze(0).expand(SAMPLES, -1, -1)

@@ -93,7 +93,7 @@ def test_weights_survive_bit_by_bit_with_transformers_4_30_2(
 
 
 def judge(rank: int, run: SplitRun, records: list[SplitRecord]) -> str:
-    """Compares with one process, under the transformers of the pool; returns which one that is."""
+    """Compares with one process, under the pool's transformers; returns its version."""
     import transformers
 
     check_run(run, records)
@@ -116,7 +116,7 @@ def test_split_family_trains_like_one_process_with_transformers_4_30_2(
 @pytest.mark.sample(keep=3)
 @pytest.mark.parametrize("case", SPLIT_FAMILIES)
 def test_untouched_models_differ_by_their_casts_only(pool: Pool, case: str) -> None:
-    """In fp64 the model as it is, with its casts to float32, is 1e-5 away at most."""
+    """Checks that fp64 models with their casts to float32 are 1e-5 away at most."""
     run = SplitRun(case, 1, 2, 1)
     records = [of_rank[0] for of_rank in pool.run(2, train_split, [run])]
     check_run(run, records, lifted=False)

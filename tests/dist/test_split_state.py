@@ -70,7 +70,7 @@ def resume(rank: int, run: SplitRun, folder: str, partial: bool) -> dict[str, An
     model, optimizer, train = make(run, seed=5)
     name = "part.pt" if partial else "whole.pt"
     saved = smp.load(f"{folder}/{name}", partial=partial)
-    # Which part of a pipeline this rank will have is not known yet.
+    # The rank's part of a pipeline is not known yet.
     model.load_state_dict(saved["model"], same_partition_load=partial and run.pp == 1)
     optimizer.load_state_dict(saved["optimizer"])
     train(2)

@@ -224,7 +224,7 @@ def test_training_resumes_bitwise_from_partial_and_full_files(
 
 def test_files_move_between_layouts(pool: Pool, tmp_path: Path) -> None:
     run = Run("gpt2", 2, 1)
-    # Of a job with more ranks, which the next one does not overwrite.
+    # A job with more ranks has left this file, which the next job does not overwrite.
     (tmp_path / "partial.pt_2").write_bytes(b"left behind")
     losses = pool.run(2, save_and_go_on, run, str(tmp_path))[0][0]
     for pp, partial in ((1, True), (4, True), (4, False)):

@@ -68,7 +68,7 @@ def test_states_on_some_ranks_are_an_error_with_the_snippet(
 
 
 def call_on_a_replica(rank: int, job: Job, folder: str) -> list[bool]:
-    """As scripts do that know that one replica is enough."""
+    """Calls state functions on one replica only, as scripts do that need one replica's state."""
     import smp
 
     model, optimizer, train = make(job, seed=1)

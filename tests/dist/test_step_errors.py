@@ -18,7 +18,7 @@ CHAIN = Run("chain", 2, 1, microbatches=4, manual=True)
 def expect_everywhere(
     pool: Pool, world_size: int, function: Any, *args: Any, error: str, text: str
 ) -> None:
-    """All ranks raise `error` (or a subclass) with a matching text."""
+    """Checks that all ranks raise `error` (or a subclass) with a matching text."""
     outcomes = pool.outcomes(world_size, function, *args)
     for outcome in outcomes:
         assert outcome.error, f"rank {outcome.rank} raised nothing"

@@ -1,4 +1,4 @@
-"""What a partitioned model shows: placeholders, local views, hooks, names."""
+"""A partitioned model as scripts see it: placeholders, local views, hooks, names."""
 
 from __future__ import annotations
 

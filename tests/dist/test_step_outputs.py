@@ -145,7 +145,7 @@ class Sentence:
 
 @dataclasses.dataclass
 class Options:
-    """Not a container for the library: passed whole."""
+    """A class that is not a container for the library: passed whole."""
 
     tensor: Tensor
 

@@ -1,4 +1,4 @@
-"""Who does not know the secret of a job gets nothing from its ports, and does not disturb it."""
+"""A stranger without a job's secret gets nothing from its ports, and does not disturb it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a device no host waits for a collective, and all ranks issue them in one order."""
+"""Hosts wait for no collective on a device, and all ranks issue collectives in one order."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ WIDTH, BATCHES = 6, 4
 
 
 class Outer(nn.Module):
-    """Its middle is on another rank, so that microbatches take turns inside of its forward."""
+    """A module whose middle is on another rank, so that microbatches take turns in its forward."""
 
     scale: Tensor
 
@@ -34,7 +34,7 @@ def by_functional_call(outer: Outer, others: dict[str, Tensor], x: Tensor) -> Te
 
 
 def by_hand(outer: Outer, others: dict[str, Tensor], x: Tensor) -> Tensor:
-    """As scripts of meta-learning do it."""
+    """Swaps parameters and buffers for a call, as scripts of meta-learning do."""
     tables = [
         (module._parameters if key in module._parameters else module._buffers, key, name)
         for name in others

@@ -248,7 +248,7 @@ def test_trial_runs_of_one_rank_communicate_with_nobody(pool: Pool) -> None:
 
 
 class Handle(Tensor):
-    """Stands for another tensor, as results of modules on other pipeline ranks do."""
+    """Represents another tensor, as results of modules on other pipeline ranks do."""
 
     behind: Tensor
 

@@ -14,7 +14,7 @@ from tests.dist.pool import Pool, RankFailure
 WIDTH, STEPS, MICROBATCHES = 8, 6, 2
 CHANGED = (0, 3)  # layers: one for each rank of a pipeline
 Config = dict[str, Any]
-# What the script says before a step: are some layers trained from now on?
+# Changes before steps, by step: are some layers trained from this step on?
 THAWS, FREEZES, RESTS = {0: False, 3: True}, {3: False}, {1: False, 3: True}
 Changes = dict[int, bool]
 LAYOUTS: list[tuple[int, Config]] = [
@@ -31,7 +31,7 @@ SHARDED_KEYS = {key for config in SHARDED for key in config}
 
 
 class Net(nn.Module):
-    """Its forward calls ``before`` with itself, if there is one."""
+    """Calls ``before`` with itself in its forward, if there is such a function."""
 
     def __init__(self, frozen: bool, before: Callable[[Net], None] | None = None) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def train(rank: int, config: Config, changes: Changes, outside: bool = False) ->
     """Parameters of the whole model at the end.
 
     Args:
-        outside: without a step function.
+        outside: trains outside of a step function.
     """
     import smp
 

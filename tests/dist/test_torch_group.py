@@ -21,7 +21,7 @@ def free_port() -> int:
 
 
 def form_group(rank: int, size: int, address: str) -> None:
-    """As a script does that has started its processes itself."""
+    """Forms a group of `torch.distributed`, as a script does that starts its own processes."""
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)

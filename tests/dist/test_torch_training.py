@@ -358,7 +358,7 @@ def train_criterion_alone(rank: int, config: Config, wraps: bool) -> None:
     def train_step(x: Tensor) -> None:
         model.backward(criterion(model(x)))
 
-    for step in range(2):  # the first update shows one that is not wrapped
+    for step in range(2):  # the first update finds an unwrapped optimizer
         train_step(own_samples(step))
         optimizer.step()
         other.step()

@@ -101,7 +101,7 @@ def test_activations_and_gradients_never_pass_through_a_rank_that_does_not_use_t
 ) -> None:
     results = pool.run(PP, train, family, 3)
     one_way = MICROBATCHES * BOUNDARY_BYTES
-    # Of the driver's own: the mask once per rank, positions, rotary tables, labels.
+    # The driver's own tensors: the mask once per rank, positions, rotary tables, labels.
     mask = BATCH * SEQUENCE * SEQUENCE * 4 if family == "gptj" else 0
     small = mask + one_way // 2
     for rank in range(PP):

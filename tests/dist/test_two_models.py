@@ -42,7 +42,7 @@ def test_replicas_follow_one_order(pool: Pool) -> None:
 
 @pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
 def test_replicas_with_other_numbers_of_microbatches(pool: Pool, layout: tuple[int, int]) -> None:
-    """All samples count alike, in whichever replica they are."""
+    """Checks that all samples count alike, in every replica."""
     runs = [Run("chain", *layout, rows=rows) for rows in ((8, 3), (1, 7), (2, 4))]
     check_runs(pool, runs)
 
@@ -487,7 +487,7 @@ def test_a_model_that_is_wrapped_a_second_time_keeps_its_partition(pool: Pool) -
 
 
 def test_the_programs_use_all_their_models() -> None:
-    """Of the test itself: no model is idle in its program."""
+    """Checks the test itself: no model is idle in its program."""
     for name, program in PROGRAMS.items():
         models = make_models(program.num_models)
         called: set[Any] = set()

@@ -1,4 +1,4 @@
-"""What `smp verify` finds: planted faults are named, and healthy layouts are equal."""
+"""`smp verify` names planted faults, and finds healthy layouts equal."""
 
 from __future__ import annotations
 

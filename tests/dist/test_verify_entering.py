@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
-    """Of this rank, as a loader with a sampler of replicas makes them."""
+    """Yields this rank's batches, as a loader with a sampler of replicas makes them."""
     import smp
 
     generator = torch.Generator().manual_seed(3)

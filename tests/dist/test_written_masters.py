@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Has two sets of weights, and shows one or the other."""
+    """Keeps two sets of weights, and shows one or the other."""
 
     def __init__(self, params: Iterable[Any], lr: float, data: bool) -> None:
         super().__init__(params, {"lr": lr})
