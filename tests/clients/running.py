@@ -34,13 +34,13 @@ class Client:
         timeout: float = PATIENCE_S,
         more_env: dict[str, str] | None = None,
     ) -> list[dict[str, Any]]:
-        """What each rank reports, after all have ended well.
+        """Runs the client on all ranks, and returns their reports after all have ended well.
 
         Args:
             world_size: number of processes.
             argv: arguments by name.
-            parameters: of model parallelism, as the launcher of the service hands them over.
-            timeout: in seconds.
+            parameters: parameters of model parallelism, as the service's launcher passes them.
+            timeout: limit in seconds.
             more_env: further environment variables.
         """
         env = {"SM_NUM_GPUS": "0", "OMP_NUM_THREADS": "1", **(more_env or {})}

@@ -119,7 +119,7 @@ def test_client_d_trains_gptj_with_tensor_parallelism_too(pool: Pool, tmp_path: 
 @pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("how", ["load_full", "finetune"])
 def test_client_d_begins_with_pretrained_weights(pool: Pool, tmp_path: Path, how: str) -> None:
-    """From a plain state dict after wrapping, or from ``from_pretrained`` and no later load."""
+    """Loads a plain state dict after wrapping, or makes the model with ``from_pretrained``."""
     client = Client(pool, tmp_path, "client_d.py")
     argv = SDP | {"model_type": "gpt2", "prescaled_batch": 0, how: 1}
     results = client.run(2, argv | {"delayed_param": int(how == "load_full")})

@@ -15,11 +15,11 @@ TARGETS = {"gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "v_proj"]}
 
 @dataclass(frozen=True)
 class Job:
-    """One training of adapters.
+    """A training of adapters.
 
     Attributes:
-        config: of smp; empty: plain PyTorch in one process.
-        layers: which have adapters; None: all.
+        config: configuration of smp; empty: plain PyTorch in one process.
+        layers: indices of the layers with adapters; None: all.
     """
 
     folder: str

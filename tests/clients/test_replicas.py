@@ -15,7 +15,7 @@ SCRIPT = "replicas.py"
 
 
 def meeting() -> dict[str, str]:
-    """Where torch's ranks meet; smp's find each other in a file otherwise."""
+    """Returns where torch's ranks meet; ranks of smp would otherwise find each other in a file."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}

@@ -19,10 +19,10 @@ LOGGED = 1.01e-4  # losses are logged with four digits
 
 @dataclass(frozen=True)
 class Job:
-    """One call of ``train``.
+    """A call of ``train``.
 
     Attributes:
-        config: of smp; empty: the plain Trainer.
+        config: configuration of smp; empty: the plain Trainer.
     """
 
     folder: str
@@ -40,7 +40,7 @@ class Job:
 
 
 def with_adapters(model: Any) -> Any:
-    """On the last layers only, so that the first stage of a pipeline has nothing to train."""
+    """Adds adapters to the last layers only: a pipeline's first stage has nothing to train."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(
@@ -57,7 +57,7 @@ def train(rank: int, job: Job) -> dict[str, Any]:
 
     if job.config:
         smp.init(job.config)
-    if not job.config or smp.size() == 1:  # nobody launched it
+    if not job.config or smp.size() == 1:  # no launcher started it
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
     from transformers import Trainer, TrainingArguments, set_seed

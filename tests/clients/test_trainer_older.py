@@ -21,7 +21,7 @@ FRAMEWORK = json.dumps({"sagemaker_mpi_enabled": True})
 LOGGED = 1.01e-4
 
 PIPELINE = {"partitions": 2, "microbatches": 2, "ddp": True}
-# What the test of this library in transformers' own suite asks for, on fewer processes.
+# Settings that the test of this library in transformers' own suite uses, on fewer processes.
 SPREAD = PIPELINE | {"placement_strategy": "spread", "pipeline": "interleaved", "optimize": "speed"}
 
 
@@ -52,7 +52,7 @@ def train(
     parameters: dict[str, Any] | None,
     **argv: Any,
 ) -> dict[str, Any]:
-    """What the first rank reports; without `parameters`, of an ordinary training in one process."""
+    """Trains, in one process without `parameters`, and returns the first rank's report."""
     folder.mkdir(exist_ok=True)
     client = Client(pool, folder, "client_g.py", launcher="smp run")
     env = {"SM_FRAMEWORK_PARAMS": FRAMEWORK if parameters else ""}

@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 from smp.commands.verify.command import divide
 from tests.docs.pages import REPO
 
-#: What stands for files of the reader.
+#: Names that pages use for files of the reader.
 PLACEHOLDERS = {"train.py", "package.train", "config.json"}
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
 _TARGETS = set(re.findall(r"^([a-z_-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
@@ -38,9 +38,9 @@ def check(words: list[str], folder: Path, *, runs: bool) -> None:
     """Raises if a program, file or option of a command does not exist.
 
     Args:
-        words: of one command.
-        folder: of the page, with files that its blocks have made.
-        runs: false where a mark says that the program is not there.
+        words: words of one command.
+        folder: folder of the page, with files that its blocks have made.
+        runs: False where a mark says that the program is not there.
     """
     program, *arguments = words
     if program == "smp":
@@ -80,7 +80,7 @@ _EXECUTED = {
 
 
 def is_executed(words: list[str], folder: Path) -> bool:
-    """Is this a command that is cheap, and is there what it is about?"""
+    """Returns whether a command is a cheap one whose files are there."""
     if words[0] != "smp" or words[1] not in _EXECUTED:
         return False
     if "--hardware" in words and words[words.index("--hardware") + 1].endswith(".json"):
@@ -90,11 +90,11 @@ def is_executed(words: list[str], folder: Path) -> bool:
 
 
 def execute(words: list[str], status: int = 0) -> str:
-    """What a command of `_EXECUTED` prints here, in this process.
+    """Runs a command of `_EXECUTED` in this process, and returns its output.
 
     Args:
-        words: of the command.
-        status: with which it is to end.
+        words: words of the command.
+        status: exit status that is expected.
 
     Raises:
         AssertionError: another command; it fails.

@@ -9,9 +9,8 @@
 * ``with: NAME``: ``tests/docs/setup/NAME.py`` has the names that the block leaves out, and may have
   ``after(names)``, which looks at what the block did;
 * ``ends: STATUS``: the script, or the commands, end with this status;
-* ``prints``: the lines of this text are in what the block before printed; ``...`` stands for
-  anything;
-* ``not run: REASON``: nobody can run it in a test.
+* ``prints``: the lines of this text are in what the block before printed; ``...`` means any text;
+* ``not run: REASON``: no test can run it.
 
 Commands are parsed by their programs; ``smp estimate`` and ``smp plan`` are executed, and
 ``smp ckpt`` where its folder is there. Their marks, and those of text, may be missing.
@@ -40,14 +39,14 @@ LANGUAGES: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block.
+    """A fenced block of a page.
 
     Attributes:
-        page: its file.
-        line: of the fence, from 1.
-        language: behind the fence.
-        source: what is in it.
-        marks: by key; keys without a value have "".
+        page: path of the page.
+        line: number of the fence's line, from 1.
+        language: word behind the fence.
+        source: text of the block.
+        marks: values of the marks by key; a key without a value has "".
     """
 
     page: Path
@@ -64,10 +63,10 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """All blocks of a page.
+    """Returns all blocks of a page.
 
     Raises:
-        ValueError: for one that does not say how it is checked; names it.
+        ValueError: a block does not say how it is checked; the message names it.
     """
     found: list[Block] = []
     lines = page.read_text().splitlines()

@@ -61,7 +61,7 @@ class Page:
         self._output = "".join(self._start(first, "\n".join(lines), size) for size in sizes)
 
     def _run_diff(self, block: Block) -> None:
-        """Both scripts that a diff is about: the old one in one process; the losses are equal."""
+        """Runs both scripts of a diff, the old one in one process, and compares their losses."""
         before = "".join(_side(block.source, "-"))
         after = "".join(_side(block.source, "+"))
         results = [

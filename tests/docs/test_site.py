@@ -1,4 +1,4 @@
-"""What `make site` makes of the pages, as far as it needs no packages of its own.
+"""Parts of `make site` that need no packages of its own: navigation, reference, copied pages.
 
 The build itself is strict: a link, an anchor or a docstring that it does not understand ends it.
 """

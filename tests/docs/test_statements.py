@@ -1,4 +1,4 @@
-"""What documents say about the sources: links, variables, keys, texts of errors."""
+"""Statements of documents about the sources: links, variables, keys, texts of errors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TEXTS = [
     *sorted((REPO / "benchmarks").rglob("*.md")),
 ]
 REFERENCE = REPO / "docs" / "running_reference.md"
-#: What users may set, and what one rank tells another process; C++ macros and test settings are
-#: none of these.
+#: Variables that users may set, and variables that one rank hands to another process; C++ macros
+#: and test settings are neither.
 _VARIABLE = re.compile(r'"(SMP_[A-Z][A-Z0-9_]*[A-Z0-9])"')
 _LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -93,7 +93,7 @@ def test_variables_of_the_sources_are_documented() -> None:
 
 
 def test_documented_variables_exist() -> None:
-    """Those of builds and tests are in files of builds and tests."""
+    """Finds variables of builds and tests in the files of builds and tests."""
     build = [REPO / "CMakeLists.txt", REPO / "Makefile", REPO / "setup.py"]
     build += (REPO / "cmake").rglob("*.cmake")
     build += (REPO / "scripts").glob("*.sh")
@@ -102,7 +102,7 @@ def test_documented_variables_exist() -> None:
     known = set(variables_of_sources())
     for path in (*build, *tests, *headers):
         known.update(re.findall(r"SMP_[A-Z0-9_]*[A-Z0-9]", path.read_text()))
-    # Of other libraries, which docs/migration.md says are ignored.
+    # Variables of other libraries; docs/migration.md says that they are ignored.
     ignored = {"SMP_NCCL_THROTTLE_LIMIT", "SMP_DISABLE_D2D", "SMP_D2D_GPU_BUFFER_SIZE_BYTES"}
     for page in TEXTS:
         named = set(re.findall(r"\bSMP_[A-Z0-9_]*[A-Z0-9]\b", page.read_text()))
@@ -168,7 +168,7 @@ def quoted(page: Path) -> list[str]:
 
 
 def missing_messages(texts: list[str]) -> list[str]:
-    """Those whose pieces between ``...`` are in no message of the sources, in their order."""
+    """Returns texts whose pieces between ``...`` are in no message of the sources, in order."""
     missing = []
     for text in texts:
         pieces = [re.escape(piece.strip()) for piece in text.split("...") if piece.strip()]

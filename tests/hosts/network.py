@@ -37,7 +37,7 @@ exec sleep infinity
 
 @cache
 def why_not(latency_ms: float = 0.0) -> str | None:
-    """Why this machine cannot have such hosts, or such links; None if it can."""
+    """Returns why this machine cannot have such hosts or links, or None if it can."""
     for program, package in _NEEDED.items():
         if shutil.which(program) is None:
             return f"no program {program} (package {package})"
@@ -60,7 +60,7 @@ class Traffic:
 
 
 def read_traffic(device: str, path: str = "/proc/self/net/dev") -> Traffic:
-    """What went through an interface of the host that asks."""
+    """Returns the bytes that went through an interface of the calling process's host."""
     for line in Path(path).read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == device:
@@ -84,12 +84,12 @@ class Network:
     ) -> None:
         """
         Args:
-            num_hosts: to make.
-            mbit: Mbit/s that a host can send; None: what the machine can.
-            latency_ms: of each packet that a host sends; 0: what the machine needs.
-            loss_percent: of the packets that a host sends.
-            is_degradable: `degrade` is to be called later.
-            has_names: hosts find each other's addresses by name, and their own.
+            num_hosts: number of hosts to make.
+            mbit: speed in Mbit/s at which a host can send; None: the machine's own speed.
+            latency_ms: delay of each packet that a host sends; 0: the machine's own delay.
+            loss_percent: share of the packets sent by a host that are lost, in percent.
+            is_degradable: whether `degrade` may be called later.
+            has_names: whether hosts find addresses by name, their own and each other's.
         """
         self.num_hosts = num_hosts
         self._mbit, self._has_names = mbit, has_names
@@ -163,7 +163,7 @@ class Network:
         for device in ("lo", "eth0"):
             self.call(index, "ip", "link", "set", device, "up")
         if self._mbit is not None:
-            # What a port may hold: 50 ms of its speed, as switches do, and at least some packets.
+            # A port may hold 50 ms of its speed, as switches do, and at least some packets.
             bytes_per_s = self._mbit * 1e6 / 8
             limit, burst = max(64_000, int(bytes_per_s / 20)), max(16_000, int(bytes_per_s / 250))
             shape = ("rate", f"{self._mbit:g}mbit", "burst", str(burst), "limit", str(limit))
@@ -191,7 +191,7 @@ class Network:
         return f"host{index}"
 
     def address(self, index: int) -> str:
-        """Where a host is reached by the others."""
+        """Returns the address at which the other hosts reach a host."""
         return f"10.231.0.{index + 1}"
 
     def pid(self, index: int) -> int:
@@ -199,7 +199,7 @@ class Network:
         return self._keepers[index].pid
 
     def command(self, index: int, words: Sequence[str]) -> list[str]:
-        """What runs a command on a host."""
+        """Returns the words that run a command on a host."""
         return ["nsenter", "-t", str(self.pid(index)), "--net", "--uts", "--mount", *words]
 
     def call(self, index: int, *words: str) -> None:
@@ -211,13 +211,13 @@ class Network:
         _call(*self.command(index, words))
 
     def traffic(self, index: int, device: str = "eth0") -> Traffic:
-        """What went through an interface of a host so far."""
+        """Returns the bytes that have gone through an interface of a host so far."""
         return read_traffic(device, f"/proc/{self.pid(index)}/net/dev")
 
     # ---- links -------------------------------------------------------------
 
     def degrade(self, index: int, *, latency_ms: float = 0.0, loss_percent: float = 0.0) -> None:
-        """From now on a host sends so late, and so much of it gets lost."""
+        """Delays all later packets of a host, and loses a share of them."""
         quality = self._qualities[index]
         quality.latency_s, quality.loss = latency_ms / 1e3, loss_percent / 1e2
 
@@ -235,8 +235,10 @@ class Network:
         self._in_middle("ip", "link", "set", f"port{index}", "up")
 
     def silence(self, index: int) -> None:
-        """What a host sends and what is sent to it gets lost, as behind a firewall or a switch
-        that died: interfaces, addresses and connections look as before."""
+        """Loses all packets to and from a host, as a firewall or a switch that died does.
+
+        Interfaces, addresses and connections look as before.
+        """
         for other in range(self.num_hosts):
             if other != index:
                 self.part(index, other)

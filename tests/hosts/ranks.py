@@ -33,7 +33,7 @@ TRANSPORTS = ("gloo", "tcp")
 
 
 class HostRanks:
-    """So many ranks on each host of a network; `run` is that of a `Pool`."""
+    """Starts equally many ranks on each host of a network; `run` acts as that of a `Pool`."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class HostRanks:
     ) -> None:
         """
         Args:
-            network: of the hosts.
-            pool: whose zygote starts the ranks.
-            ranks_per_host: on each.
-            transport: `SMP_TRANSPORT` of all ranks; None: that of the tests.
+            network: the network of the hosts.
+            pool: the pool whose zygote starts the ranks.
+            ranks_per_host: number of ranks on each host.
+            transport: `SMP_TRANSPORT` of all ranks; None: the transport of the tests.
         """
         self.network, self._pool, self._per_host = network, pool, ranks_per_host
         self._env = {} if transport is None else {"SMP_TRANSPORT": transport}
@@ -69,14 +69,14 @@ class HostRanks:
         env: Mapping[str, str] | None = None,
         env_of: Callable[[int], Mapping[str, str]] = lambda rank: {},
     ) -> Started:
-        """Starts a script on all hosts, as a launcher would; the same as `start_ranks` else.
+        """Starts a script on all hosts, as a launcher would; otherwise acts as `start_ranks`.
 
         Args:
-            script: to run.
-            argv: of the script.
-            timeout: seconds that the ranks have.
-            env: of all ranks, in addition.
-            env_of: of one rank, in addition.
+            script: path of the script.
+            argv: arguments of the script.
+            timeout: limit for the ranks in seconds.
+            env: additional environment variables of all ranks.
+            env_of: function that returns additional environment variables of one rank.
         """
         folder, port = Path(tempfile.mkdtemp(prefix="smp-hosts-")), next(_PORTS)
         pids = []
@@ -127,8 +127,8 @@ class Launched:
     def __init__(self, network: Network, commands: Sequence[Sequence[str]]) -> None:
         """
         Args:
-            network: to run on.
-            commands: what to start on its first hosts, in front of script and arguments.
+            network: the network to run on.
+            commands: commands for its first hosts, one each, in front of script and arguments.
         """
         self._network, self._commands = network, commands
 

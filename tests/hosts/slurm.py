@@ -69,7 +69,7 @@ PartitionName=urgent Nodes={nodes} PriorityTier=10 PreemptMode=OFF
 
 
 def why_not() -> str | None:
-    """Why this machine has no Slurm; None if it has."""
+    """Returns why this machine cannot run Slurm, or None if it can."""
     for program, package in _PROGRAMS.items():
         if _find(program) is None:
             return f"no program {program} (Debian package {package})"
@@ -88,9 +88,9 @@ class Slurm:
     def __init__(self, network: Network, folder: Path, cpus: int = 2) -> None:
         """
         Args:
-            network: of the nodes.
-            folder: seen by all, for all that Slurm keeps.
-            cpus: that each node is said to have.
+            network: the network of the nodes.
+            folder: folder that all nodes see, for all files of Slurm.
+            cpus: number of processors in each node's configuration.
         """
         self.network, self.folder, self._cpus = network, folder, cpus
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -158,12 +158,12 @@ class Slurm:
             time.sleep(0.1)
 
     def logs(self) -> str:
-        """What the daemons have said."""
+        """Returns the last output of the daemons and of the jobs."""
         files = [*self.folder.glob("*.log"), *self.folder.glob("*.out")]
         return "\n".join(f"{file.name}:\n{file.read_text()[-2000:]}" for file in files)
 
     def _stop(self) -> None:
-        # What steps have started ends before those do to whom it reports.
+        # Processes of steps end first, then the daemons to which they report.
         deadline = time.monotonic() + _END_S
         while jobs := self.call("squeue", "--noheader", "--format=%A").stdout.split():
             self.call("scancel", "--signal=KILL", "--full", *jobs)
@@ -183,7 +183,7 @@ class Slurm:
         self._kill_rest()
 
     def _kill_rest(self) -> None:
-        """What reports to daemons that are gone tries so for minutes."""
+        """Kills processes that would try for minutes to report to daemons that have ended."""
         keepers = {self.network.pid(index) for index in range(self.network.num_hosts)}
         spaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in keepers}
         for entry in Path("/proc").glob("[0-9]*"):
@@ -223,12 +223,12 @@ class Slurm:
         return done.stdout.strip()
 
     def state(self, job: str) -> str:
-        """Of a job, as Slurm calls it."""
+        """Returns the state of a job by Slurm's name."""
         said = self.call("scontrol", "show", "job", job).stdout
         return said.partition("JobState=")[2].partition(" ")[0]
 
     def wait(self, job: str, states: Sequence[str], limit_s: float = 240.0) -> str:
-        """Until a job has one of these states; returns it."""
+        """Waits until a job has one of these states, and returns the state."""
         deadline = time.monotonic() + limit_s
         while (state := self.state(job)) not in states:
             if time.monotonic() > deadline:

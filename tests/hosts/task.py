@@ -1,4 +1,4 @@
-"""What one rank of a launcher runs: a function of the tests. Usage: task.py FOLDER
+"""Runs a function of the tests as one rank of a launcher. Usage: task.py FOLDER
 
 FOLDER has `task.pkl` with a module, the name of a function at its top level and arguments; the
 result of ``function(rank, *arguments)`` becomes `result<rank>.pkl`. The rank is the launcher's.

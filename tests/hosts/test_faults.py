@@ -35,7 +35,7 @@ FOREVER = 1_000_000  # steps
 
 
 def wait_for_step(started: Started, step: int) -> None:
-    """Until all ranks have made a step."""
+    """Waits until all ranks have made a step."""
     logs = [started.folder / f"rank{rank}.log" for rank in range(len(started.pids))]
     wait_until(
         lambda: all(log.exists() and f"STEP {step}\n" in log.read_text() for log in logs),
@@ -63,7 +63,7 @@ def check_trained(results: list[Ended], steps: int) -> None:
 
 
 def check_ended(results: list[Ended], hosts_of: Mapping[int, set[str]]) -> None:
-    """All ended, and each rank names one of the hosts given for it."""
+    """Checks that all ranks ended, and that each rank names one of the hosts given for it."""
     for result in results:
         text = f"rank {result.rank}:\n{result.output}"
         assert not result.hung and result.returncode != 0, text
@@ -159,7 +159,7 @@ FAULTS = [
 
 @pytest.fixture(scope="module")
 def faulty_jobs(pool: Pool) -> Iterator[dict[tuple[Fault, int, str], Started]]:
-    """One after the other they train and lose a host; all at once they wait for it to come back."""
+    """Yields jobs that train and lose a host one by one, and then all wait for it together."""
     with contextlib.ExitStack() as networks:
         jobs: dict[tuple[Fault, int, str], Started] = {}
         for fault, pp, transport in FAULTS:
@@ -201,7 +201,7 @@ def test_two_hosts_that_only_the_others_reach_end_the_job(pool: Pool, pp: int) -
     check_ended(results, dict.fromkeys(range(3), {"host1", "host2"}))
 
 
-# ---- faults at the begin -------------------------------------------------------
+# ---- faults at the start -------------------------------------------------------
 
 
 @pytest.mark.sample(keep=0)
@@ -220,7 +220,7 @@ def test_hosts_that_do_not_reach_each_other_are_refused(pool: Pool, one: int, ot
 @pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("interface", ["eth1", "eth9"])
 def test_a_wrong_interface_is_refused_on_all_ranks(pool: Pool, interface: str) -> None:
-    """One that leads nowhere, and one that does not exist."""
+    """Gives one rank an interface that leads nowhere, or the name of a missing interface."""
     with Network(2) as network:
         network.call(1, "ip", "link", "add", "eth1", "type", "veth", "peer", "name", "nowhere")
         network.call(1, "ip", "addr", "add", "10.232.0.1/24", "dev", "eth1")

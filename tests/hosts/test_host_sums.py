@@ -1,4 +1,4 @@
-"""What crosses between hosts when gradients are summed by hosts, and how long that takes.
+"""Traffic between hosts when gradients are summed by hosts, and the time that this takes.
 
 Correctness on many layouts is a matter of `tests/dist/test_host_sums.py`.
 """
@@ -30,7 +30,7 @@ LAYOUTS = [(2, 2), (2, 4), (4, 2)]
 
 
 def first_ranks(results: Sequence[Any], per_host: int) -> list[Any]:
-    """Of each host, what its first rank has seen."""
+    """Returns the result of the first rank of each host."""
     return list(results[::per_host])
 
 
@@ -133,7 +133,7 @@ def test_by_hosts_is_faster_on_a_network_of_1_gbit(pool: Pool, hosts: int, per_h
 @pytest.mark.parametrize("fault", ["cut", "silence"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_host_that_is_gone_ends_the_job(pool: Pool, fault: str, transport: str) -> None:
-    """In the middle of sums, or between them."""
+    """Faults the host in the middle of sums, or between them."""
     with Network(2) as network:
         ranks = HostRanks(network, pool, 2, transport)
         started = ranks.start_script(SCRIPT, ["1", str(FOREVER)])

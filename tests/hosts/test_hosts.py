@@ -27,7 +27,7 @@ pytestmark = [
 TENSOR_BYTES = 16 << 20
 # Headers of packets, acknowledgements, and what ranks tell each other beside the tensors.
 MOST_OVERHEAD = 0.05
-# What crosses in the same time where nothing has to: barriers and other short messages.
+# Bytes of barriers and other short messages, where no tensor has to cross.
 TALK_BYTES = 400_000
 
 
@@ -78,7 +78,7 @@ def torchrun_with_an_address(network: Network, folder: Path) -> Commands:
 
 
 def _mpirun(network: Network, folder: Path, *variables: str) -> Commands:
-    """One mpirun, which starts its daemon on the other host by what stands for ssh."""
+    """Returns one mpirun, which starts its daemon on the other host by a substitute for ssh."""
     command = mpirun(4)
     if command is None:
         pytest.skip("no mpirun on this machine")
@@ -140,7 +140,7 @@ def test_launchers_start_two_hosts(
 
 
 def of_hosts(measured: list[Measured]) -> list[Measured]:
-    """Of two hosts with two ranks each: what their first ranks have read."""
+    """Returns what the first ranks of two hosts with two ranks each have read."""
     return [measured[0], measured[2]]
 
 

@@ -1,4 +1,4 @@
-"""Where ranks of several hosts listen: at the addresses by which the hosts reach each other."""
+"""Listeners of ranks on several hosts use the addresses by which the hosts reach each other."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_end_of_a_rank_in_the_middle_of_a_transfer_ends_all(
 
 @pytest.mark.sample(keep=0)
 def test_cut_cable_is_no_deadlock_of_the_script(pool: Pool) -> None:
-    """Nothing moves; but all are in one collective, so no rank has called another thing."""
+    """Cuts the cable while all ranks are in one collective: no rank has called another one."""
     with Network(2, mbit=4.5) as network:
         started = HostRanks(network, pool).start_script(SCRIPT, ["1024"], env={"SMP_HANG_S": "8"})
         log = started.folder / "rank1.log"

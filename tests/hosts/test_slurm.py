@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 TEMPLATE = REPO / "examples" / "slurm" / "train.sbatch"
-# Of the template, for nodes without a GPU.
+# Options that replace the template's for nodes without a GPU.
 NODES = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1"]
 # The script saves more than the library does by the template's path: the state of its schedule.
 BY_ITSELF = f"""

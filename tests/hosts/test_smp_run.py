@@ -69,7 +69,7 @@ class Command:
         end_session(self._process)
 
     def lines_of(self, rank: int) -> str:
-        """What a rank has printed."""
+        """Returns the lines that a rank has printed."""
         prefix = f"[{rank}] "
         lines = [line.removeprefix(prefix) for line in self.said.splitlines() if prefix in line]
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What goes through the interfaces of hosts while ranks talk or train. Runs in the ranks."""
+"""Measures traffic of hosts' interfaces while ranks communicate or train. Runs in the ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DEVICES = ("eth0", "lo")
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one host, while all ranks did one thing."""
+    """Traffic of one host while all ranks did one thing."""
 
     across: Traffic
-    """Through its interface to other hosts."""
+    """Bytes through its interface to other hosts."""
     inside: Traffic
-    """Over sockets between its own processes."""
+    """Bytes over sockets between its own processes."""
 
 
 def measure(action: Callable[[], None]) -> Measured:
@@ -42,11 +42,11 @@ def measure(action: Callable[[], None]) -> Measured:
 
 @dataclass(frozen=True)
 class Summed:
-    """What one rank saw of sums over replicas."""
+    """Measurements of one rank for sums over replicas."""
 
     measured: Measured
     seconds: list[float]
-    """Of each sum, from a barrier until it is there."""
+    """Times of the sums, each from a barrier until the sum is there."""
     by_hosts: dict[str, tuple[int, int]]
     """Groups that go by hosts."""
 
@@ -101,7 +101,7 @@ def train_shards(rank: int, keys: dict[str, Any], width: int) -> tuple[Measured,
         train_step(x)
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.5)  # updates may still be gathered, for which nobody has to wait
+        time.sleep(0.5)  # updates may still be gathered, for which no rank has to wait
 
     def gathered() -> int:
         store = getattr(engine_of(model).storage, "store", None)
@@ -131,7 +131,7 @@ def send_objects(rank: int, pairs: list[tuple[int, int]], num_bytes: int) -> lis
 
 
 def train_pipelines(rank: int, placement: str, width: int, rows: int) -> Measured:
-    """A step of two stages, `width` x `width` each, and two replicas, after one that warms up."""
+    """Measures the second step of two stages, `width` x `width` each, and two replicas."""
     smp.init(
         {
             "pipeline_parallel_degree": 2,

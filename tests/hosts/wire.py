@@ -26,7 +26,7 @@ _LONGEST_FRAME = 65536
 
 @dataclass
 class Quality:
-    """Of one direction of a cable."""
+    """Quality of one direction of a cable."""
 
     latency_s: float = 0.0
     loss: float = 0.0

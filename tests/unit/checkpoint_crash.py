@@ -39,7 +39,7 @@ _KEEP = 2
 
 
 def save(path: Path, number: int) -> None:
-    """One checkpoint; names come again, so that folders are replaced, too."""
+    """Saves a checkpoint; names come again, so that folders are replaced, too."""
     generation = f"{number}-{os.getpid()}"
     name = f"step{number % 3}_partial"
     first = folder.Generation.begin(path, name, generation)
@@ -60,7 +60,7 @@ def save(path: Path, number: int) -> None:
 
 
 def check(path: Path) -> int:
-    """All that can be found is complete; returns the number that the newest was saved with."""
+    """Checks that all visible checkpoints are complete, and returns the newest one's number."""
     found = folder.partial_checkpoints(path)
     for checkpoint in found:
         _load(checkpoint)
@@ -70,7 +70,7 @@ def check(path: Path) -> int:
 
 
 def save_whole(path: Path, number: int) -> None:
-    """One file with its content, and one alone, as ``smp.save`` writes it; in place of others."""
+    """Saves a file with its content and a file alone, as ``smp.save`` does; replaces older ones."""
     writing = files.FileGeneration.begin(path, "full.pt", f"{number}-{os.getpid()}")
     writing.temporary.write_bytes(str(number).encode() * 10000)
     unique = writing.generation
@@ -82,7 +82,7 @@ def save_whole(path: Path, number: int) -> None:
 
 
 def check_whole(path: Path) -> int:
-    """All is complete, and the content belongs to the file; returns the file's number."""
+    """Checks that all is complete, and the content fits the file; returns the file's number."""
     if not (path / "full.pt").exists():
         assert files.content_of(path / "full.pt") is None
         return -1

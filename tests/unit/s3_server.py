@@ -41,7 +41,7 @@ def running() -> Iterator[dict[str, str]]:
 
 
 def client(env: dict[str, str]) -> Any:
-    """Of boto3, independent of what is tested."""
+    """Makes a client of boto3, independent of the code under test."""
     import boto3
 
     return boto3.client(

@@ -64,7 +64,7 @@ def contents(number: int, is_s3: bool) -> dict[str, bytes]:
 
 
 def job(root: Path, address: names.Address, number: int) -> None:
-    """One job: goes on with what is pending, saves one checkpoint, and waits for its end."""
+    """Continues pending uploads, saves one checkpoint, and waits for its end, as one job."""
     store = ObjectStore(address)
     ranks = [
         Uploader(store, rank, _NUM_RANKS, "", 30.0, lambda: None, set) for rank in range(_NUM_RANKS)
@@ -104,7 +104,7 @@ def save(
 
 
 def check(root: Path, address: names.Address) -> int:
-    """All that the store calls complete loads on another machine; returns the newest's number."""
+    """Loads every complete generation on another machine, and returns the newest one's number."""
     store = ObjectStore(address)
     complete = [key for key in store.generations() if store.stored(key).is_complete]
     newest = -1
@@ -226,7 +226,7 @@ def kill_at_random(root: Path, address: names.Address, count: int) -> Counter[st
 
 
 def finish(root: Path, address: names.Address) -> list[Any]:
-    """What is left when old and dead generations are deleted."""
+    """Deletes old and dead generations; returns the numbers of kept ones and of ended uploads."""
     store = ObjectStore(address)
     keys = store.generations()
     sending.prune(store, max(keys), _KEEP, set(), quiet_s=-100.0)

@@ -46,7 +46,7 @@ def normed() -> nn.Module:
 
 
 def pieces() -> nn.Module:
-    """As in libraries that keep all parameters in one piece of memory."""
+    """Makes a model as libraries do that keep all parameters in one piece of memory."""
     flat = torch.randn(32)
     return pair(flat[:16].view(4, 4), flat[16:].view(4, 4))
 

@@ -79,7 +79,7 @@ def test_other_random_numbers_without_preserving_them() -> None:
     y = net(x)
     y.sum().backward()
     assert x.grad is not None and len(net.log) == 2
-    # Of what was dropped in the first run, and so is no part of the result, some has a gradient.
+    # Some elements that the first run dropped, and that are no part of the result, have a gradient.
     plain = torch.where(y != 0, 2 * (1 - (y / 2) ** 2), 0).detach()
     assert not torch.allclose(x.grad, plain @ net.linear.weight.detach())
 

@@ -1,4 +1,4 @@
-"""What calls do to containers among their arguments, and to those of a checkpoint."""
+"""Containers among the arguments of calls and of checkpoints, and the changes made to them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class State:
 
 
 class Closed:
-    """Not looked into."""
+    """A class whose objects are not looked into."""
 
     __slots__ = ("value",)
 
 
 def on_a_copy(arguments: Any, function: Callable[[Any], Any]) -> Any:
-    """Has a function change a copy, and then the original as the copy was changed."""
+    """Lets a function change a copy, and changes the original as the copy was changed."""
     given = ArgumentContainers(arguments)
     copied = pickle.loads(pickle.dumps(arguments))
     there = ArgumentContainers(copied)

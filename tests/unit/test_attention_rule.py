@@ -1,4 +1,4 @@
-"""Which kernel attention takes, and that all of them compute the same."""
+"""Attention's choice of a kernel; all kernels compute the same."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_gpt_j_in_16_bits_takes_the_fused_kernel_on_cuda() -> None:
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the fused kernel is called with."""
+    """Returns the list of arguments with which the fused kernel is called."""
     calls: list[dict[str, Any]] = []
     original = F.scaled_dot_product_attention
 
@@ -81,7 +81,7 @@ def padding(dtype: torch.dtype, length: int = 33) -> Tensor:
 
 
 def results(inputs: list[Tensor], mask: Tensor | None, scoring: Scoring) -> list[Tensor]:
-    """Of attention and of its backward, as float64."""
+    """Returns the results of attention and of its backward as float64."""
     output = attend(*inputs, mask, scoring, 0.0)
     generator = torch.Generator().manual_seed(6)
     output.backward(torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output))
@@ -96,7 +96,7 @@ def results(inputs: list[Tensor], mask: Tensor | None, scoring: Scoring) -> list
 def test_scores_in_fp32_come_out_of_the_fused_kernel(
     dtype: torch.dtype, masked: bool, fused_calls: list[dict[str, Any]]
 ) -> None:
-    """Both are as far from float64 as 16 bits are."""
+    """Compares both kernels with float64: their errors are those of 16 bits."""
     scoring = Scoring(0.25, causal=True, in_fp32=True)
     mask = padding(dtype) if masked else None
     got = results(tensors(4, dtype), mask, scoring)

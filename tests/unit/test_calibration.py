@@ -71,7 +71,8 @@ def test_measurements_make_a_hardware_file(
     assert found.inside == found.between == hardware.Link(**link)
     assert found.collective is not None and found.collective.latency_s == 1e-5
     assert found.collective.bytes_per_s == pytest.approx(1e9)  # one of two sends what it has
-    # What a busy machine measures below zero is next to nothing; 1.5 is missed over 0.75.
+    # A busy machine's measurement below zero counts as almost zero. The last value is 1.5 / 0.75:
+    # measured over predicted seconds with too many ranks, by the same with one rank per core.
     assert found.overheads == hardware.Overheads(3e-9, 1e-12, 1e-4, 2e-3, 1.25, 2.0)
 
 

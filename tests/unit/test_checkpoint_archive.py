@@ -138,7 +138,7 @@ def test_memory_is_shared_as_before(tmp_path: Path) -> None:
     assert storages(loaded["lazy"]) == 1
     loaded["overlapping"][0][50] = -1
     assert loaded["overlapping"][1][10] == -1
-    # Of the flat buffer only what was named is there.
+    # The file holds only the named part of the flat buffer.
     assert loaded["overlapping"][0].untyped_storage().nbytes() == 80 * 4
     with zipfile.ZipFile(tmp_path / "a.pt") as file:
         assert sum("/data/" in name for name in file.namelist()) == 5

@@ -1,4 +1,4 @@
-"""Which layers a budget recomputes: as little work as possible, and never too many bytes."""
+"""Layers that a budget recomputes: as little work as possible, and never too many bytes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_layer_is_measured() -> None:
 
 
 def test_weights_that_are_gathered_for_the_forward_do_not_count() -> None:
-    """As with sharded data parallelism: parameters have their memory while their layer runs."""
+    """Imitates sharded data parallelism: parameters have their memory while their layer runs."""
     layer, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(32, 64)
     x.requires_grad_()
     _, expected = measure(layer, layer, (x,), {})
@@ -123,7 +123,7 @@ def test_the_first_round_is_measured_and_the_next_ones_follow() -> None:
         node = y.grad_fn
         while node is not None:
             names.append(node.name())
-            # Of a product with bias: the bias is the first.
+            # The first child of a product with bias is the bias.
             children = [child for child, _ in node.next_functions if child is not None]
             node = children[min(1, len(children) - 1)] if children else None
         found.append(names.count("SmpRecomputeBackward"))

@@ -86,7 +86,7 @@ def test_saving_and_finding(tmp_path: Path) -> None:
 
 
 def test_only_so_many_partial_checkpoints_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "mine_partial").mkdir()  # of somebody else: no manifest
+    (tmp_path / "mine_partial").mkdir()  # made by another program: no manifest
     _save(tmp_path, "full", "0")
     for number in range(1, 6):
         _save(tmp_path, f"s{number}_partial", str(number), keep=2)

@@ -233,7 +233,7 @@ def test_fuzz_bytes() -> None:
 
 
 def test_fuzz_content() -> None:
-    """Any value anywhere, under a valid checksum: what is read is consistent."""
+    """Puts any value anywhere, under a valid checksum: the manifest that is read is consistent."""
     counts: Counter[str] = Counter()
 
     @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))

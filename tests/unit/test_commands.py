@@ -1,4 +1,4 @@
-"""What commands about models share: where a model comes from, what is printed, how they end."""
+"""Common parts of commands about models: the model's origin, the output, the exit status."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_model_that_cannot_be_built_is_one_line(name: str, text: str) -> None:
 def test_hub_that_cannot_be_reached_is_an_error_at_once(
     answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client, which retries, is not asked, be the port closed or silent."""
+    """Skips the hub's client, which retries, both for a closed and for a silent port."""
     told = []
     real = AutoConfig.from_pretrained
 

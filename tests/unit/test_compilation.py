@@ -1,4 +1,4 @@
-"""What is compiled of a model in one process, what is not, and what is said of it."""
+"""Compiled and other parts of a model in one process, and the messages about them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_another_mode_is_refused() -> None:
 
 
 def test_hooks_inside_of_a_compiled_module_run(num_graphs: Callable[[], int]) -> None:
-    """Also those that are registered when it has been compiled; without them it is again."""
+    """Registers a hook after compilation; after its removal the module runs compiled again."""
     net, plain = make_net(), make_net()
     model = wrapped(net)
     check(model, plain, inputs())
@@ -212,7 +212,7 @@ def test_disabling_takes_a_request_back() -> None:
 
 
 def test_code_is_compiled_once_for_all_threads(num_graphs: Callable[[], int]) -> None:
-    """One thread compiles, others run what it has made, as contexts of a step do."""
+    """Compiles in one thread; other threads run the result, as contexts of a step do."""
     import threading
 
     model, plain = wrapped(make_net()), make_net()

@@ -1,4 +1,4 @@
-"""What cannot be compiled, or cannot run when it is, runs in eager mode with the same numbers."""
+"""Code that cannot be compiled, or fails when compiled, runs in eager mode with equal numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def settings_of_pytorch() -> Iterator[None]:
 
 
 class RefusedError(RuntimeError):
-    """Of the compiler, or of what it has made."""
+    """An error of the compiler, or of the code that it has made."""
 
 
 def refuse(*_: Any) -> Any:
@@ -45,7 +45,7 @@ def refuse_to_run(graph: Any, _: Any) -> Any:
 
 
 def backend_of(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    # What cannot be traced fails before any of these, and what has no gradients is forward.
+    # Code that cannot be traced fails before any of these; code without gradients is forward.
     return aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=forward)
 
 
@@ -263,7 +263,7 @@ class Summing(nn.Module):
 
 @pytest.mark.parametrize("talks", (False, True))
 def test_what_talks_to_other_ranks_is_not_tried(talks: bool) -> None:
-    """One call more on one rank would be one that the others wait for."""
+    """Skips the trial call of code with collectives: other ranks would have to join it."""
     called, local = [], []
 
     def backend(graph: Any, example: Any) -> Any:
@@ -287,7 +287,7 @@ def loss_of(module: Any, x: Tensor) -> Tensor:
 
 
 def test_a_kept_graph_is_the_business_of_the_library_only() -> None:
-    """What the script compiles itself refuses to keep a graph as ever."""
+    """Compiles a block in the script itself: it still refuses to keep a graph."""
     model, plain = wrapped(make_net()), make_net()
     assert functorch.donated_buffer
     loss = loss_of(model, inputs())
@@ -315,7 +315,7 @@ def folder(code_folder: Path) -> Iterator[Path]:
 
 @pytest.mark.sample(keep=0)
 def test_code_from_the_cache_keeps_its_graph(folder: Path) -> None:
-    """It has other notes on itself than code that was compiled here."""
+    """Takes code from the cache, whose notes on itself differ from those of new code."""
     from torch._dynamo.utils import counters
 
     x = inputs()

@@ -98,7 +98,7 @@ def test_later_plan_adds_to_the_earlier_values() -> None:
     second = config_sources.read_config({"microbatches": 16}, first.given, {}, world_size=2)
     assert second.config is not None
     assert second.config.partitions == 2
-    assert second.config.active_microbatches == 4  # the default is computed anew
+    assert second.config.active_microbatches == 4  # the default is computed again
 
 
 def test_plan_holds_the_error_instead_of_raising() -> None:

@@ -1,4 +1,4 @@
-"""Which GPUs a build has machine code for."""
+"""GPUs for which a build has machine code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _nvcc_of(architectures: list[int], folder: Path) -> Path:
 
 
 def _sold(architectures: list[int], folder: Path) -> subprocess.CompletedProcess[str]:
-    """What the build takes of a compiler that has `architectures`."""
+    """Runs the build's choice among the `architectures` that a compiler has."""
     script = folder / "sold.cmake"
     script.write_text(
         f'include("{REPO}/cmake/smp_cuda.cmake")\n'

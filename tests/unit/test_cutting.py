@@ -1,4 +1,4 @@
-"""Which arguments of a step have samples, and how these are cut."""
+"""Arguments of a step that have samples, and the way in which they are cut."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_packed_sequences_are_cut_by_their_batch(enforce_sorted: bool) -> None:
 
 
 def test_a_part_of_a_batch_is_read_as_the_batch_is() -> None:
-    """Its two samples would be a pair of two, and its weights rows of samples."""
+    """Cuts a part of two samples; alone, it would look like a pair, its weights like samples."""
     pair, weights = [torch.arange(8), zeros(8, 2)], zeros(2)
     part = cut(pair=pair, y=zeros(8), texts=list("abcdefgh"), weights=weights).part(4, 1)
     assert part.num_samples == 2 and part.samples_by_microbatch(2) == [1.0, 1.0]

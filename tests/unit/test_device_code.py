@@ -1,4 +1,4 @@
-"""What the CUDA compiler makes of the kernels, read from their machine code; no device is needed.
+"""Machine code that the CUDA compiler makes of the kernels; no device is needed to read it.
 
 A kernel that works on packs of 16 bytes must load and store them whole, and no kernel may keep
 variables in memory: both are lost by harmless changes, and nothing else shows it without a device.
@@ -154,7 +154,7 @@ def _check_norm(kernels: dict[str, Kernel]) -> None:
 
 
 def _check_rotation(kernels: dict[str, Kernel]) -> None:
-    """No 64-bit number is divided by another one: that would be a subroutine."""
+    """Checks that no 64-bit number is divided by another one: that would be a subroutine."""
     for name, kernel in _named(kernels, r"rotary_kernel").items():
         assert kernel.calls == 0, name
 
@@ -164,7 +164,7 @@ _MORE = {"norm.cu": _check_norm, "elementwise.cu": _check_rotation}
 
 @pytest.mark.parametrize("source", _SOURCES, ids=lambda path: path.name)
 def test_kernels_use_registers_and_whole_packs(source: Path, tmp_path: Path) -> None:
-    """One test for a source: the compiler takes longer than all else."""
+    """Checks a source in a single test: the compiler takes longer than all else."""
     kernels = _compiled(source, tmp_path)
     _check_registers(kernels)
     for name, pattern, least in _WIDE:

@@ -12,7 +12,7 @@ from smp_cli.doctor import versions
 
 from tests.lint.layers import REPO
 
-# What pip would take from an index, where `smp` is another project.
+# Commands by which pip would take `smp` from an index, where it is another project.
 _FROM_INDEX = re.compile(r"pip install (?:-\S+ )*[\"']?smp(?![-\w'])")
 
 

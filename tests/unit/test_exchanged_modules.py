@@ -12,7 +12,7 @@ import smp
 
 
 class Wrapped(nn.Module):
-    """Computes with a module of somebody else's."""
+    """Computes with a module that it receives."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

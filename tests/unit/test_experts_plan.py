@@ -1,4 +1,4 @@
-"""Which modules of experts a plan names."""
+"""Modules of experts that a plan names."""
 
 from __future__ import annotations
 

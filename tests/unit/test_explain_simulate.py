@@ -181,7 +181,7 @@ def swapped(found: schedules.Simulation, first: str, second: str) -> schedules.S
 def test_proof_follows_waits_itself() -> None:
     found = schedules.simulate(STAGES, 4)
     proof = prove(found, 3, 4, 4)
-    # Of 24 actions 21 have one before them, 8 an input, 12 a forward, 8 a gradient.
+    # 21 of the 24 actions have one before them, 8 an input, 12 a forward, 8 a gradient.
     assert len(proof.order) == 24 and proof.num_waits == 21 + 8 + 12 + 8
     assert [(w.rank, w.action) for w in proof.order[-1][2]] == [(0, "B2"), (0, "F3"), (1, "B3")]
     with pytest.raises(NotOrdered, match=r"rank 1 runs B0 before"):

@@ -1,4 +1,4 @@
-"""What a terminal shows of a run that fails: a short traceback, and who, where and what to do."""
+"""Terminal output of a run that fails: a short traceback, and who, where and what to do."""
 
 from __future__ import annotations
 

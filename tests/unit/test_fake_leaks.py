@@ -1,4 +1,4 @@
-"""What code of a model keeps of a trace with shapes only is taken back."""
+"""Values that a model's code keeps of a trace with shapes only are removed again."""
 
 from __future__ import annotations
 

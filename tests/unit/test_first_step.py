@@ -1,4 +1,4 @@
-"""Which differences of the first step count, and which random numbers are noticed."""
+"""Differences of the first step that count, and random numbers that are noticed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reference(gradient: float) -> OneProcess:
 
 
 def ranks(*gradients: float) -> list[Seen]:
-    """One rank per tensor-parallel part, whose reference has a gradient of 1."""
+    """Makes a rank per tensor-parallel part, whose reference has a gradient of 1."""
     return [
         Seen(
             place=f"global_rank {rank}",

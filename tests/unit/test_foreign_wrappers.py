@@ -13,7 +13,7 @@ import smp
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    """What torch's own wrappers want, and smp."""
+    """Starts torch's process group, which its own wrappers need, and smp."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     smp.init({})
     yield

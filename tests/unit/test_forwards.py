@@ -1,4 +1,4 @@
-"""What the library puts around forwards: order, undoing, and forwards that users set."""
+"""Functions that the library puts around forwards: order, undoing, and users' own forwards."""
 
 import copy
 import inspect

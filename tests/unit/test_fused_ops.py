@@ -14,7 +14,7 @@ from tests.reference import fused_ops as plain
 from tests.reference.fused_ops import make
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-# Of a result next to that of float64: relative to the largest element.
+# Largest error of a result, compared with float64's, relative to the largest element.
 TOLERANCE = {
     torch.float64: 1e-13,
     torch.float32: 2e-6,

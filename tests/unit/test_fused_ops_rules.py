@@ -1,4 +1,4 @@
-"""What all operators of `smp.nn.functional` have in common: gradients, strides, meta, errors."""
+"""Common rules of all operators of `smp.nn.functional`: gradients, strides, meta, errors."""
 
 from __future__ import annotations
 

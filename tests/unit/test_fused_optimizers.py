@@ -1,4 +1,4 @@
-"""`smp.optimizers` next to plain references, to torch, and with what stands around a step."""
+"""`smp.optimizers` next to plain references and torch, and with the other parts of a step."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ class Ranks:
 
 @pytest.mark.parametrize("cls", FUSED)
 def test_parts_on_two_ranks_are_one_parameter(cls: type[FusedOptimizer]) -> None:
-    """Both halves of each parameter, in turns, with `sum_norms` between them."""
+    """Steps with both halves of each parameter, in turns, with `sum_norms` between them."""
     whole = parameters()
     single = cls(whole, lr=0.1)
     cuts = [p.numel() // 3 for p in whole]
@@ -308,7 +308,7 @@ def test_parts_on_two_ranks_are_one_parameter(cls: type[FusedOptimizer]) -> None
         for first, second, g, c in zip(*parts, grads, cuts, strict=True):
             first.grad, second.grad = g.flatten()[:c].clone(), g.flatten()[c:].clone()
         norm = torch.cat([g.flatten() for g in grads]).norm()
-        # What the other rank has is known only after it has been asked: first with copies.
+        # The other rank's values are known only after it has been asked: first with copies.
         tables: list[Tensor] = []
         copies = [copy.deepcopy(o) for o in optimizers]
         for part, optimizer in zip(parts, copies, strict=True):

@@ -1,4 +1,4 @@
-"""What stands in the place of a file, and JSON without an end: one error, soon."""
+"""FIFOs and devices in the place of files, and deeply nested JSON: each raises one error, soon."""
 
 from __future__ import annotations
 

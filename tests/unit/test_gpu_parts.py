@@ -38,7 +38,7 @@ FIGURES = {
     "nccl": "after a kill: seconds until the other rank raises",
     "graph": "FusedAdam: largest difference",
 }
-#: Those that the test of `make` runs.
+#: Parts that the test of `make` runs.
 BY_MAKE = ("build", "kernels")
 
 WITHOUT = """

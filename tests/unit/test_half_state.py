@@ -1,4 +1,4 @@
-"""What old scripts read out of the saved state of a 16-bit optimizer, and set on another one."""
+"""Values that old scripts read in a 16-bit optimizer's saved state, and set on another one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def train(optimizer: Any, run: Any, steps: int) -> list[tuple[Tensor, float]]:
 
 @pytest.mark.parametrize("how", ["mapping", "object"])
 def test_a_script_resumes_by_the_keys_of_apex(start: Any, tmp_path: Path, how: str) -> None:
-    """As the first GPT-2 script does: four values at once, the rest when there are masters."""
+    """Resumes as the first GPT-2 script does: four values at once, the rest with the masters."""
     start(fp16=True)
     model, optimizer, run = make(**DYNAMIC)
     train(optimizer, run, 5)

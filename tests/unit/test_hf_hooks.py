@@ -1,4 +1,4 @@
-"""Each configuration field of a family is honoured, or declined with a reason."""
+"""Every configuration field of a family is honoured, or declined with a reason."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_scaled_rotation_is_declined() -> None:
 
 def test_scaled_rotation_of_releases_between_is_declined() -> None:
     class Config:
-        """As of releases that have ``rope_scaling``."""
+        """A configuration of releases that have ``rope_scaling``."""
 
         def __init__(self, rope_theta: float, rope_scaling: Any) -> None:
             self.rope_theta, self.rope_scaling = rope_theta, rope_scaling

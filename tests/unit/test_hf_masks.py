@@ -1,4 +1,4 @@
-"""A mask that says nothing does not reach attention; one that says something always does."""
+"""A mask that hides nothing does not reach attention; a mask that hides something always does."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def initialised() -> Iterator[None]:
 
 @pytest.fixture
 def masks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
-    """What attention is called with."""
+    """Returns the list of masks with which attention is called."""
     seen: list[Tensor | None] = []
     original = attention_layers.attend
 
@@ -111,7 +111,10 @@ def test_layers_by_themselves_leave_it_to_their_callers(masks: list[Tensor | Non
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """One without numbers; products there are PyTorch's, as ours ask for the device's autocast."""
+    """Returns a device without numbers.
+
+    Its products are PyTorch's, because smp's own ask for the device's autocast.
+    """
 
     def products(x: Tensor, weights: Any, biases: Any, *_: Any) -> list[Tensor]:
         return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
@@ -125,7 +128,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 def test_nobody_looks_at_a_mask_on_a_device(
     name: str, full: bool, masks: list[Tensor | None], device: torch.device
 ) -> None:
-    """Of what the host has uploaded it knows the values; what came otherwise stays a mask."""
+    """Uses the host's values of uploaded masks; a mask from elsewhere remains a mask."""
     model = replaced(hf.family(name).build()).to(device)
     batch = full_batch(name) if full else make_batch(name)
     loss = model(**upload(batch, device)).loss

@@ -34,7 +34,7 @@ def wrapped(name: str, kind: str = "head", only: str | None = None, **changes: A
 
 
 def others(name: str, kind: str = "head", **changes: Any) -> State:
-    """Of an equal model with other values, under its own names."""
+    """Returns the state of an equal model with other values, under its own names."""
     return dict(randomise_(hf.family(name).build(kind, **changes), 11).state_dict())
 
 

@@ -249,7 +249,7 @@ def is_new(caplog: pytest.LogCaptureFixture) -> Callable[[Any], bool]:
 
 @contextlib.contextmanager
 def switched_off(way: str) -> Iterator[None]:
-    """While models do not initialise their weights."""
+    """Keeps models from initialising their weights in a block."""
     import transformers
 
     huggingface.register_available()

@@ -36,12 +36,12 @@ def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> No
 
 
 def note(name: str, model: Any) -> None:
-    """What replacing a model tells about buffers."""
+    """Notes the facts about a model's buffers that replacing the model notes."""
     importlib.import_module(f"smp.nn.huggingface.{name}").FAMILY.note(model.config)
 
 
 def layer_shapes(name: str, model: Any) -> dict[str, tuple[int, ...]]:
-    """Of parameters of one layer of ours, by hand."""
+    """Returns the shapes of the parameters of one layer of smp's, written by hand."""
     h, i = HIDDEN, INTERMEDIATE if name not in ("gpt2", "gptneo") else 4 * HIDDEN
     shapes: dict[str, tuple[int, ...]] = {
         "attention.dense.weight": (h, h),

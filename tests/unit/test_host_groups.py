@@ -1,4 +1,4 @@
-"""How a group lies on hosts, and where sums can go by hosts."""
+"""Positions of a group on hosts, and the groups whose sums can go by hosts."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Training:
         self._run = run
 
     def step(self, clip: str = "", overflows: bool = False) -> Tensor | None:
-        """One step with its update; the norm if it clips."""
+        """Runs a step with its update, and returns the norm if it clips."""
         self.overflows = overflows
         self._run(torch.arange(30.0).view(6, 5) / 30)
         norm = None
@@ -67,7 +67,7 @@ class Training:
         return norm
 
     def values(self) -> list[Tensor]:
-        """Of all tensors that an update may change."""
+        """Returns copies of all tensors that an update may change."""
         inner = self.optimizer.optimizer
         params = [p for group in inner.param_groups for p in group["params"]]
         states = [v for p in params for v in inner.state[p].values()]

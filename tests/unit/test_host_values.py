@@ -1,4 +1,4 @@
-"""The host knows values of what it has uploaded, until somebody writes to them."""
+"""Values of uploaded tensors stay available on the host until the tensors are written to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smp.model.root_call import RootCall
 from smp.modules import host_values
 from smp.modules.host_values import is_known_zero, mapped, on_host, remember, upload
 
-META = torch.device("meta")  # nobody can look at a value there
+META = torch.device("meta")  # values cannot be read there
 
 
 def uploaded(host: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Initial values depend on seed and name alone, and what somebody gave stays; one process."""
+"""Initial values depend on seed and name alone, and values that were given stay; one process."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_random_numbers_go_on_as_if_nothing_had_been_drawn() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
-# ---- what somebody gave stays ----------------------------------------------------------
+# ---- values that were given stay -------------------------------------------------------
 
 
 class Careful(nn.Module):
@@ -194,7 +194,7 @@ def test_a_new_head_on_pretrained_weights_is_drawn(delayed: bool, tmp_path: Path
 
 
 class Scaled(nn.BatchNorm1d):
-    """Its own code would reset what a checkpoint gave."""
+    """A normalization whose own code would reset values that a checkpoint gave."""
 
 
 @BOTH

@@ -1,4 +1,4 @@
-"""Which address a host gives to the others."""
+"""The address that a host gives to the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_without_a_meeting_point_it_is_left_to_gloo(meeting: str) -> None:
 
 
 def test_the_host_of_the_meeting_point_takes_the_way_to_the_others() -> None:
-    """Its own name often is an address of loopback there, as in /etc/hosts of Debian."""
+    """Meets at a loopback address: /etc/hosts of Debian often gives one to the host's own name."""
     meeting = HostAddress("127.0.1.1", "lo", "by which host0 (MASTER_ADDR) is reached")
     assert towards(meeting, ["", "127.0.0.2"]) == meeting, "nobody to go to"
     assert towards(HostAddress("10.0.0.1", "eth0", "by which"), ["10.0.0.2"]).address == "10.0.0.1"

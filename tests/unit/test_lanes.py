@@ -1,4 +1,4 @@
-"""How the lanes of all pairs of ranks are told in one line."""
+"""The line in which the log describes the lanes of all pairs of ranks."""
 
 from __future__ import annotations
 

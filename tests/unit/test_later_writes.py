@@ -1,4 +1,4 @@
-"""What constructors write after own code counts, delayed or not; one process."""
+"""Values that constructors write after own code count, delayed or not; one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def running() -> Iterator[None]:
 
 
 def values_of(make: Callable[[], nn.Module], delayed: bool, seed: int = 1) -> dict[str, Tensor]:
-    """Of a model that was made in the context and wrapped."""
+    """Returns the values of a model that was made in the context and wrapped."""
     torch.manual_seed(seed)
     with smp.delay_param_initialization(delayed):
         module = make()

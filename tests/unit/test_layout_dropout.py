@@ -63,7 +63,7 @@ def test_samples_and_keys_are_independent() -> None:
 
 
 def test_masks_are_those_of_the_kernels() -> None:
-    """One hash, twice: a sample is a row of a matrix."""
+    """Compares two implementations of one hash: a sample is a row of a matrix."""
     for seed, p in ((5, 0.3), (2**63 + 11, 0.1)):
         kept = functional.dropout(torch.ones(7, 1001), p, seed) != 0
         assert torch.equal(stays(seed, range(7), [1001], p, CPU), kept)
@@ -205,7 +205,7 @@ class Function(nn.Module):
 
 
 def run(function: Any, x: Tensor, *, steps: bool = True) -> Tensor:
-    """What a model makes of a batch in a training step; gradients are those of a sum."""
+    """Returns a model's output for a batch in a training step; gradients are those of a sum."""
     model = smp.DistributedModel(Function(function))
 
     def body(x: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ def test_masks_that_would_depend_on_the_layout_are_refused(
 
 
 def compiled_gradient() -> Tensor:
-    """Of a weight before a dropout that drops nothing, in compiled code."""
+    """Returns the gradient of a weight before a dropout that drops nothing, in compiled code."""
     weight = torch.arange(6.0).requires_grad_()
     compiled = torch.compile(lambda x: F.dropout(x.sin(), 0.0), backend="aot_eager")
     compiled(weight).sum().backward()

@@ -187,7 +187,7 @@ def test_the_newest_may_be_a_whole_model(tmp_path: Path) -> None:
 
 
 class Foreign:
-    """What a user keeps beside a model."""
+    """A user's object beside a model."""
 
     num_loaded = 0
 

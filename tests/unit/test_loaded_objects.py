@@ -34,7 +34,7 @@ class Foreign:
 
 
 class Runs:
-    """Is pickled as a call that would create a folder."""
+    """An object that is pickled as a call that would create a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ class Runs:
 
 @pytest.mark.parametrize("partial", [True, False])
 def test_a_configuration_is_loaded_without_a_flag(tmp_path: Path, partial: bool) -> None:
-    """As scripts of 2022 save it, beside the model."""
+    """Saves a configuration beside the model, as scripts of 2022 do."""
     config = GPT2Config(n_layer=3)
     args = argparse.Namespace(lr=0.5)
     content = {"model": {"w": torch.arange(3)}, "config": config, "args": args, "n": np.int64(2)}

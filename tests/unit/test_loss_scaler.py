@@ -34,7 +34,7 @@ def parse(history: str) -> list[bool]:
         ("x...x", {"init_scale": 8, "scale_window": 2}, [4, 4, 4, 8, 4]),
         (".....", {"init_scale": 1, "scale_window": 2}, [1, 1, 2, 2, 4]),
         ("xxxx", {"init_scale": 16, "delayed_shift": 3}, [16, 16, 8, 4]),
-        # What was borne stays borne until the scale is raised, ...
+        # Overflows that were borne stay counted until the scale is raised, ...
         ("x.x.x", {"init_scale": 16, "delayed_shift": 2}, [16, 16, 8, 8, 4]),
         # ... or a clean iteration gives it back.
         (

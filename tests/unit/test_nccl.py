@@ -1,4 +1,4 @@
-"""What NCCL is told. Its process groups need GPUs; their options do not."""
+"""Settings that NCCL receives. Its process groups need GPUs; their options do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What constructors and calls of distributed modules accept."""
+"""Arguments that constructors and calls of distributed modules accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizers need more of a model than the element that they update."""
+"""Optimizers that need more of a model than the element that they update."""
 
 from __future__ import annotations
 

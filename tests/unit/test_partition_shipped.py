@@ -1,4 +1,4 @@
-"""What the engine leaves to the rank that has the data, as the trace of a model sees it."""
+"""Operations that the engine leaves to the rank with the data, as a model's trace sees them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OwnCode(nn.Module):
         return self.function(self.linear(x), labels, soft)
 
 
-#: What the engine runs where its first argument is.
+#: Functions that the engine runs where their first argument is.
 LEFT_AWAY: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda y, labels, soft: F.gelu(y),
     "relu": lambda y, labels, soft: y.relu(),
@@ -69,7 +69,7 @@ LEFT_AWAY: dict[str, Callable[..., Tensor]] = {
     "sum": lambda y, labels, soft: (y + y * 0.5 - y * y).sum(-1),
     "views": lambda y, labels, soft: y[..., :-1].transpose(0, 1).reshape(2, -1).sum(),
 }
-#: What needs the data in the code.
+#: Functions that need the data in the code.
 READ: dict[str, Callable[..., Tensor]] = {
     "function": lambda y, labels, soft: torch.cos(y),
     "sum with what the caller made": lambda y, labels, soft: y + soft,
@@ -79,7 +79,7 @@ READ: dict[str, Callable[..., Tensor]] = {
 }
 
 
-#: What models call as `cross_entropy`, of logits that are split: the trace sees that call.
+#: The function that models call as `cross_entropy` on split logits: the trace sees that call.
 BEHIND_CROSS_ENTROPY = regions.vocabulary_cross_entropy
 
 

@@ -1,4 +1,4 @@
-"""What a trace finds out about a model, and that it leaves no trace."""
+"""A trace's findings about a model; tracing leaves nothing behind in the model."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Wiring(nn.Module):
 def test_values_name_who_makes_and_who_reads_a_tensor() -> None:
     found = values(traced(Wiring(), torch.randn(8, 4)))
     assert ("", ("a",), 128) in found, "model inputs belong to the root"
-    # The root makes views; they are still the result of `a`, and nobody reads it for them.
+    # The root makes views; they are still the result of `a`, and making them reads nothing.
     assert ("a", ("b", "c"), 128) in found
     assert not any(producer == "pass_through" for producer, _, _ in found)
 

@@ -9,7 +9,7 @@ from smp.partition.tree import build_tree
 
 
 class Twice(nn.Module):
-    """One block registered under two names, and a head tied to the embedding."""
+    """A model with a block under two names, and with a head tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()

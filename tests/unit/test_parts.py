@@ -107,7 +107,10 @@ def test_entries_that_are_cut_twice_become_whole_at_once() -> None:
 
 
 def test_who_holds_nothing_says_nothing() -> None:
-    """Its state may count from somewhere else, and may lack what the others have."""
+    """Merges the state of a rank without elements, which may count from another offset.
+
+    The state may also lack entries that the other ranks have.
+    """
     nothing = {0: {}, partial.FLAT_MARK: {0: (4, 0, (4,))}}
     full = {0: {"m": torch.arange(4.0)}, partial.FLAT_MARK: {0: (0, 4, (4,))}}
     assert partial.merge([nothing, full])[0]["m"].tolist() == [0, 1, 2, 3]

@@ -150,7 +150,7 @@ def test_best_plan_of_the_search_is_the_best_of_its_kinds() -> None:
 
 
 def test_a_tail_keeps_as_many_microbatches_as_the_last_rank() -> None:
-    """All ranks have one layer here, and the first one the head as well."""
+    """Gives each rank one layer, and the first rank the head as well."""
     layout = Layout(pp=4, microbatches=8, active=4)
     parts = [[part(f"layer {i}")] for i in range(4)]
     head = part("head", False, tied=ELEMENTS)

@@ -77,7 +77,7 @@ def test_layouts_of_all_kinds_were_measured_and_trained_alike(benchmark: ModuleT
 
 
 def test_stages_of_a_plan_are_those_of_the_run(benchmark: ModuleType) -> None:
-    """Also inside of layers; together they are the chain."""
+    """Compares the stages, also inside of layers; together they are the chain."""
     device = benchmark.hardware_of(RESULTS)
     ids = benchmark.make_batch(benchmark.SHAPE, 1)
     traced = TracedModel(
@@ -121,7 +121,7 @@ def test_tau_counts_pairs_that_are_ordered_alike(benchmark: ModuleType) -> None:
 
 
 def test_layers_of_the_split_form_have_their_parameters(benchmark: ModuleType) -> None:
-    """Their products are read by the code of the layer, and never called."""
+    """Profiles layers whose code reads the weights of products without calling the products."""
     ids = benchmark.make_batch(benchmark.SHAPE, 1)
     call = {"input_ids": ids, "labels": ids}
     plain = TracedModel(benchmark.meta_model(), (), call, 10.0).profile()

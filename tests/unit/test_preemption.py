@@ -1,4 +1,4 @@
-"""What the library saves by itself when all ranks are to stop, in one process."""
+"""Checkpoints that the library saves by itself when all ranks are to stop, in one process."""
 
 from __future__ import annotations
 

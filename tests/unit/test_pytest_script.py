@@ -1,4 +1,4 @@
-"""`scripts/pytest.sh` runs what it is asked for, and everything if nobody asks."""
+"""`scripts/pytest.sh` runs the tests that its arguments name, and all tests without any."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def hear_ctrl_c() -> None:
 
 
 def calls(python: Path, *arguments: str) -> set[str]:
-    """How pytest was called; two of the parts run at the same time."""
+    """Returns the calls of pytest; two of the parts run at the same time."""
     done = run(python, *arguments)
     assert done.returncode == 0, done.stderr
     return {line for line in done.stdout.splitlines() if line.startswith("called: ")}

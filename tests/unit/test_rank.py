@@ -1,4 +1,4 @@
-"""What a process knows of itself; what one rank tells the user for all."""
+"""A process's own rank and place, and messages that one rank writes for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules are replaced, with what arguments and weights; one process, degree 1."""
+"""Modules that are replaced, their arguments and their weights; one process, degree 1."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_the_rule_holds_for_embeddings(extra: str, warnings: pytest.LogCaptureFi
 
 
 def test_values_on_a_module_go_along() -> None:
-    """As scripts mark layers for their own initialisation."""
+    """Sets values on a module, as scripts mark layers for their own initialisation."""
     root = nn.Sequential(nn.Linear(4, 4))
     root[0].is_residual = True
     root[0].group = ["a"]
@@ -298,7 +298,7 @@ def test_no_replacement_loses_a_hook(name: str) -> None:
     places = [
         path
         for path, _ in plain.named_modules()
-        # One layer stands for all.
+        # One layer represents all.
         if not any(part.isdigit() and part != "0" for part in path.split("."))
     ]
     assert len(places) > 10
@@ -383,7 +383,7 @@ def test_a_changed_model_is_not_taken_for_a_plain_one(
 def test_a_changed_forward_of_a_class_is_noticed(
     monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
-    """As scripts put attention of their own into the class of a family."""
+    """Changes a class of a family, as scripts do that bring attention of their own."""
     model = hf.family("gpt2").build()
     cls = type(model.transformer.h[0].mlp)  # type: ignore[union-attr, index]
     original = cls.forward
@@ -406,7 +406,7 @@ def test_a_changed_buffer_is_noticed(warnings: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_that_was_used_is_split_all_the_same(name: str) -> None:
-    """What transformers leaves in a model in use is nobody's extra."""
+    """Splits a model in use: attributes that transformers leaves there are no user's extras."""
     family = hf.family(name)
     model: Any = family.build().train()
     model(IDS, output_hidden_states=True)
@@ -447,7 +447,7 @@ def vision_model() -> Any:
 
 
 def test_models_of_several_get_split_layers(warnings: pytest.LogCaptureFixture) -> None:
-    """They ask their text model for its embedding, and pass arguments on that are not for it."""
+    """Splits models that read their text model's embedding and pass it arguments of other parts."""
     ids = torch.tensor([[39, 39, 39, 39, 3, 5, 7]])
     pixels = torch.randn(1, 3, 8, 8)
     plain, other = vision_model(), vision_model()

@@ -109,7 +109,7 @@ def test_files_without_the_marker_of_a_session_are_not_imported(
     assert lacks(waits, "alone", folder)
     for expression in ("", "not alone", "not alone and not waits"):
         assert not lacks(other, expression, folder)
-    # What somebody names is for pytest to look into, and helpers have no tests.
+    # Files that the command names are for pytest to look into, and helpers have no tests.
     assert not lacks(other, "waits", str(other)) and not lacks(other, "waits", f"{other}::test_it")
     assert not lacks(tmp_path / "pool.py", "waits", folder)
     monkeypatch.setattr(samples, "SAMPLES", "others")

@@ -22,7 +22,7 @@ class Scaler:
 
 
 class FP16_Optimizer:  # noqa: N801 - the name that scripts have
-    """Has the parts of apex' class that scripts of 2022 carry, and trains nothing by itself."""
+    """A class with the parts of apex' that scripts of 2022 carry; trains nothing by itself."""
 
     def __init__(self, inner: torch.optim.Optimizer, dynamic: bool, makes_masters: bool) -> None:
         self.optimizer, self.dynamic_loss_scale = inner, dynamic

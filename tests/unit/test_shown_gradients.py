@@ -17,7 +17,7 @@ from tests.unit.test_precision import start as start
 
 
 def true_gradients(model: Any) -> list[Tensor]:
-    """In float32, of the model as it is in 16 bits."""
+    """Returns gradients in float32 of the model with its 16-bit values."""
     plain = copy.deepcopy(model.get_module()).float()
     plain.zero_grad()
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
@@ -31,7 +31,7 @@ def true_gradients(model: Any) -> list[Tensor]:
 def test_parameters_show_the_gradients_of_a_step(
     start: Any, key: str, dynamic: bool, kind: str
 ) -> None:
-    """Without the loss scale, until they are applied or thrown away."""
+    """Compares gradients without the loss scale, until they are applied or thrown away."""
     start(**{key: True})
     optimizer_class = getattr(smp.optimizers if kind == "FusedAdam" else torch.optim, kind)
     scale = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 256.0}}

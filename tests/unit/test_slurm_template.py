@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 
 SCRIPT = REPO / "examples" / "slurm" / "train.sbatch"
 
-# What Slurm 23 sets in each task of a step of the template's size.
+# Variables that Slurm 23 sets in each task of a step of the template's size.
 TASK = {
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "0",

@@ -23,7 +23,7 @@ from tests.installed import python_path
 from tests.patience import PATIENCE_S
 
 HERE = "tests.unit.test_smp_doctor"
-#: Of `sitecustomize`, which ranks of the doctor import.
+#: Folder of the `sitecustomize` that ranks of the doctor import.
 SUBSTITUTES = REPO / "tests" / "substitutes"
 
 
@@ -74,7 +74,7 @@ def test_every_probe_exists() -> None:
 
 
 def test_machine_without_torch_gets_a_report(tmp_path: Path) -> None:
-    """Also one without smp's extension: both fail to load, and that is what it says."""
+    """Reports that torch cannot be loaded, and that smp's extension cannot either."""
     if os.environ.get("SMP_TEST_INSTALLED"):
         pytest.skip("PyTorch lies beside the installed smp, whose folder comes first")
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart is missing')\n")

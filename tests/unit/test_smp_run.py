@@ -331,7 +331,7 @@ def test_culprit_is_whom_the_victims_name(command: Callable[..., list[str]]) -> 
 def test_rank_that_left_with_status_0_is_named(
     command: Callable[..., list[str]], culprit: int | None
 ) -> None:
-    """Where all wait for each other the others name nobody."""
+    """Names the rank that left, also where all others wait for each other and name no culprit."""
     source = (
         "import json, os, sys, time\n"
         "rank, path = os.environ['SMP_RANK'], os.environ['SMP_FAILURE_FILE']\n"

@@ -63,7 +63,7 @@ class Hosts:
         return process.returncode, out, err
 
     def pids(self, number: int) -> list[int]:
-        """Of so many ranks that write files of their name, when all have."""
+        """Waits until `number` ranks have written files of their name, and returns their pids."""
 
         def files() -> list[Path]:
             return list(self.folder.glob("pid*"))

@@ -1,4 +1,4 @@
-"""What is sent, deleted and loaded, decided from names and sizes alone."""
+"""Plans of sending, deleting and loading, decided from names and sizes alone."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_old_ones_and_dead_ones_are_deleted() -> None:
     assert doomed(found, 6, 2, set()) == [key(1), key(2), key(3)]
     assert doomed(found, 6, 2, {key(3), key(2)}) == [key(1)]
     assert doomed(found, 6, 0, set()) == [key(1), key(2), key(3), key(5)]
-    # One that became complete late does not drive out itself, nor newer ones.
+    # A checkpoint that became complete late drives out neither itself nor newer ones.
     assert doomed(found, 1, 1, set()) == [key(3), key(5)]
 
 

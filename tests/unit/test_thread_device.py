@@ -115,7 +115,7 @@ def test_what_the_device_gets_done_counts_on_the_board_of_the_rank() -> None:
 
 
 def test_dropout_seeds_the_generator_that_it_puts_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are those of the tensor's device, and not of the current one of the thread."""
+    """Seeds and restores the generator of the tensor's device, not of the thread's current one."""
     calls: list[tuple[str, str]] = []
 
     class State:

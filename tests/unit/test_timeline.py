@@ -343,7 +343,7 @@ def test_program_of_the_page_finds_every_element(document: Document) -> None:
 
 
 def test_program_of_the_page_has_its_brackets(document: Document) -> None:
-    """Also where there is no node to run it."""
+    """Counts the brackets of the page's program, which needs no Node.js."""
     _, program = scripts(page_of(document))
     bare = re.sub(r'//[^\n]*|"(\\.|[^"\\])*"', "", program)
     assert [bare.count(c) for c in "({["] == [bare.count(c) for c in ")}]"]
@@ -409,7 +409,7 @@ def test_figures_of_the_page_are_those_of_the_document(document: Document, tmp_p
 
 
 def test_page_draws_and_says_what_is_under_the_pointer(document: Document, tmp_path: Path) -> None:
-    """With a browser that is made up: it keeps what is drawn and what the elements listen to."""
+    """Runs the page in a made-up browser, which keeps drawings and the listeners of elements."""
     result = answer_of_page(
         document,
         tmp_path,

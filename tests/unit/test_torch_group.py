@@ -1,4 +1,4 @@
-"""What a group of torch, and a worker of Ray Train, say of this process. Ray is a stand-in here."""
+"""A process's place as a group of torch, or a worker of Ray Train, gives it. Ray is a stand-in."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_store_of_one_process_is_no_place() -> None:
 
 @dataclass
 class Context:
-    """As `ray.train.get_context()` returns it."""
+    """A context such as `ray.train.get_context()` returns."""
 
     size: int | None
 

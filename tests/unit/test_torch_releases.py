@@ -1,4 +1,4 @@
-"""What releases of torch have or lack, both ways whichever is installed."""
+"""Parts that releases of torch have or lack, both ways whichever release is installed."""
 
 from __future__ import annotations
 

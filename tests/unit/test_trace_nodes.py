@@ -54,7 +54,7 @@ class Without(nn.Linear):
 
 
 def traced(*layers: nn.Module) -> Trace:
-    """What moves memory is free, so that products alone count."""
+    """Traces layers; moving memory costs nothing, so that products alone count."""
     values = torch.zeros(ROWS, WIDTH)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers)
     return trace(model, (values,), {}, device=torch.device("cpu"), flops_per_byte=1e-9)
@@ -94,7 +94,7 @@ def test_what_runs_without_gradients_has_no_backward() -> None:
 
 
 def test_split_layers_have_the_backward_of_the_model() -> None:
-    """Their operators are nodes of C++."""
+    """Traces split layers, whose operators are nodes of C++."""
     config = GPT2Config(
         n_layer=2, n_embd=64, n_head=4, n_positions=32, vocab_size=128, use_cache=False,
         attn_pdrop=0, resid_pdrop=0, embd_pdrop=0, bos_token_id=0, eos_token_id=0,
@@ -106,7 +106,7 @@ def test_split_layers_have_the_backward_of_the_model() -> None:
             return GPT2LMHeadModel(config).train()
 
     def work(root: nn.Module) -> tuple[float, float]:
-        # What moves memory is free, so that fused operators and single ones are alike.
+        # Moving memory costs nothing, so that fused operators and single ones are alike.
         found = trace(
             root, (), {"input_ids": ids, "labels": ids}, device=torch.device("cpu"),
             flops_per_byte=1e-9,

@@ -1,4 +1,4 @@
-"""Which tensors 16-bit training casts, and what its operators do with those that it does not."""
+"""Tensors that 16-bit training casts, and its operators' handling of those that it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters are gathered together."""
+"""Parameters that are gathered together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be in ``user_content``: data come back, and nothing of a file runs."""
+"""Objects allowed in ``user_content``: data come back, and nothing of a file runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Other:
 
 
 class Reduced:
-    """Is pickled as a call of a function of one's own choice, with a state."""
+    """An object that is pickled as a call of a function of one's own choice, with a state."""
 
     def __init__(self, call: Callable[..., Any], arguments: tuple[Any, ...], *state: Any) -> None:
         self.parts = (call, arguments, *state)

@@ -1,4 +1,4 @@
-"""What `smp verify` decides without a process: layouts, kept arguments, what is rounding."""
+"""Decisions of `smp verify` without a process: layouts, kept arguments, rounding differences."""
 
 from __future__ import annotations
 

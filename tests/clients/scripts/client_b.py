@@ -41,7 +41,7 @@ class Trainer:
         return loss
 
     def train(self, loader: Any, optimizer: Any, scheduler: Any) -> None:
-        """As in the script, nobody ever calls ``optimizer.step()``."""
+        """Trains without any call of ``optimizer.step()``, as the script does."""
         for ids, mask in loader:
             optimizer.zero_grad()
             loss = self.train_step(self.model, optimizer, ids, mask, self.args)

@@ -34,7 +34,7 @@ class PolyWarmUp(_LRScheduler):
 
 
 class Layer(nn.Module):
-    """Takes and returns a tuple, so that layers can stand in a sequence."""
+    """Takes and returns a tuple, so that layers can follow each other in a sequence."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ class OnCpu(TrainingArguments):
 
 
 class WrapsFirst(Trainer):
-    """For tensor parallelism: 4.30 makes the optimizer before it keeps the wrapped model."""
+    """Keeps the wrapped model early, for tensor parallelism: 4.30 makes the optimizer first."""
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         self.model_wrapped = super()._wrap_model(model, training, dataloader)
@@ -38,7 +38,7 @@ class WrapsFirst(Trainer):
 
 
 class Scales(Trainer):
-    """With a dynamic loss scale; 4.30 itself asks for none."""
+    """A trainer with a dynamic loss scale; 4.30 itself asks for none."""
 
     dynamic_loss_args: ClassVar[dict[str, float]] = {}
 

@@ -1,4 +1,4 @@
-"""What the GPT scripts of clients A, C and D have in common, from their description alone."""
+"""Common parts of the GPT scripts of clients A, C and D, from their description alone."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_step(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
 
 @dataclass
 class Job:
-    """One run of a script."""
+    """A run of a script."""
 
     args: argparse.Namespace
     model: Any
@@ -303,7 +303,7 @@ class Job:
         return total.item() / smp.dp_size()
 
     def evaluate_plain(self, plain: Any) -> float:
-        """As :meth:`evaluate`, of a model of Hugging Face that every rank has whole."""
+        """Evaluates as :meth:`evaluate` does, with a whole Hugging Face model on every rank."""
         total = torch.zeros(1)
         with torch.no_grad():
             for ids, mask in make_loader(self.args.batch_size, 4, LENGTH, VOCABULARY, True):

@@ -110,7 +110,7 @@ def param_shapes_of(model: Any, optimizer: Any) -> list[dict[str, torch.Size]]:
 
 
 def offsets_by_id(groups: Iterable[dict[str, Any]]) -> dict[int, int]:
-    """Where the shard of each parameter begins in the flat memory of its group."""
+    """Returns the offset of each parameter's shard in the flat memory of its group."""
     offsets = {}
     for group in groups:
         begin = 0

@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 def start(interface: str) -> tuple[Any, Any]:
-    """What the script calls `dist`, and its DistributedDataParallel."""
+    """Returns the module that the script calls `dist`, and its DistributedDataParallel."""
     if interface == "old":
         import smdistributed.dataparallel.torch.distributed as dist
         from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel

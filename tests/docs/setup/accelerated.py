@@ -1,4 +1,4 @@
-"""What a script for Accelerate makes before its loop."""
+"""Makes the objects that a script for Accelerate has before its loop."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def make_model() -> nn.Module:
 
 
 def _alone() -> torch.Tensor:
-    """By hand: the first step of the model with the seed that `make_model` has left."""
+    """Computes the model's first step by hand, with the seed that `make_model` has left."""
     model = make_model()
     samples = Samples(BatchTable(mixed(1, 0), ((8, 1),)), [0], 0, 0)
     root = places.Place(places.mixed(0, places.key_of("0:"), 0), samples)

@@ -1,4 +1,4 @@
-"""What SageMaker's launcher sets."""
+"""Sets the variables that SageMaker's launcher sets."""
 
 from __future__ import annotations
 

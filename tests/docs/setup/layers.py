@@ -50,7 +50,7 @@ def _train_step(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def after(names: dict[str, Any]) -> None:
-    """What is marked runs twice per microbatch, all else once."""
+    """Checks that marked modules run twice per microbatch, and all others once."""
     _train_step(model, torch.randn(4, 8))
     _calls.clear()
     _train_step(model, torch.randn(4, 8))

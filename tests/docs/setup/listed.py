@@ -41,7 +41,7 @@ class Network(nn.Module):
 
 
 def after(names: dict[str, Any]) -> None:
-    """Each rank has half of the experts, and the model trains."""
+    """Checks that each rank has half of the experts, and that the model trains."""
     held = {n for n, p in names["model"].local_named_parameters() if ".experts." in n and p.numel()}
     assert {name.split(".")[3] for name in held} in ({"0", "1"}, {"2", "3"})
     names["model"](torch.randn(8, 4)).square().sum().backward()

@@ -16,7 +16,7 @@ config = MixtralConfig(
 
 
 def after(names: dict[str, Any]) -> None:
-    """Each rank has half of the experts, and the model trains."""
+    """Checks that each rank has half of the experts, and that the model trains."""
     import smp
 
     model = names["model"]

@@ -1,4 +1,4 @@
-"""The training run of `training.py`; somebody takes the machine away in the third step."""
+"""The training run of `training.py`; one rank is told to end in the third step."""
 
 from __future__ import annotations
 

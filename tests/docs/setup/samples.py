@@ -1,4 +1,4 @@
-"""Samples for a small GPT-2, which stands in the folder `gpt2` as the hub's would."""
+"""Samples for a small GPT-2; the folder `gpt2` replaces the hub's model of this name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ train_dataset, eval_dataset = _samples[:16], _samples[16:]
 
 
 def after(names: dict[str, Any]) -> None:
-    """It has learnt, over a pipeline."""
+    """Checks that the model has learnt, over a pipeline."""
     trainer = names["trainer"]
     assert names["smp"].pp_size() == 2
     assert trainer.state.global_step == 6  # 3 epochs of 2 batches

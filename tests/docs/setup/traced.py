@@ -11,7 +11,7 @@ __all__ = ["loader", "smp", "train_step"]
 
 
 def after(names: dict[str, Any]) -> None:
-    """There are both files."""
+    """Checks that both files exist."""
     if smp.rank() == 0:
         assert Path("pipeline.html").stat().st_size > 10_000
         assert Path("pipeline.json").exists()

@@ -14,7 +14,7 @@ optimizer.step()
 
 
 def after(names: dict[str, Any]) -> None:
-    """What was saved is there."""
+    """Checks that the saved files and states exist."""
     if "handle" in names:
         assert names["handle"].done() and Path("background/newest").read_text().strip()
     else:

@@ -18,7 +18,7 @@ train_step(model, gptj.batch)
 
 
 def after(names: dict[str, Any]) -> None:
-    """Both files have the model's values."""
+    """Checks that both files have the model's values."""
     whole = model.state_dict()
     loaded = GPTJForCausalLM.from_pretrained("out").state_dict()
     full = torch.load("out/full.pt", weights_only=True)
