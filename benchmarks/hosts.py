@@ -117,7 +117,7 @@ def beside_bound(contender: Contender, hosts: int, args: argparse.Namespace) -> 
 def beside_others(
     contender: Contender, contenders: dict[tuple[str, str], Contender]
 ) -> dict[str, float]:
-    """Returns the times of the ring over this transport and of Gloo, as multiples of this one."""
+    """Returns times of the ring on this transport and Gloo on this way, divided by this time."""
     flat = contenders.get((contender.transport, "flat"))
     gloo = contenders.get(("gloo", contender.way))
     return {
