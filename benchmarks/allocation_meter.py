@@ -1,4 +1,4 @@
-"""How many bytes of tensors a process holds, and the most at any time.
+"""Measures the bytes of tensors that a process holds, and their peak.
 
 PyTorch counts the memory of GPUs, but not that of the CPU. `tracemalloc` does not see tensors, the
 profiler sees those of one thread, and resident memory never shrinks for sure. So the functions
@@ -25,7 +25,7 @@ def preloaded(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
     PyTorch's allocator stays in place there: what ours keeps for later tensors would count.
 
     Args:
-        folder: for the library; made if it is not there.
+        folder: folder of the library; made if it is not there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / "liballocation_meter.so"
@@ -60,7 +60,7 @@ class AllocationMeter:
         for name in ("smp_meter_live", "smp_meter_peak"):
             getattr(library, name).restype = ctypes.c_longlong
         torch_library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
-        # Of Intel's library; other ones for products have no such function, and no such buffers.
+        # The function is Intel's; other libraries for products lack it, and have no such buffers.
         self._products = getattr(ctypes.CDLL(str(torch_library)), "mkl_serv_mem_stat", None)
         if self._products is not None:
             self._products.restype = ctypes.c_longlong
@@ -70,7 +70,7 @@ class AllocationMeter:
         return int(self._library.smp_meter_live())
 
     def workspace(self) -> int:
-        """Of :meth:`live`, what the library for matrix products keeps for each thread that ran."""
+        """Returns the bytes of :meth:`live` that the library for products keeps per thread."""
         if self._products is None:
             return 0
         return int(self._products(ctypes.byref(ctypes.c_int(0))))

@@ -1,4 +1,4 @@
-"""How fast are files of checkpoints written, next to what the disk takes, and with how much memory?
+"""Measures speed and memory of writing checkpoint files, next to the speed of the disk.
 
 ``python benchmarks/checkpoint_files.py --folder DISK`` starts processes that write their part of a
 state at the same time: with ``write`` and ``fsync`` of the same bytes (``plain``), with

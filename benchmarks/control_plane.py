@@ -53,7 +53,7 @@ def frame(kind: int, rank: int, progress: int = 0, where: bytes = b"", text: byt
 
 
 class Ranks:
-    """All ranks: a connection each."""
+    """Holds the connections of all ranks, one each."""
 
     def __init__(self, port: int, size: int) -> None:
         self.port, self.size = port, size
@@ -106,7 +106,7 @@ class Ranks:
         self.rests[rank] = data[at:]
 
     def wait(self, is_so: Callable[[], bool]) -> None:
-        """Until something is so, however long the machine takes."""
+        """Waits until a condition holds, however long the machine takes."""
         deadline = time.monotonic() + _LIMIT_S
         while not is_so():
             self.pump(0.1)
@@ -130,7 +130,7 @@ class Ranks:
         self.wait(lambda: self.received[_WELCOME] == self.size)
 
     def _prove(self, rank: int) -> bytes:
-        """Both sides know the secret; returns what has come behind its proof."""
+        """Proves to both sides that the secret is known; returns the bytes after the proof."""
         handshake, received = _C.Handshake.caller(_SECRET, _PURPOSE, rank), b""
         while True:
             used, answer = handshake.advance(received)
@@ -193,7 +193,7 @@ def be_ranks(port: int, size: int, pid: int, phases: list[str], seconds: float) 
 
 
 def measure(size: int, phases: list[str], seconds: float) -> dict[str, Any]:
-    """One hub, and its ranks in a process of their own."""
+    """Measures one hub, whose ranks run in a process of their own."""
     hub = _C.LivenessHub(size, address="127.0.0.1", secret=_SECRET)
     words = ["--as-ranks", str(hub.port), "--pid", str(os.getpid()), "--phases", *phases]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a result has to say about where it was measured."""
+"""Describes the machine and the software on which a result was measured."""
 
 from __future__ import annotations
 

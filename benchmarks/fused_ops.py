@@ -23,7 +23,7 @@ COPY_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Case:
-    """One operator in both versions, as functions without arguments."""
+    """An operator in both versions, as functions without arguments."""
 
     name: str
     own: Callable[[], Tensor]

@@ -16,14 +16,14 @@ from workers import Worker
 import smp
 
 HIDDEN = 1024
-# Of a transformer layer: attention, both halves of the MLP, biases and norms.
+# Shapes of a transformer layer: attention, both halves of the MLP, biases and norms.
 SHAPES = [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (4 * HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN)]
 SHAPES += [(3 * HIDDEN,), (4 * HIDDEN,)] + [(HIDDEN,)] * 6
 MAX_NORM = 1.0
 
 
 def make_parameters(num_parameters: int, device: str) -> list[nn.Parameter]:
-    """Those of as many transformer layers as are needed, with gradients."""
+    """Makes parameters of as many transformer layers as are needed, with gradients."""
     per_layer = sum(torch.Size(shape).numel() for shape in SHAPES)
     shapes = SHAPES * max(1, round(num_parameters / per_layer))
     params = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]

@@ -56,7 +56,7 @@ class Contender:
 def measure(
     pool: Pool, hosts: int, per_host: int, contender: Contender, args: argparse.Namespace
 ) -> None:
-    """One job."""
+    """Measures one job."""
     env = {"SMP_TRANSPORT": contender.transport, **({"SMP_SHM": "0"} if hosts == 1 else {})}
     with Network(hosts, mbit=args.mbit) as network:
         results: list[Summed] = HostRanks(network, pool, per_host).run(
@@ -117,7 +117,7 @@ def beside_bound(contender: Contender, hosts: int, args: argparse.Namespace) -> 
 def beside_others(
     contender: Contender, contenders: dict[tuple[str, str], Contender]
 ) -> dict[str, float]:
-    """How many times as long the ring takes over the same transport, and Gloo on the same way."""
+    """Returns times of the ring on this transport and Gloo on this way, divided by this time."""
     flat = contenders.get((contender.transport, "flat"))
     gloo = contenders.get(("gloo", contender.way))
     return {

@@ -61,7 +61,7 @@ def over_ranks(timing: Timing) -> list[float]:
 
 
 def most_over_ranks(value: int) -> int:
-    """Of all ranks the largest."""
+    """Returns the largest value of all ranks."""
     tensor = torch.tensor(value)
     if smp.size() > 1:
         distributed.all_reduce(tensor, distributed.ReduceOp.MAX)

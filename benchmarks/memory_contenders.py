@@ -24,11 +24,11 @@ CLIP = 1.0  # sharded data parallelism always clips
 
 @dataclass
 class Contender:
-    """One way to train.
+    """A way to train.
 
     Attributes:
         run: one step of training; the loss.
-        model, optimizer: for the bytes that they hold after a step.
+        model, optimizer: holders of the bytes that are counted after a step.
     """
 
     run: Callable[[], Tensor]
@@ -92,7 +92,7 @@ def alone(shape: GptShape, batch: Batch) -> Contender:
 
 
 def torch_checkpoint(shape: GptShape, batch: Batch) -> Contender:
-    """Without reentrance, as PyTorch advises, each block by itself."""
+    """Recomputes each block by itself and without reentrance, as PyTorch advises."""
     model = plain_model(shape)
     for block in model.groups:
         _compute_again(block)

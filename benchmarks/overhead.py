@@ -1,4 +1,4 @@
-"""What smp costs in one process, next to the plain loop over microbatches."""
+"""Measures the cost of smp in one process, next to the plain loop over microbatches."""
 
 from __future__ import annotations
 

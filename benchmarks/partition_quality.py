@@ -1,4 +1,4 @@
-"""How far the automatic partition of real models is from the best split by hand, and how fast.
+"""Compares the automatic partition of real models with the best split by hand; measures its time.
 
     python benchmarks/partition_quality.py [--model NAME]... [--ranks N]...
 
@@ -92,7 +92,7 @@ class Quality:
 
 
 def traced(name: str) -> Traced:
-    """One of `SHAPES`, traced."""
+    """Traces one of `SHAPES`."""
     return traced_model(SHAPES[name]())
 
 
@@ -168,7 +168,7 @@ class _Reference:
         self._move_away(model.trace, first_below)
 
     def _move_away(self, trace: Trace, item_of: dict[int, int]) -> None:
-        """What code of split modules leaves to the rank with the data, the loss above all."""
+        """Moves costs of code of split modules to the rank with the data, the loss above all."""
         node_of = {module: idx for idx, module in enumerate(self._index.modules)}
         items: list[int] = []
         for value in trace.values:
@@ -209,7 +209,7 @@ class _Reference:
         return _C.evaluate_partition(tree, assignment, self._options)
 
     def equal_ends(self) -> list[int]:
-        """As many blocks on each rank."""
+        """Returns the ends of segments with as many blocks on each rank."""
         size = self._options.num_partitions
         blocks = [_block_of(self._index, item[0])[0] for item in self.items]
         distinct = list(dict.fromkeys(b for b in blocks if b >= 0))

@@ -1,4 +1,4 @@
-"""What takes part in `pipeline`: smp, torch's 1F1B, and the model in one process."""
+"""Contenders of `pipeline`: smp, torch's 1F1B, and the model in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """What all of them train."""
+    """A model and its batch, the same for all contenders."""
 
     kind: str
     shape: GptShape
@@ -49,7 +49,7 @@ def with_smp(model: nn.Module, case: Case, cut: str) -> tuple[Contender, smp.Dis
     """The unmodified model, partitioned by itself.
 
     Args:
-        cut: or, for comparison, in two: this module and all that come after it are on rank 1.
+        cut: module before which to cut in two, for comparison: it and all after it are on rank 1.
     """
     if cut:
         names = [name for name, _ in model.named_modules()]

@@ -1,8 +1,8 @@
-"""Where the time of a step goes: ``python benchmarks/pipeline_gaps.py TRACE.json``.
+"""Splits the time of a step into its parts: ``python benchmarks/pipeline_gaps.py TRACE.json``.
 
-Reads what `pipeline.py --trace` has written. Of each rank and step: milliseconds in forwards,
-backwards, gradients of weights, and what belongs to no action of the schedule; idle before the
-first task, between tasks by what ended the gap, and after the last one. With ``--order`` also the
+Reads what `pipeline.py --trace` has written. Each rank and step has: milliseconds in forwards,
+backwards, gradients of weights, and work outside of the schedule's actions; idle before the first
+task, between tasks by what ended the gap, and after the last one. With ``--order`` also the
 actions, each with begin and end.
 """
 
@@ -36,7 +36,7 @@ def parts_of(tasks: list[Box], idle: list[Box], begin: float, end: float) -> dic
 
     Args:
         tasks, idle: boxes by begin.
-        begin, end: of the step on all ranks, in microseconds.
+        begin, end: times at which the step begins and ends on all ranks, in microseconds.
     """
     parts: dict[str, float] = defaultdict(float)
     for box in tasks:

@@ -1,4 +1,4 @@
-"""What `pipeline` trains: a model as a user writes it, and the same cut by hand for 1F1B."""
+"""Models that `pipeline` trains: written as by a user, and the same cut by hand for 1F1B."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def make_model(kind: str, shape: GptShape) -> nn.Module:
 
 
 def make_stage(model: nn.Module, stage_idx: int, num_stages: int) -> nn.Module:
-    """One of the equal parts of a model of :func:`make_model`; shares its modules."""
+    """Makes one of the equal parts of a model of :func:`make_model`; shares its modules."""
     if isinstance(model, PlainGpt):
         return PlainStage(model, stage_idx, num_stages)
     if isinstance(model, LlamaLoss):

@@ -1,4 +1,4 @@
-"""What the samples of `pipeline` say; called on all ranks, rank 0 emits."""
+"""Evaluates the samples of `pipeline`; called on all ranks, rank 0 emits."""
 
 from __future__ import annotations
 
@@ -186,7 +186,10 @@ def median_costs(costs: Sequence[StageCosts], num_ranks: int) -> StageCosts:
 
 
 def one_process_cpu(part: Mapping[str, Samples]) -> list[float]:
-    """Of the model in one process while the others do the same, or, without that, nothing."""
+    """Returns CPU seconds of steps of the model in one process.
+
+    The other ranks do the same meanwhile, or nothing where that was not measured.
+    """
     name = "one_process_everywhere" if "one_process_everywhere" in part else "one_process"
     return [
         s
@@ -219,7 +222,7 @@ def costs_ms(alone: StageCosts, costs: StageCosts) -> dict[str, Any]:
 
 
 def boundary(owner_of: Mapping[str, int]) -> str:
-    """Where the owner changes in the order of the modules, e.g. ``0: lm.h.4.mlp -> 1``."""
+    """Lists where the owner changes in the order of the modules, e.g. ``1 from lm.h.4.mlp``."""
     changes, last = [], None
     for name, owner in sorted(owner_of.items(), key=lambda item: order_of(item[0])):
         if name and owner != last:
@@ -233,7 +236,7 @@ def order_of(name: str) -> list[tuple[int, Any]]:
 
 
 def check_losses(ranks: Sequence[Mapping[str, Samples]]) -> None:
-    """All must train the same: the first losses agree."""
+    """Raises unless all contenders train the same: the first losses agree."""
     ours, theirs = ranks[0]["smp"]["losses"][0], ranks[-1]["torch_1f1b"]["losses"][0]
     if not abs(ours - theirs) < LOSS_TOLERANCE * abs(theirs):
         raise RuntimeError(

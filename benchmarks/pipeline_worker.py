@@ -1,4 +1,4 @@
-"""One process of `pipeline`: measures all cases, rank 0 prints the results."""
+"""Runs one process of `pipeline`: measures all cases, rank 0 prints the results."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Race:
     """Lets contenders take turns in the same processes.
 
     Args:
-        case: what they train.
-        meter: of this process.
+        case: case that the contenders train.
+        meter: counter of the process's bytes.
     """
 
     def __init__(self, case: Case, meter: AllocationMeter) -> None:
@@ -71,12 +71,12 @@ class Race:
         return other
 
     def add(self, name: str, contender: Contender | None) -> None:
-        """One that has run before, or stands aside on this rank."""
+        """Adds a contender that has run before, or None where it has no work on this rank."""
         self.contenders[name] = contender
         self.samples[name] = Samples()
 
     def turn(self) -> None:
-        """One step of everybody."""
+        """Runs and measures one step of every contender."""
         for name, contender in self.contenders.items():
             samples = self.samples[name]
             distributed.barrier()

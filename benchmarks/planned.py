@@ -92,7 +92,7 @@ def transformers_model(shape: dict[str, int]) -> Any:
 
 
 def check_losses(contenders: dict[str, Step]) -> None:
-    """All contenders train alike, or the comparison means nothing."""
+    """Checks that all contenders train alike; the comparison means nothing otherwise."""
     expected = torch.stack([contenders["one_process"]() for _ in range(3)])
     for name, run in contenders.items():
         if name == "one_process":
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def cpu_s(timing: Timing) -> float:
-    """That this process worked in a step: steadier than the clock where others work, too."""
+    """Returns this process's median CPU time of a step: on a busy machine it is steadier."""
     return statistics.median(timing.cpu_samples_s)
 
 

@@ -1,4 +1,4 @@
-"""What `smp plan` and `smp estimate` predict, against what this machine does.
+"""Compares predictions of `smp plan` and `smp estimate` with measurements on this machine.
 
 ``python benchmarks/planning.py`` trains one GPT-2 under layouts of 2 to 8 processes on the CPU, one
 thread each, with the same samples in each step. Predictions come from a hardware file that
@@ -67,13 +67,13 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Predicted:
-    """Of one layout, before it runs.
+    """Predictions for one layout, made before it runs.
 
     Attributes:
-        step_s: by `smp plan`.
-        plan_mb: its memory of the fullest rank.
-        rank_mb: by `smp estimate`, of each pipeline rank.
-        shares: of the step, by what bounds it.
+        step_s: time of a step by `smp plan`.
+        plan_mb: memory of the fullest rank by `smp plan`.
+        rank_mb: memory of each pipeline rank by `smp estimate`.
+        shares: shares of the step's time, by the resource that bounds them.
     """
 
     step_s: float
@@ -83,7 +83,7 @@ class Predicted:
 
 
 def case_of(layout: Layout) -> dict[str, Any]:
-    """What the worker is told."""
+    """Returns the description of a layout that is sent to the worker."""
     return {
         "name": layout.text(),
         "config": layout.config(),
@@ -116,7 +116,7 @@ def jobs_on(device: Hardware) -> Iterator[dict[int, Job]]:
 
 
 def meta_model() -> nn.Module:
-    """Without memory for its weights."""
+    """Makes the model without memory for its weights."""
     with torch.device("meta"):
         return make_model(SHAPE).train()
 
@@ -183,7 +183,7 @@ def show(results: Sequence[dict[str, Any]], total: dict[str, Any]) -> None:
 
 
 def measured_before(path: Path, layouts: Sequence[Layout]) -> dict[str, dict[str, Any]]:
-    """Lines of earlier runs by layout; of one that is there twice the later one.
+    """Reads lines of earlier runs by layout; a later line of a layout replaces an earlier one.
 
     Raises:
         ValueError: a layout is missing.
@@ -197,7 +197,7 @@ def measured_before(path: Path, layouts: Sequence[Layout]) -> dict[str, dict[str
 
 
 def hardware_of(path: Path) -> Hardware:
-    """That of earlier runs: in the last line of their file."""
+    """Reads the hardware of earlier runs from the last line of their file."""
     whole = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
     return hardware.read(json.dumps(whole["hardware"]), str(path))
 

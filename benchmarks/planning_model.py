@@ -1,4 +1,4 @@
-"""What `planning` trains: a GPT-2 of transformers, as a user has it."""
+"""A model that `planning` trains: a GPT-2 of transformers, as a user has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How well predictions order layouts, and how far off they are. Pure arithmetic."""
+"""Measures how well predictions order layouts, and how far off they are. Pure arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process of `planning`: trains one model under several layouts, one after the other.
+"""Runs one process of `planning`: trains one model under several layouts, one after the other.
 
 Rounds go over all layouts, so that a disturbance of the machine hits several of them. A layout is
 given as the configuration of `smp.init`; all train the same samples, and the losses of the first
@@ -29,7 +29,7 @@ MB = 1e6
 
 @dataclass
 class Measured:
-    """Of one layout on this rank, over all rounds."""
+    """Measurements of one layout on this rank, over all rounds."""
 
     step_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -78,7 +78,7 @@ def over_ranks(loss: float) -> float:
 
 
 def measure(case: dict[str, Any], samples: int, repeats: int, found: Measured) -> None:
-    """One round of one layout: a fresh start, two steps, then steps that are timed."""
+    """Runs one round of one layout: a fresh start, two steps, then steps that are timed."""
     meter = AllocationMeter()
     before = meter.restart() - meter.workspace()
     run = training(case, samples)

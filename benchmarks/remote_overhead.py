@@ -1,4 +1,4 @@
-"""What a call of a module on another rank costs besides the module, and where the time goes.
+"""Measures the cost of calling a module on another rank besides the module, and its parts.
 
 All figures are medians over single calls of a module with one number. Clocks of processes of one
 machine are the same, so the parts of a call add up:
@@ -7,7 +7,7 @@ machine are the same, so the parts of a call add up:
   the call has returned a handle; ``request``: from then until the module begins; ``module``: its
   own time; ``answer``: from its end until the caller has the value.
 * ``run_ahead``: each result is the argument of the next call and nothing is read.
-* ``hop``: from the end of a module to the begin of the next one, which gets its result, when all
+* ``hop``: from the end of a module to the start of the next one, which gets its result, when all
   requests are there before: on the same rank, and from rank to rank without the caller.
 * ``issue_parts``: times of Python functions within `issue` and within the answering side.
 """
@@ -63,7 +63,7 @@ class Gate(nn.Module):
 
 
 class Caller(nn.Module):
-    """Its forward is whatever the benchmark sets."""
+    """A module whose forward is set by the benchmark."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Bench:
         self.marks: list[tuple[float, ...]] = []
 
     def spans(self) -> list[list[tuple[float, float]]]:
-        """What the tiny modules of the pipeline have noted, wherever they are; then forgotten."""
+        """Gathers the spans that the tiny modules of the pipeline have noted on their ranks."""
         mine = [getattr(self.caller, name).spans_s for name in NAMES]
         everywhere = smp.allgather(mine, smp.PP_GROUP)
         return [max((part[i] for part in everywhere), key=len) for i in range(len(NAMES))]
@@ -188,7 +188,7 @@ class Bench:
         return medians(seconds, ("forward_and_backward",))
 
     def hops(self) -> dict[str, float]:
-        """From module to module: on rank 1, and between rank 1 and the last one."""
+        """Measures the time between modules: on rank 1, and between rank 1 and the last one."""
         values: dict[str, float] = {}
         for name in ("same_rank", "between_ranks"):
             if name == "between_ranks" and smp.pp_size() < 3:

@@ -1,9 +1,9 @@
-"""What many processes cost each rank: seconds to begin, meet and end; sockets, threads, memory.
+"""Measures what each of many ranks costs: seconds to begin, meet, end; sockets, threads, memory.
 
     python benchmarks/scale.py --processes 16 32            # JSON lines on the standard output
     python benchmarks/scale.py --processes 64 --hosts 8 --config '{"ddp": true, "partitions": 2}'
 
-The processes are forked from one that has imported everything, so that the imports, which take
+The processes are forked from a process that has imported everything. So the imports, which take
 longer than all that is measured, are paid for once, and `private_mb` is what a rank has beyond
 them. With ``--hosts`` ranks believe that they are on so many hosts, and messages between these go
 through sockets on the loopback device.
@@ -39,7 +39,7 @@ _LIMIT_S = 480.0
 
 
 def resources() -> dict[str, float]:
-    """What this process has now: open descriptors, sockets among them, threads, private MB."""
+    """Counts this process's open descriptors, sockets among them, threads and private MB."""
     targets = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -89,7 +89,7 @@ def run_rank(config: dict[str, Any], steps: int) -> dict[str, float]:
     result["barrier_s"] = statistics.median(timed(smp.barrier) for _ in range(_NUM_BARRIERS))
     for name, value in resources().items():
         result[f"init_{name}"] = value - before[name]
-    smp.barrier()  # nobody trains while others are being measured
+    smp.barrier()  # no rank trains while others are being measured
     if steps > 0:
         result["steps_s"] = timed(lambda: train(steps))
         smp.barrier()
@@ -134,7 +134,7 @@ def _start_rank(rank: int, args: argparse.Namespace, size: int, port: int, folde
 
 
 def measure(args: argparse.Namespace, size: int) -> dict[str, Any]:
-    """One world of `size` ranks: over the ranks the median, and the most, of what each measured."""
+    """Runs one world of `size` ranks; returns median and maximum over the ranks' figures."""
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="smp-scale-") as folder:
         pids = [_start_rank(rank, args, size, port, Path(folder)) for rank in range(size)]

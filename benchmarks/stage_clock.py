@@ -1,4 +1,4 @@
-"""How long a microbatch takes on each rank of a partition, measured without a pipeline."""
+"""Measures the time of a microbatch on each rank of a partition, without a pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class StageCosts:
-    """One microbatch, by rank."""
+    """Costs of one microbatch, by rank."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -31,8 +31,8 @@ class StageClock:
     Args:
         model: the whole model.
         owner_of: rank by module name.
-        num_ranks: of the partition.
-        meter: of this process.
+        num_ranks: number of ranks of the partition.
+        meter: counter of the process's bytes.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StageClock:
             module.register_full_backward_pre_hook(enter)
 
     def run(self, run_forward: Callable[[], Tensor]) -> StageCosts:
-        """One microbatch."""
+        """Measures one microbatch."""
         self._owner = 0
         self._held, self._peak = [0] * self._num_ranks, [0] * self._num_ranks
         self._since_s, self._live = time.perf_counter(), self._meter.restart()

@@ -1,4 +1,4 @@
-"""What a rank holds of parameters, gradients and optimizer state: bytes of live storages."""
+"""Counts a rank's bytes of parameters, gradients and optimizer state: bytes of live storages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from smp.precision.holdings import holding_of
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Each storage counts once, at the first of these that it is found in."""
+    """Bytes by kind; each storage counts once, for the first kind in which it is found."""
 
     parameters: int
     gradients: int
@@ -28,7 +28,7 @@ class StateBytes:
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
-    """Of this rank.
+    """Counts the bytes on this rank.
 
     Args:
         model: plain, wrapped by PyTorch, or an `smp.DistributedModel`.

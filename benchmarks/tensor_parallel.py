@@ -30,7 +30,7 @@ import smp
 from smp.tensor_parallel import regions
 
 BASE = {"tensor_parallel_degree": 2}
-# What one of two ranks sends, in shares of what it hands to the operation.
+# Bytes that one of two ranks sends, in shares of the bytes that it passes to the operation.
 SHARES = {"all_reduce": 1.0, "all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 0.5}
 
 
@@ -137,7 +137,7 @@ def plain_step(stack: nn.Module, x: Tensor) -> Callable[[], Tensor]:
 
 
 def check_outputs(contenders: dict[str, Callable[[], Tensor]], halves: set[str]) -> None:
-    """All contenders compute the same, or the comparison means nothing."""
+    """Checks that all contenders compute the same; the comparison means nothing otherwise."""
     expected = contenders["one_process"]()
     for name, run in contenders.items():
         output = run()

@@ -13,8 +13,8 @@ class Timing:
     """Durations of the repeats of one contender, in seconds and in order.
 
     Attributes:
-        samples_s: on the clock.
-        cpu_samples_s: that the threads of this process worked meanwhile.
+        samples_s: seconds on the clock.
+        cpu_samples_s: seconds for which the threads of this process worked meanwhile.
     """
 
     samples_s: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""One way and round trip of a message between two ranks of this machine.
+"""Measures one way and round trip of a message between two ranks of this machine.
 
 Through shared memory and over the communicator, in turns; each message is posted after the answer
 to the last one has come, so the receiver sleeps when it arrives. The baseline `copy_us` is one copy
@@ -89,7 +89,7 @@ def make_contender(name: str, ring_mb: int) -> Contender:
 
 
 def measure(contender: Contender, num_bytes: int, num_messages: int, counts: bool) -> None:
-    """One turn; rank 1 sleeps in the barrier while its receiving thread answers."""
+    """Takes one turn; rank 1 sleeps in the barrier while its receiving thread answers."""
     distributed.barrier()
     started_cpu_s = time.process_time()
     if smp.rank() == 0:

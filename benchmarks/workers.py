@@ -1,4 +1,4 @@
-"""What the worker processes of all benchmarks share: start, arguments, results."""
+"""Start, arguments and results of the worker processes of all benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARK = "RESULT "
 
 
 class Worker:
-    """One process of a benchmark; rank 0 prints the results for `run.py`."""
+    """A process of a benchmark; rank 0 prints the results for `run.py`."""
 
     def __init__(self, benchmark: str) -> None:
         torch.set_num_threads(1)
@@ -35,7 +35,8 @@ class Worker:
         smp.init({"ddp": True, **config})
 
     def emit(self, contender: str, values: Mapping[str, Any]) -> None:
-        """One result. Only rank 0 reports it."""
+        """Prints one result on rank 0; other ranks print nothing."""
+
         if smp.rank() == 0:
             result = {
                 "benchmark": self.benchmark,

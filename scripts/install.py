@@ -21,7 +21,7 @@ _DOWNLOAD = re.compile(r"\s+(?:Downloading|Using cached) (\S+)\.whl \((.+)\)")
 
 
 class Progress:
-    """What pip's lines and the installed packages say."""
+    """Describes the progress of an installation, from pip's lines and the installed packages."""
 
     def __init__(self, folder: Path) -> None:
         self._begin = time.monotonic()
@@ -61,7 +61,7 @@ def main() -> int:
     purelib = subprocess.run([python, "-c", _PURELIB], check=True, capture_output=True, text=True)
     progress = Progress(Path(purelib.stdout.strip()))
     command = [python, "-m", "pip", "--disable-pip-version-check", "install"]
-    # Of thousands of modules a few are imported; Python compiles those when it meets them.
+    # A few of thousands of modules are imported; Python compiles those at their first import.
     command += ["--progress-bar", "off", "--no-compile", *arguments]
     lines: queue.Queue[str | None] = queue.Queue()
     everything: list[str] = []

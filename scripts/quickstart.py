@@ -1,7 +1,7 @@
-"""Does what docs/quickstart.md does, with the installed package: for Debian's and for wheels.
+"""Runs docs/quickstart.md with the installed package: for Debian packages and for wheels.
 
-Its scripts are written into a new folder, its commands are run there, and what the page shows is
-looked for in what they print. ``smp doctor`` comes first.
+The page's scripts are written into a new folder and its commands are run there. Output that the
+page shows has to be in the output of the commands. ``smp doctor`` comes first.
 """
 
 import argparse

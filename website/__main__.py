@@ -19,11 +19,11 @@ from website.stage import LISTING, SOURCE, Stage
 
 
 def stage_pages(folder: Path, timelines: Path) -> None:
-    """All pages of the navigation.
+    """Writes all pages of the navigation.
 
     Args:
-        folder: where MkDocs will read.
-        timelines: with the pages of `website.timeline`.
+        folder: folder that MkDocs will read.
+        timelines: folder with the pages of `website.timeline`.
     """
     stage = Stage(REPO, folder, navigation.copied())
     stage.copy_all()
@@ -56,7 +56,7 @@ def main() -> int:
     stage_pages(out / "pages", out / "timelines")
     configuration(out / "pages", out / "html", out / "mkdocs.json.yml")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean"]
-    # Which release this is was chosen with open eyes: docs/design/site.md.
+    # The release of MkDocs is a deliberate choice: docs/design/site.md.
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     command += ["-f", str(out / "mkdocs.json.yml")]
     status = subprocess.run(command, env=environment).returncode

@@ -1,7 +1,7 @@
 """Plots as SVG text that takes its colours from the page around it, by day and by night.
 
-Nothing but this module draws, and nothing is rounded before it is drawn. What a mark stands for is
-in its `<title>`, which browsers show under the pointer.
+Only this module draws, and it draws numbers that are not rounded. The meaning of a mark is in its
+`<title>`, which browsers show under the pointer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Ratio:
     """A ratio of two times, with the quartiles of its repeats.
 
     Attributes:
-        label: what was measured.
-        group: rows of one group stand together below this heading; "" has none.
-        median, low, high: of the repeats; low and high are quartiles.
+        label: name of the measurement.
+        group: heading of the rows of one group; "" has none.
+        median, low, high: median of the repeats, and their quartiles.
     """
 
     label: str
@@ -43,12 +43,12 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Bar:
-    """One length of a bar chart.
+    """A length in a bar chart.
 
     Attributes:
-        label: of the row.
-        series: what the colour stands for.
-        value: in the unit of the chart.
+        label: label of the row.
+        series: meaning of the bar's colour.
+        value: length in the unit of the chart.
     """
 
     label: str
@@ -69,8 +69,8 @@ def ratio_chart(rows: Sequence[Ratio], axis: str) -> str:
     """A row per ratio: a dot at the median, a line between the quartiles, and a line at 1.
 
     Args:
-        rows: in the order of the chart; those of one group behind each other.
-        axis: what is divided by what.
+        rows: ratios in the order of the chart; those of one group behind each other.
+        axis: label of the axis: names the dividend and the divisor.
     """
     low, high = _padded(min(1.0, *(r.low for r in rows)), max(1.0, *(r.high for r in rows)))
     left = _left(row.label for row in rows)
@@ -101,8 +101,8 @@ def bar_chart(rows: Sequence[Bar], axis: str) -> str:
     """Bars from 0 on; those of one label below each other, with one colour per series.
 
     Args:
-        rows: in the order of the chart.
-        axis: what the length stands for, with its unit.
+        rows: bars in the order of the chart.
+        axis: quantity that the length shows, with its unit.
     """
     series = list(dict.fromkeys(row.series for row in rows))
     left = _left(row.label for row in rows)
@@ -132,8 +132,8 @@ def scatter(points: Sequence[Point], unit: str) -> str:
     """Predicted over measured, with the diagonal of exact predictions.
 
     Args:
-        points: their labels are shown under the pointer.
-        unit: of both.
+        points: points; their labels are shown under the pointer.
+        unit: unit of both axes.
     """
     high = _padded(0.0, max(max(p.measured, p.predicted) for p in points))[1]
     left, size = 70.0, 340.0
@@ -174,7 +174,7 @@ def _left(labels: object) -> float:
 
 
 class _scale:
-    """From a value to its place."""
+    """Maps a value to its place on an axis."""
 
     def __init__(self, low: float, high: float, left: float, right: float = WIDTH - 60.0) -> None:
         self._low, self._left = low, left

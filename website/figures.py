@@ -1,7 +1,7 @@
-"""What of `benchmarks/results` is drawn, and how: the page of figures of the site.
+"""The page of figures of the site: which results of `benchmarks/results` it draws, and how.
 
-Each figure takes its numbers from one file; words about them stand in the page of results that it
-links to, and nothing is written here that the file does not say.
+Each figure takes its numbers from one file and links to the page of results that describes them.
+Nothing is written here that is not in the file.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _MODELS = {"gptj": "GPT-J", "llama": "Llama", "plain": "plain"}
 
 @dataclass(frozen=True)
 class Figure:
-    """One plot.
+    """A plot.
 
     Attributes:
-        title: its heading.
+        title: heading of the plot.
         source: file of `benchmarks/results`, without suffix; its page has the same name unless
             `page` says another.
-        note: what was measured, in a sentence.
-        chosen: is this line of the file in the plot?
+        note: sentence that describes the measurement.
+        chosen: returns whether a line of the file is in the plot.
         draw: SVG of the lines.
         repeats: see `conditions`.
     """
@@ -71,12 +71,12 @@ def _is_any(line: Line) -> bool:
 
 
 def _is_planned(line: Line) -> bool:
-    """Not the summary of all."""
+    """Returns whether a line is of one layout, not the summary of all."""
     return bool(line["contender"] != "all")
 
 
 def _ratios_of(benchmark: str) -> Callable[[Line], bool]:
-    """Without the baseline itself, whose ratio is 1."""
+    """Makes a filter of a benchmark's lines that leaves out the baseline, whose ratio is 1."""
 
     def chosen(line: Line) -> bool:
         return line["benchmark"] == benchmark and bool(line.get("ratio_median", 1.0) != 1.0)

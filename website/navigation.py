@@ -1,4 +1,4 @@
-"""Which pages the site has, and in which order: pages of the repository, where they lie there."""
+"""Pages of the site and their order; pages of the repository keep their paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from website import reference
 from website.results import REPO
 
-#: What the generators of this folder write, by path in the site.
+#: Pages that the generators of this folder write, by path in the site.
 TIMELINE = "docs/timeline.md"
 FIGURES = "benchmarks/results/figures.md"
 
@@ -41,7 +41,7 @@ def navigation() -> list[dict[str, Any]]:
 
 
 def pages() -> list[str]:
-    """All pages of the navigation, those that are generated as well."""
+    """Returns all pages of the navigation, those that are generated as well."""
     entries = [entry for section in navigation() for own in section.values() for entry in own]
     return [entry if isinstance(entry, str) else next(iter(entry.values())) for entry in entries]
 

@@ -18,14 +18,14 @@ _WRITTEN_IN = {
 
 @dataclass(frozen=True)
 class Page:
-    """One page of the reference.
+    """A page of the reference.
 
     Attributes:
-        name: of the file.
-        title: its heading.
+        name: name of the file, without suffix.
+        title: heading of the page.
         about: a sentence below it.
-        names: of `smp`, in their order.
-        modules: whose public names are all there.
+        names: public names of `smp`, in the order of the page.
+        modules: modules of which the page has all public names.
     """
 
     name: str
@@ -99,9 +99,9 @@ def _directive(target: str, heading: str, *, all_names: bool = False) -> list[st
     """Text of a name.
 
     Args:
-        target: where it is written.
-        heading: what the page calls it.
-        all_names: of a module, those without a docstring, too.
+        target: dotted path of the name's definition.
+        heading: heading of the name on the page.
+        all_names: shows names of a module without a docstring, too.
     """
     return [
         f"::: {target}",

@@ -17,18 +17,18 @@ def read(name: str) -> list[Line]:
     """The lines of a file.
 
     Args:
-        name: of a file of `benchmarks/results`, without its suffix.
+        name: name of a file of `benchmarks/results`, without its suffix.
     """
     text = (RESULTS / f"{name}.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
 def conditions(lines: Iterable[Line], repeats: str = "") -> str:
-    """What is to be known before a figure is believed: machine, load, versions, repeats, commit.
+    """Describes the conditions of a figure: machine, load, versions, repeats, commit.
 
     Args:
-        lines: that are in the figure.
-        repeats: how many there were, where the lines have what was asked for at first.
+        lines: lines that are in the figure.
+        repeats: number of repeats, where the lines have the number asked for at first.
 
     Raises:
         ValueError: a line does not say where it was measured.

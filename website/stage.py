@@ -27,7 +27,7 @@ class Stage:
 
     Args:
         repo: root of the repository.
-        folder: for the pages; what is in it is removed.
+        folder: folder for the pages; its contents are removed.
         pages: paths below `repo`.
     """
 
@@ -104,7 +104,7 @@ def titled(text: str) -> str:
 
 
 def _title(mark: str) -> str:
-    """What a reader has from a mark, e.g. ``train.py, run by tests on 2 processes``."""
+    """Makes a title for readers from a mark, e.g. ``train.py, run by tests on 2 processes``."""
     marks = dict(part.strip().partition(":")[::2] for part in mark.split(";"))
     words = []
     if file := marks.get("file", "").strip():

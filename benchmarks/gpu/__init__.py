@@ -1,1 +1,1 @@
-"""What one GPU has to answer: the parts of `make gpu`. See ../README.md."""
+"""The parts of `make gpu`: measurements on one GPU. See ../README.md."""

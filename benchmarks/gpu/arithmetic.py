@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-#: Of a parameter in mixed precision: 16-bit value; in float32 master, gradient and two moments.
+#: A parameter in mixed precision: 16-bit value; in float32 master, gradient and two moments.
 STATE_BYTES = 18
 #: The same without a 16-bit copy: `torch.autocast` over float32 parameters.
 AUTOCAST_STATE_BYTES = 16
@@ -34,12 +34,12 @@ class Shape:
 
     @property
     def matmul_parameters(self) -> int:
-        """Those that every token is multiplied by; a table is only looked up."""
+        """Number of parameters that every token is multiplied by; a table is only looked up."""
         return self.layers * 12 * self.hidden**2 + self.vocab * self.hidden
 
 
 def flops_per_token(shape: Shape) -> float:
-    """Of forward and backward: 6 per parameter in a product, and attention below the diagonal.
+    """Counts forward and backward: 6 per parameter in a product, and attention below the diagonal.
 
     Scores and their product with the values take ``4 s h`` per layer and token in forward, half of
     that under a causal mask, and twice as much again in backward. Recomputation does not count.
@@ -48,10 +48,10 @@ def flops_per_token(shape: Shape) -> float:
 
 
 def layer_bytes(shape: Shape, microbatch: int) -> int:
-    """What a layer keeps for its backward in 16 bits, without dropout, with fused attention.
+    """Returns the bytes that a layer keeps for its backward: 16 bits, no dropout, fused attention.
 
-    Of ``h`` numbers a token: input 1, norm 1, queries, keys and values 3, attention 1, the MLP
-    before and after its activation 4 each.
+    A token keeps these multiples of ``h`` numbers: input 1, norm 1, queries, keys and values 3,
+    attention 1, the MLP before and after its activation 4 each.
     """
     return 14 * 2 * shape.hidden * shape.seq * microbatch
 
@@ -70,7 +70,7 @@ def activation_bytes(shape: Shape, microbatch: int, recompute: bool) -> int:
 
 
 def peak_bytes(shape: Shape, microbatch: int, recompute: bool, state: int = STATE_BYTES) -> int:
-    """Of parameters, gradients, optimizer state and the activations of one microbatch."""
+    """Adds up parameters, gradients, optimizer state and the activations of one microbatch."""
     return state * shape.parameters + activation_bytes(shape, microbatch, recompute)
 
 

@@ -38,7 +38,7 @@ OPERATORS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of queries, keys and values."""
+    """Sizes of queries, keys and values."""
 
     batch: int = 8
     heads: int = 16
@@ -48,7 +48,7 @@ class Sizes:
 
     @property
     def flops(self) -> float:
-        """Of a causal forward: two products, half of each."""
+        """Operations of a causal forward: two products, half of each."""
         return 2.0 * self.batch * self.heads * self.seq**2 * self.head
 
 
@@ -56,7 +56,7 @@ TINY = Sizes(2, 2, 16, 8, 2)
 
 
 def backend_of(names: Iterable[str], is_cuda: bool) -> str:
-    """What ran, by the names of kernels, or on a CPU of operators."""
+    """Returns the backend that ran, by names of kernels; on a CPU by names of operators."""
     known = KERNELS if is_cuda else OPERATORS
     for name in (n.lower() for n in names):
         for part, backend in known:
@@ -66,7 +66,7 @@ def backend_of(names: Iterable[str], is_cuda: bool) -> str:
 
 
 def names_of(work: Callable[[], object], is_cuda: bool) -> list[str]:
-    """Of the kernels that run on the device meanwhile; on a CPU of the operators."""
+    """Returns the names of the kernels that the work runs; on a CPU those of its operators."""
     work()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if is_cuda:

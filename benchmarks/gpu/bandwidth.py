@@ -21,7 +21,7 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a GPT-J at 8 sequences of 2048 tokens, or of next to nothing."""
+    """Sizes of a GPT-J at 8 sequences of 2048 tokens; a dry run has tiny ones."""
 
     tokens: int = 16384
     hidden: int = 4096
@@ -57,7 +57,7 @@ def make(device: str, *shape: int) -> Tensor:
 
 
 def norms(sizes: Sizes, device: str) -> list[Operator]:
-    """What works on the hidden state."""
+    """Lists the operators that work on the hidden state."""
     t, h = sizes.tokens, sizes.hidden
     x, residual, weight, bias = (make(device, *shape) for shape in ((t, h), (t, h), (h,), (h,)))
     one = num_bytes(x)
@@ -87,7 +87,7 @@ def norms(sizes: Sizes, device: str) -> list[Operator]:
 
 
 def activations(sizes: Sizes, device: str) -> list[Operator]:
-    """What works between the matrices of the MLP."""
+    """Lists the operators that work between the matrices of the MLP."""
     t, wide = sizes.tokens, 4 * sizes.hidden
     x, bias = make(device, t, wide), make(device, wide)
     size = num_bytes(x)
@@ -104,7 +104,7 @@ def activations(sizes: Sizes, device: str) -> list[Operator]:
 
 
 def rotations(sizes: Sizes, device: str) -> list[Operator]:
-    """Of a quarter of each head, as GPT-J has it."""
+    """Lists rotations of a quarter of each head, as in GPT-J."""
     seq, rotary = sizes.tokens // sizes.batch, sizes.head // 4
     x = make(device, sizes.batch, seq, sizes.heads, sizes.head)
     angles = torch.randn(1, seq, rotary // 2, device=device)
@@ -123,7 +123,7 @@ def rotations(sizes: Sizes, device: str) -> list[Operator]:
 
 
 def softmaxes(sizes: Sizes, device: str) -> list[Operator]:
-    """Of half a batch of scores, of which a causal mask leaves half."""
+    """Lists the softmax of half a batch of scores; its causal mask leaves half of them."""
     seq = sizes.tokens // sizes.batch
     scores = make(device, sizes.batch // 2, sizes.heads, seq, seq)
     size = num_bytes(scores)
@@ -139,7 +139,7 @@ def softmaxes(sizes: Sizes, device: str) -> list[Operator]:
 
 
 def losses(sizes: Sizes, device: str) -> list[Operator]:
-    """Of logits over the vocabulary."""
+    """Lists the cross entropy of logits over the vocabulary."""
     logits = make(device, sizes.tokens, sizes.vocab)
     targets = torch.randint(0, sizes.vocab, (sizes.tokens,), device=device)
     size = num_bytes(logits)
@@ -155,7 +155,7 @@ def losses(sizes: Sizes, device: str) -> list[Operator]:
 
 
 def operators(sizes: Sizes, device: str) -> Iterator[Operator]:
-    """One kind after the other: together they do not fit into every GPU."""
+    """Yields operators kind by kind: all of them together do not fit into every GPU."""
     torch.manual_seed(1)
     for of_kind in (norms, activations, rotations, softmaxes, losses):
         yield from of_kind(sizes, device)

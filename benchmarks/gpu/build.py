@@ -24,7 +24,7 @@ print(json.dumps([_build_info.HAS_CUDA, _build_info.TORCH_VERSION, len(names), l
 
 
 def command(python: str) -> list[str]:
-    """What builds, without the C++ tests and in a folder of its own, since that is remembered."""
+    """Returns the command of a build without C++ tests, in its own folder: CMake keeps options."""
     words = ["scripts/build.sh", FOLDER, python, "--target", "smp_extension"]
     return [*words, "-DSMP_TESTS=OFF", "-DSMP_CUDA_ARCHITECTURES=sold"]
 
@@ -52,7 +52,7 @@ def body(figures: Figures) -> None:
 
 
 def probe(figures: Figures) -> None:
-    """What the extension that is imported has."""
+    """Records the properties of the extension that is imported."""
     env = os.environ | {"PYTHONPATH": str(REPO / "python")}
     done = subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True, text=True)
     print(done.stderr)

@@ -1,4 +1,4 @@
-"""Who trains the same GPT-J: Hugging Face as it comes, compiled, and `smp.nn`.
+"""Contenders that train the same GPT-J: Hugging Face as it comes, compiled, and `smp.nn`.
 
 Parameters are float32 and compute is bf16 for all: by `torch.autocast` for Hugging Face, whose
 optimizer is PyTorch's fused AdamW, by ``{"bf16": True}`` for smp with `smp.optimizers.FusedAdam`.
@@ -26,11 +26,11 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is trained.
+    """A way to train a model.
 
     Attributes:
         microbatch: sequences of a microbatch.
-        microbatches: of a step.
+        microbatches: number of microbatches in a step.
         recompute: each layer in backward.
     """
 
@@ -46,7 +46,7 @@ class Contender:
 
     Attributes:
         compute: forward and backward of a batch; returns the mean loss.
-        update: of the parameters, and clears their gradients.
+        update: updates the parameters and clears their gradients.
     """
 
     compute: Callable[[Batch], Tensor]
@@ -62,7 +62,7 @@ def make_batch(device: Device, way: Way) -> Batch:
 
 
 def make_model(device: Device, shape: Shape) -> GPTJForCausalLM:
-    """As the class draws it, on the device, in float32."""
+    """Makes the model with the class's own random weights, on the device, in float32."""
     config = GPTJConfig(
         n_layer=shape.layers,
         n_embd=shape.hidden,

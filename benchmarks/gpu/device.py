@@ -34,7 +34,7 @@ class Device:
 
     @property
     def is_dry(self) -> bool:
-        """Is it no GPU? Then figures say nothing about one."""
+        """True where the device is no GPU; figures then do not describe a GPU."""
         return not self.is_cuda
 
     @property
@@ -43,7 +43,7 @@ class Device:
 
     @property
     def data_sheet_flops(self) -> float | None:
-        """None for a device that nobody has looked up."""
+        """Operations per second by the data sheet, or None for a device without an entry."""
         for name, flops in DATA_SHEET_FLOPS.items():
             if name in self.name:
                 return flops
@@ -51,7 +51,7 @@ class Device:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the whole device; a dry run has as much as an H200."""
+        """Memory of the whole device; a dry run has as much as an H200."""
         return torch.cuda.mem_get_info()[1] if self.is_cuda else 150_000_000_000
 
     def synchronize(self) -> None:
@@ -111,14 +111,14 @@ def host_seconds(work: Callable[[], object]) -> float:
 
 
 def copy_bytes_per_s(device: Device, num_bytes: int) -> float:
-    """Of a copy within the device: bytes that are read and written."""
+    """Measures a copy within the device; counts bytes that are read and written."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device.kind)
     target = torch.empty_like(source)
     return 2 * num_bytes / device.seconds(lambda: target.copy_(source), 20)
 
 
 def matmul_flops_per_s(device: Device, size: int) -> float:
-    """Of a product of two square bf16 matrices of random numbers."""
+    """Measures a product of two square bf16 matrices of random numbers."""
     a, b = (torch.randn(size, size, device=device.kind).bfloat16() for _ in range(2))
     out: Tensor = torch.empty_like(a)
     return 2 * size**3 / device.seconds(lambda: torch.matmul(a, b, out=out), 20)

@@ -25,7 +25,7 @@ PACKAGES = ("transformers", "triton", "pytest", "hypothesis")
 
 
 def versions() -> dict[str, str]:
-    """Of what figures depend on."""
+    """Returns the versions of the software on which figures depend."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     found["cuda"] = str(torch.version.cuda)
     for package in PACKAGES:
@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the checkout, or what COMMIT says where there is no git."""
+    """Returns the checkout's commit, or the variable COMMIT where it is set."""
     if said := os.environ.get("COMMIT"):
         return said
     with contextlib.suppress(FileNotFoundError):
@@ -49,7 +49,7 @@ def commit() -> str:
 
 
 class Limit:
-    """What must or should hold of a figure.
+    """Bounds that a figure must or should keep.
 
     Args:
         most, least: bounds of the value.
@@ -79,11 +79,11 @@ class Figures:
     expects nothing.
 
     Args:
-        part: its name.
+        part: name of the part.
         folder: gets ``<part>.jsonl``.
-        device: that is measured.
+        device: device that is measured.
         limit_s: after which the part has to be over.
-        is_new: begins the file anew.
+        is_new: empties the file first.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Figures:
         note: str = "",
         **detail: Any,
     ) -> None:
-        """One figure."""
+        """Writes one figure."""
         state = "ok"
         if bound is not None and not bound.holds(value):
             state = "failed"
@@ -149,7 +149,7 @@ class Figures:
             self.fail(name, f"{type(error).__name__}: {text.splitlines()[0][:300]}")
 
     def has_time(self, name: str, needed_s: float) -> bool:
-        """Are so many seconds left? If not, a line says that it was skipped."""
+        """Returns whether so many seconds are left; if not, records that the figure was skipped."""
         if self.left_s() >= needed_s:
             return True
         self.skip(name, f"{self.left_s():.0f} s were left, it takes about {needed_s:.0f} s")

@@ -1,6 +1,6 @@
-"""One contender of the parts `gptj-layer` and `gptj-28`, in a process of its own.
+"""Measures one contender of the parts `gptj-layer` and `gptj-28`, in its own process.
 
-Memory of a contender that fails or is killed goes with it; its lines stay.
+The memory of a contender that fails or is killed is freed with its process; its lines stay.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MATMUL = 8192
 
 @dataclass(frozen=True)
 class Plan:
-    """What a part measures.
+    """A plan of the measurements of a part.
 
     Attributes:
-        updates: also the optimizer, memory and waits: a whole step.
+        updates: whole steps are measured: optimizer, memory and waits, too.
         variant_s: about how long a variant takes; three times that with a compiler.
     """
 
@@ -59,7 +59,7 @@ def plan_of(part: str, device: Device) -> Plan:
 
 
 def measure(figures: Figures, name: str, plan: Plan, way: Way, roof: float) -> None:
-    """One variant of one contender."""
+    """Measures one variant of one contender."""
     device = figures.device
     words = f"{name}, {way.shape.layers} layers, microbatch {way.microbatch}"
     words += ", recomputing" if way.recompute else ""
@@ -80,7 +80,7 @@ def measure(figures: Figures, name: str, plan: Plan, way: Way, roof: float) -> N
         speed(figures, words, way.shape, tokens / seconds, roof, is_ours=name == "smp.nn")
         if plan.updates:
             memory_and_waits(figures, words, way, step, is_ours=name == "smp.nn")
-        # Of the same batch: whoever trains has learnt from it.
+        # The loss of the same batch is smaller now if the contender trains.
         contender.update()
         last = float(contender.compute(batch))
         figures.add(f"{words}: first loss", first, "")
@@ -102,7 +102,7 @@ def speed(
 def memory_and_waits(
     figures: Figures, words: str, way: Way, step: Callable[[], object], is_ours: bool
 ) -> None:
-    """Of a step: the most memory next to the formula, and calls for which the host waits."""
+    """Measures a step's peak memory next to the formula, and calls for which the host waits."""
     formula = peak_bytes(way.shape, way.microbatch, way.recompute)
     peak = figures.device.peak_bytes(step)
     figures.add(f"{words}: peak memory", peak / 1e9, "GB", formula_gb=formula / 1e9)
@@ -121,7 +121,7 @@ def memory_and_waits(
 
 
 def run_contender(figures: Figures, name: str, plan: Plan) -> None:
-    """All variants of one contender."""
+    """Measures all variants of one contender."""
     device = figures.device
     roof = matmul_flops_per_s(device, 64 if device.is_dry else MATMUL)
     figures.add(f"{name}: roof, a product of matrices", roof / 1e12, "TFLOP/s")
@@ -154,10 +154,10 @@ def groups_of(part: str, is_dry: bool) -> list[list[str]]:
 
 
 def body(figures: Figures) -> None:
-    """Each contender in a process of its own, which writes into the same file."""
+    """Runs each contender in its own process, which writes into the same file."""
     groups = groups_of(figures.part, figures.device.is_dry)
     for index, group in enumerate(groups):
-        # What one does not need is for those after it.
+        # Time that a group does not need is given to the groups after it.
         limit_s = max(5.0, (figures.left_s() - 10.0) / (len(groups) - index))
         command = [sys.executable, "-m", "benchmarks.gpu.gptj", figures.part, *group]
         command += ["--out", str(figures.path.parent), "--device", figures.device.kind]

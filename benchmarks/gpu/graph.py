@@ -14,10 +14,10 @@ from smp.nn import functional as fused
 
 
 class Graph:
-    """What a function does on the device, recorded once; a dry run calls the function again.
+    """A recording of a function's work on the device; a dry run calls the function again.
 
     Args:
-        device: where.
+        device: device on which the function works.
         work: reads and writes the same tensors each time; returns one.
     """
 
@@ -37,7 +37,7 @@ class Graph:
             self.result = work()
 
     def replay(self) -> Tensor:
-        """Does it again."""
+        """Repeats the recorded work; returns its result."""
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -96,13 +96,13 @@ def update(figures: Figures) -> None:
 
     p, optimizer = make()
     Graph(figures.device, lambda: step(p, optimizer)).replay()
-    # Those before the recording, the recording of a dry run, and the replay.
+    # The graph's parameter took the steps before the recording, a dry run's recording, the replay.
     q, plain = make()
     num_steps = 4 if figures.device.is_cuda else 2
     for _ in range(num_steps):
         step(q, plain)
     difference = float((p - q).detach().abs().max())
-    # Nobody has promised it: a host that counts steps would not count those of a graph.
+    # Equality is not promised: a host that counts steps would not count those of a graph.
     figures.add("FusedAdam: largest difference", difference, "", expected=Limit(most=1e-6))
 
 

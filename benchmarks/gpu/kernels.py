@@ -16,7 +16,7 @@ FILES = (
     "tests/gpu/test_fused_optimizers.py",
     "tests/unit/test_optim_ops.py",
 )
-#: What a dry run takes of them.
+#: Arguments of pytest in a dry run: few tests of these files.
 DRY = ("tests/unit/test_optim_ops.py", "-k", "clip_divisor_is_that")
 TOOLS = ("memcheck", "racecheck")
 TOOL_S = 120.0
@@ -30,7 +30,7 @@ def sanitizer() -> str | None:
 
 
 def run_sanitized(figures: Figures, tool: str) -> None:
-    """Each operator and optimizer once, at odd sizes, under one tool."""
+    """Runs each operator and optimizer once, at odd sizes, under one tool."""
     name = f"{tool} of operators and optimizers: errors"
     program = sanitizer()
     if program is None:

@@ -33,12 +33,12 @@ ABORT_S = 60.0
 
 
 def variables(kind: str, rank: int) -> dict[str, str]:
-    """Of a rank on a host of its own."""
+    """Returns the environment variables of a rank on a host of its own."""
     return {"SMP_DEVICE": kind, "SMP_CHECK_FIRST_STEP": "0", **host_of_its_own(rank)}
 
 
 def train(rank: int, cell: Cell) -> Any:
-    """What a rank of the grid saw."""
+    """Trains as one rank of the grid; returns the rank's record."""
     import smp
 
     record = train_cell(rank, cell)
@@ -96,7 +96,7 @@ def train_until_killed(rank: int) -> dict[str, Any]:
 
 
 def abort(figures: Figures) -> None:
-    """How long a rank waits for one that was killed."""
+    """Measures how long a rank waits for a rank that was killed."""
     kind = figures.device.kind
     name = "after a kill: seconds until the other rank raises"
     limit_s = min(ABORT_S + 40.0, figures.left_s() - 5.0)

@@ -35,7 +35,7 @@ def read(folder: Path) -> list[Line]:
 
 
 def is_dry(lines: Sequence[Line]) -> bool:
-    """Is there a figure that was not measured on a GPU?"""
+    """Returns whether some figure was not measured on a GPU."""
     return any(line["is_dry"] for line in lines)
 
 
@@ -119,9 +119,9 @@ def write(folder: Path, results: Path, name: str = "") -> list[Path]:
     """Writes the page; returns where.
 
     Args:
-        folder: has the lines of the parts.
+        folder: folder with the lines of the parts.
         results: gets page and lines if all of them are of a GPU.
-        name: of the run; that of device and month if empty.
+        name: name of the run; device and month if empty.
     """
     lines = read(folder)
     text = page(lines)

@@ -16,14 +16,14 @@ class Part:
 
     Attributes:
         module: beside this one; its ``body`` measures.
-        words: what the part is about.
+        words: subject of the part.
     """
 
     module: str
     words: str
 
     def body(self) -> Callable[[Figures], None]:
-        """What measures. Imports what it needs."""
+        """Imports the module; returns the function that measures."""
         found: Callable[[Figures], None] = importlib.import_module(
             f"benchmarks.gpu.{self.module}"
         ).body

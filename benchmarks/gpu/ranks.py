@@ -25,12 +25,12 @@ _OTHERS = ("MASTER_ADDR", "MASTER_PORT", "SMP_RENDEZVOUS", "SMP_FAULT")
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended.
+    """The end of a rank.
 
     Attributes:
-        status: of the process; negative: the signal.
-        time_s: on the monotonic clock; infinite if it had to be killed.
-        result: what the function returned; None without one.
+        status: exit status of the process; a negative one is the signal.
+        time_s: end on the monotonic clock; infinite if the process had to be killed.
+        result: return value of the function; None if there is none.
     """
 
     status: int
@@ -43,7 +43,7 @@ class Ended:
 
 
 def host_of_its_own(rank: int) -> dict[str, str]:
-    """Has NCCL take a rank for one on another host, so that it may share a GPU."""
+    """Returns variables by which NCCL takes a rank for one on another host: it may share a GPU."""
     return {
         "SMP_HOSTNAME": f"host{rank}",
         "NCCL_HOSTID": f"host{rank}",
@@ -64,7 +64,7 @@ def run_ranks(
     """Calls ``function(rank, *arguments)`` in so many processes and waits for all of them.
 
     Args:
-        function: of a module's top level.
+        function: function at a module's top level.
         env_of: further variables of a rank.
     """
     with tempfile.TemporaryDirectory(prefix="smp-gpu-") as name:
@@ -82,7 +82,7 @@ def run_ranks(
 
 
 def results_of(ended: Sequence[Ended]) -> list[Any]:
-    """What each rank returned.
+    """Returns the return values of all ranks.
 
     Raises:
         RuntimeError: names the ranks that hung or failed; their output has gone before.

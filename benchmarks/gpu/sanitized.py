@@ -1,4 +1,4 @@
-"""Each operator and optimizer once, at odd sizes: what `compute-sanitizer` looks at."""
+"""Runs each operator and optimizer once, at odd sizes, for `compute-sanitizer` to check."""
 
 from __future__ import annotations
 

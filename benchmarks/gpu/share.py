@@ -16,7 +16,7 @@ from benchmarks.gpu.ranks import host_of_its_own, results_of, run_ranks
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a microbatch in bf16."""
+    """Sizes of a microbatch in bf16, and of the measurement."""
 
     batch: int = 8
     seq: int = 2048
@@ -46,7 +46,7 @@ class Scale(nn.Module):
 
 
 class Mean(nn.Module):
-    """So that nothing large comes back."""
+    """A last stage that returns a mean, so that no large tensor comes back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Mean(nn.Module):
 
 
 class Chain(nn.Module):
-    """One hop forward, and one back with its gradient."""
+    """A model with one hop forward, and one back with its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,21 +149,21 @@ def measure(figures: Figures, sizes: Sizes, alone: dict[str, Any], lane: str) ->
 
 
 def rate(hop_bytes: int, seconds: float) -> str:
-    """In words; what is around a hop can be more than the hop."""
+    """Describes the rate of a hop; smp's work around a hop can take longer than the hop."""
     if seconds <= 0:
         return "not longer than the step of one process"
     return f"{hop_bytes / seconds / 1e9:.3g} GB/s, with what smp does around it"
 
 
 def variables_of(kind: str) -> dict[str, str]:
-    """Of a rank."""
+    """Returns the environment variables of a rank."""
     return {"SMP_DEVICE": kind, "SMP_SHARE_GPU": "1", "SMP_CHECK_FIRST_STEP": "0"}
 
 
 def lane_variables(lane: str, is_dry: bool, rank: int) -> dict[str, str]:
-    """Of a rank whose tensors take ``lane``. A dry run has what stands for it on the CPU.
+    """Returns variables of a rank whose tensors take ``lane``; a dry run's lanes are on the CPU.
 
-    NCCL refuses two ranks on one device of a host, so it gets hosts of their own.
+    NCCL refuses two ranks on one device of a host, so each of its ranks gets a host of its own.
     """
     variables = {"SMP_LANE": lane}
     if is_dry:

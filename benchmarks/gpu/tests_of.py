@@ -16,7 +16,7 @@ from benchmarks.gpu.figures import REPO, Figures, Limit
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a report in JUnit's form.
+    """Counts of a report in JUnit's form.
 
     Attributes:
         failed: names of the tests that failed, broken ones included.
@@ -51,7 +51,7 @@ def run_tests(figures: Figures, path: str, selected: Sequence[str] = ()) -> None
     """Runs a file of tests; all cases of each claim, but in a dry run only those selected.
 
     Args:
-        path: of the file, from the root of the repository.
+        path: path of the file, from the root of the repository.
         selected: arguments of pytest for a dry run.
     """
     if not figures.has_time(path, 10.0):

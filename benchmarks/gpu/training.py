@@ -6,7 +6,7 @@ from benchmarks.gpu import kernels
 from benchmarks.gpu.figures import REPO, Figures
 from benchmarks.gpu.tests_of import run_tests
 
-# What a first hour must know comes first, the longest last; files that are new are in between.
+# Files that a first hour needs come first, the longest last; new files are in between.
 FIRST = (
     "tests/gpu/test_background_save.py",
     "tests/gpu/test_no_synchronisation.py",
@@ -14,9 +14,9 @@ FIRST = (
     "tests/gpu/test_training.py",
 )
 LAST = ("tests/gpu/test_split_families.py",)
-#: Those of the part `kernels`.
+#: Files of the part `kernels`.
 OTHERS = kernels.FILES
-#: What a dry run takes of them.
+#: Arguments of pytest that select the tests of a dry run, by file.
 FEW = {"tests/gpu/test_no_synchronisation.py": ["-k", "those_of_the_region"]}
 
 

@@ -24,7 +24,7 @@ Difference = tuple[float, str]  # and of what
 
 
 class Part(NamedTuple):
-    """What one rank recorded; the lists have an entry per step."""
+    """A record of one rank; the lists have an entry per step."""
 
     dp_rank: int
     losses: list[float]
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """How one process trains."""
+    """Functions by which one process trains."""
 
     compute_loss: Callable[..., Tensor]
     make_optimizer: Callable[..., torch.optim.Optimizer]
@@ -67,7 +67,7 @@ class Check:
         """Repeats the steps on rank 0 and prints the largest differences. Collective.
 
         Args:
-            replicas: for each data-parallel rank its training batches.
+            replicas: training batches of each data-parallel rank.
             plain: the functions of the script.
         """
         parts = smp.allgather(self._own, smp.WORLD)

@@ -60,7 +60,7 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> PreTrainedTokenize
 
 
 class TokenBlocks(Dataset[dict[str, Tensor]]):
-    """One long row of tokens, cut into blocks of `seq_len`; labels equal the inputs."""
+    """A long row of tokens, cut into blocks of `seq_len`; labels equal the inputs."""
 
     def __init__(self, tokens: Tensor, seq_len: int) -> None:
         if tokens.numel() < seq_len:

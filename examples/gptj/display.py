@@ -19,8 +19,8 @@ class Display:
 
     Args:
         model: a Hugging Face causal language model, wrapped.
-        num_steps: of the whole run.
-        num_sequences: of one step, over all data-parallel ranks.
+        num_steps: number of steps of the whole run.
+        num_sequences: sequences of one step, over all data-parallel ranks.
         out: folder for `metrics_<rank>.jsonl`, or None.
     """
 

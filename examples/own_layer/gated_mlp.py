@@ -43,7 +43,7 @@ class GatedMlp(nn.Module):
 
 
 class Network(nn.Module):
-    """Some of them with residuals, and a head."""
+    """A network of gated MLPs with residuals, and a head."""
 
     def __init__(self, width: int = 64, num_layers: int = 3) -> None:
         super().__init__()
@@ -60,9 +60,10 @@ class Network(nn.Module):
 
 
 class DistributedGatedMlp(smp.nn.DistributedModule):
-    """Each rank has some inner channels of all samples of its tensor-parallel group.
+    """A `GatedMlp` whose inner channels are divided among the ranks of a tensor-parallel group.
 
-    Parameters have the names of the original's, so their values are taken over.
+    Each rank computes its channels for all samples of the group. Parameters have the names of the
+    original's, so their values are taken over.
 
     Args:
         width: channels outside.

@@ -44,7 +44,7 @@ def batch_of(step: int) -> torch.Tensor:
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """What each worker does. Ray has made a group of torch.distributed; smp.init finds it."""
+    """Trains in each worker. Ray has made a group of torch.distributed; smp.init finds it."""
     smp.init({"pipeline_parallel_degree": config["pp"], "microbatches": 2, "ddp": True})
     torch.manual_seed(1)
     model = smp.DistributedModel(make_model())

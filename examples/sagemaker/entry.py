@@ -19,11 +19,11 @@ PORT = 29500
 
 
 def command(env: Mapping[str, str], words: Sequence[str]) -> list[str]:
-    """What starts the ranks of this host.
+    """Returns the command that starts the ranks of this host.
 
     Args:
-        env: with ``SM_HOSTS``, ``SM_CURRENT_HOST`` and ``SM_NUM_GPUS``.
-        words: of the command line, without the name of the program.
+        env: variables, with ``SM_HOSTS``, ``SM_CURRENT_HOST`` and ``SM_NUM_GPUS``.
+        words: arguments of the command line, without the name of the program.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks-per-host", type=int, help="one for each GPU, or one")

@@ -327,7 +327,7 @@ INSTANCES: dict[str, dict[str, tuple[str | None, str]]] = {
     },
 }  # fmt: skip
 
-#: What users' own types have: ``smp_slice(num_mb, mb, axis)``.
+#: Methods of users' own types: ``smp_slice(num_mb, mb, axis)``.
 PROTOCOLS = {"smp_slice": f"{DIST}test_step_outputs.py::test_arguments_are_cut_as_documented"}
 
 #: Import paths below ``smdistributed.modelparallel``, and names that clients take from them.

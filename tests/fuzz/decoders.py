@@ -21,8 +21,11 @@ class Decoder(Format, Protocol):
 
 
 class ManifestDecoder:
-    """Of checkpoints. An input lacks the checksum, which is always right: else nothing behind it
-    would be reached."""
+    """Decodes manifests of checkpoints.
+
+    An input lacks the checksum, and the right one is added. With a wrong checksum the decoder would
+    read nothing behind it.
+    """
 
     def understands(self, content: bytes) -> bool:
         text = content + b',\n"crc32":"%08x"}\n' % zlib.crc32(content)
@@ -68,5 +71,5 @@ class SafetensorsDecoder:
 
 
 def decoders() -> dict[str, Decoder]:
-    """By the name of their corpus."""
+    """Returns the decoders by the name of their corpus."""
     return {"manifest": ManifestDecoder(), "safetensors": SafetensorsDecoder()}

@@ -32,7 +32,7 @@ _MOST_INSERTED = 16
 
 
 class Format(Protocol):
-    """Where the JSON of an input is."""
+    """A format of inputs that contain JSON."""
 
     def split(self, content: bytes) -> tuple[Any, bytes]:
         """The value, and what lies behind it."""
@@ -48,8 +48,8 @@ class Mutator:
         """
         Args:
             corpus: inputs that are right.
-            form: of them.
-            seed: of the choices.
+            form: format of the inputs.
+            seed: seed of the choices.
         """
         self._corpus, self._form = corpus, form
         self._random = random.Random(seed)

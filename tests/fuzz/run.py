@@ -14,23 +14,24 @@ CORPUS = Path(__file__).parent / "corpus"
 
 @dataclass(frozen=True)
 class Count:
-    """What became of the inputs."""
+    """Numbers of inputs that a decoder understood and refused."""
 
     num_understood: int
     num_refused: int
 
 
 class Failed(AssertionError):
-    """Has the input for which a decoder has raised what it may not."""
+    """Reports an input for which a decoder raised an error that it may not raise."""
 
 
 def run(name: str, decoder: Decoder, num_runs: int, seed: int) -> Count:
-    """
+    """Runs a decoder on mutated inputs of its corpus.
+
     Args:
-        name: of the corpus.
-        decoder: under test.
-        num_runs: inputs.
-        seed: of the mutations.
+        name: name of the corpus.
+        decoder: decoder under test.
+        num_runs: number of inputs.
+        seed: seed of the mutations.
 
     Raises:
         Failed: with the input.
@@ -51,5 +52,6 @@ def run(name: str, decoder: Decoder, num_runs: int, seed: int) -> Count:
 
 
 def run_all(decoders: Mapping[str, Decoder], num_runs: int, seed: int) -> dict[str, Count]:
-    """All of them, `num_runs` inputs each."""
+    """Runs all decoders on `num_runs` inputs each."""
+
     return {name: run(name, decoder, num_runs, seed) for name, decoder in decoders.items()}

@@ -1,8 +1,8 @@
 """The device of these tests: a GPU where there is one, else the CPU.
 
-Most contracts hold on both, so that the bodies of the tests are known to work before somebody has
-a GPU. What only a GPU has (streams, waits of the host, its memory) is skipped on the CPU, and said
-so.
+Most contracts hold on both, so the bodies of the tests are known to work before a GPU is there.
+Tests of what only a GPU has (streams, waits of the host, its memory) are skipped on the CPU, with
+the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_DEVICES = torch.cuda.device_count() if DEVICE == "cuda" else 0
-#: Of processes that a test starts. Pipeline ranks may share a GPU.
+#: Environment of processes that a test starts. Pipeline ranks may share a GPU.
 ENV = {"SMP_DEVICE": DEVICE, "SMP_SHARE_GPU": "1"}
 
 needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device")
@@ -24,7 +24,7 @@ needs_four_devices = pytest.mark.skipif(NUM_DEVICES < 4, reason="needs four CUDA
 
 
 def synchronize() -> None:
-    """Until the device has done what it was asked for; a CPU always has."""
+    """Waits until the device has finished its work; a CPU always has."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""Each operator of `smp.nn.functional` with arguments for one width."""
+"""Cases of all operators of `smp.nn.functional`, with arguments for one width."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def waits_of(work: Callable[[], object]) -> list[str]:
 
 
 def waits_in(events: Iterable[Any]) -> list[str]:
-    """Of recorded events, those that waited within the region."""
+    """Returns the names of recorded events that waited within the region."""
     events = list(events)
     # The device has a range of the same name, over what was asked of it there.
     [region] = [e for e in events if e.name == REGION and e.device_type.name == "CPU"]

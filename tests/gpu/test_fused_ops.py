@@ -17,7 +17,7 @@ TOLERANCE = {
     torch.float16: 4e-3,
     torch.bfloat16: 3e-2,
 }
-# Whose results are never in 16 bits.
+# Operators whose results are never in 16 bits.
 IN_FP32 = ("fp32 residual", "cross_entropy")
 
 

@@ -37,11 +37,11 @@ def parameters(
     misaligned: bool = False,
     values: torch.dtype | None = None,
 ) -> list[nn.Parameter]:
-    """One of each size.
+    """Makes a parameter of each size.
 
     Args:
-        misaligned: their addresses are no multiples of 16 bytes.
-        values: what the values are rounded to; ``dtype`` if None.
+        misaligned: addresses are no multiples of 16 bytes.
+        values: dtype to which the values are rounded; ``dtype`` if None.
     """
     result = []
     for i, n in enumerate(SIZES):

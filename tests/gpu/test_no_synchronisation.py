@@ -1,6 +1,6 @@
 """The host does not wait for the GPU in a training step.
 
-On the CPU, where nobody waits, the same steps show that they are steps.
+The same steps run on the CPU, where the host never waits, to show that they are steps.
 """
 
 from __future__ import annotations

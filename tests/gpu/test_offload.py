@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Memory:
-    """How much more of a GPU's memory was in use at once than at the beginning."""
+    """Measures the growth of a GPU's memory in use, from the beginning to its peak."""
 
     def __init__(self) -> None:
         synchronize()

@@ -1,4 +1,4 @@
-"""Which headers may stand where: includes cost seconds, and torch stays behind few walls."""
+"""Rules of includes: some headers cost seconds, and few files may include torch."""
 
 from __future__ import annotations
 

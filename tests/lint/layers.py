@@ -1,4 +1,4 @@
-"""Which rooms may include or import which, and a checker of it.
+"""Tables of the rooms that a room may include or import, and a checker of them.
 
 The tables are the architecture (see ARCHITECTURE.md); a new room or module gets a line here.
 """
@@ -234,7 +234,7 @@ def _check_room_file(path: Path, place: str, relative: Path) -> Iterator[str]:
 
 
 def _problem(own: str, own_layer: int, other: str) -> str | None:
-    """Why a room may not import something of smp; None if it may."""
+    """Returns the reason why a room may not import something of smp; None if it may."""
     if not other or other in _ON_TOP:
         return f"import the room that has it, not 'smp{'.' if other else ''}{other}'"
     try:

@@ -1,7 +1,8 @@
-"""No test asserts that something was quick: what ended a wait says so itself (`tests/patience.py`).
+"""Checks that no test asserts that something was quick.
 
-Lower bounds are allowed, because they hold on the busiest machine. So are tests with the marker
-`alone`, which run beside no others.
+A test asserts the reason that a wait itself reports for its end (`tests/patience.py`). Lower
+bounds are allowed, because they hold on the busiest machine. So are tests with the marker `alone`,
+which run beside no others.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _is_time(value: ast.AST | None, names: set[str]) -> bool:
-    """Whether an expression is reckoned from a clock.
+    """Returns whether an expression is computed from a clock.
 
     Args:
         value: the expression.
-        names: variables that are, and functions that return such.
+        names: variables with times, and functions that return times.
     """
     match value:
         case ast.Name(id=name):
@@ -71,7 +72,7 @@ def _names_of_times(module: ast.Module) -> set[str]:
 
 
 def _bounds_a_time(condition: ast.AST, names: set[str]) -> bool:
-    """Whether a condition says that a time is at most something."""
+    """Returns whether a condition is an upper bound of a time."""
     for node in ast.walk(condition):
         if not isinstance(node, ast.Compare):
             continue
@@ -85,7 +86,7 @@ def _bounds_a_time(condition: ast.AST, names: set[str]) -> bool:
 
 
 def _is_alone(node: ast.AST) -> bool:
-    """Whether a file or a test has the marker."""
+    """Returns whether a file or a test has the marker `alone`."""
     match node:
         case ast.Module(body=body):
             marks: list[ast.AST] = [

@@ -14,7 +14,7 @@ from tests.lint.layers import REPO
 
 ALLOWED = {"torch", "transformers", "pytest", "hypothesis"}
 OWN = ("benchmarks", "tests", "smp", "smp_testing")
-#: What runs there: scripts and tests, with all that these import.
+#: Scripts and tests that run there, with all that these import.
 ROOTS = ("benchmarks/gpu", "tests/gpu", "tests/unit/test_optim_ops.py", "tests/conftest.py")
 
 
@@ -57,7 +57,7 @@ def foreign_imports(roots: Iterator[Path]) -> dict[str, set[str]]:
             continue
         seen.add(path)
         shown = str(path.relative_to(REPO)) if path.is_relative_to(REPO) else str(path)
-        # What the library imports in a function it needs for features that nobody uses here.
+        # The library's imports within functions are for features that are unused here.
         for name in imports_of(path, everywhere=not shown.startswith("python/")):
             package = name.partition(".")[0]
             if package in OWN:

@@ -1,4 +1,4 @@
-"""What asks for the runtime of the process: functions that users call, and nothing else."""
+"""Checks that only functions that users call ask for the runtime of the process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.lint.layers import REPO
 
 _SMP = REPO / "python" / "smp"
 
-# Functions that may call `runtime.current()`, by file. A private one stands for public functions of
-# its file that would all begin with the same line.
+# Functions that may call `runtime.current()`, by file. A private function is called by public
+# functions of its file that would all begin with the same line.
 ALLOWED: dict[str, frozenset[str]] = {
     "activations/checkpointing.py": frozenset({"_check_type"}),
     "activations/recompute.py": frozenset({"recompute"}),
@@ -80,7 +80,7 @@ def callers(text: str, name: str) -> set[str]:
 
 
 def serves_public_functions(text: str, qualified: str) -> bool:
-    """Is it public, or do all that use it, in the end, stand for public functions of the file?"""
+    """Returns whether all chains of callers of a name end at public functions of the file."""
     known, waiting = {qualified}, [qualified]
     while waiting:
         name = waiting.pop()

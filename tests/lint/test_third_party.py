@@ -1,4 +1,4 @@
-"""What lies here of others is listed, with its licence."""
+"""Checks that code of others in the repository is listed, with its licence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which release of torch is installed is asked in one file of each language."""
+"""Checks that each language has one file that asks for torch's release."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PYTHON = re.compile(
 )
 _CPP = re.compile(r"TORCH_VERSION|if constexpr \(requires")
 _OWNERS = {"python/smp/_torch_releases.py", "csrc/common/torch_releases.h"}
-# What only writes the number down.
+# Expressions that only write the number down.
 _VERSION = re.compile(r"torch\.__version__")
 _WRITERS = {
     "python/smp/_torch_releases.py",

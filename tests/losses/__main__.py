@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def chosen(names: list[str]) -> list[tuple[str, bool]]:
-    """Each case without a weight, and with the weight that it needs."""
+    """Returns each case without a weight, and with the weight that it needs."""
     return [
         (name, has_weight)
         for name in names

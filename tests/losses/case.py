@@ -24,10 +24,10 @@ Expected = str | Mapping[str, str]
 
 @dataclass(frozen=True)
 class Case:
-    """One loss.
+    """A loss.
 
     Attributes:
-        name: in the table.
+        name: name in the table.
         loss: computes it from a model and the arguments of the step.
         model: makes the model; parameters become float64.
         batch: makes the whole batch of all replicas.

@@ -1,4 +1,4 @@
-"""All losses, in the order of the table."""
+"""The catalogue of all losses, in the order of the table."""
 
 from __future__ import annotations
 

@@ -44,11 +44,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one loss in one layout.
+    """A result of one loss in one layout.
 
     Attributes:
-        name: of the case.
-        layout: of the ranks.
+        name: name of the case.
+        layout: layout of the ranks.
         has_weight: the step function was given a weight.
         outcome: equal, warned, refused, or a defect.
         error: largest difference of a gradient, relative to the largest gradient.

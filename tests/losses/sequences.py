@@ -127,7 +127,7 @@ hf("BART, padded", "BartForConditionalGeneration", "BartConfig", tokens, weight=
 
 
 def answers() -> Batch:
-    """Some samples have no answer: their positions are beyond the sequence and ignored."""
+    """Makes a batch with samples without an answer: positions beyond the sequence, ignored."""
     batch = tokens()
     del batch["labels"]
     start = torch.tensor([0, 9, 2, 1, 9, 9, 9, 0])
@@ -332,7 +332,7 @@ def tags(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Packed(PackedSequence):
-    """Can be divided among replicas by the harness."""
+    """A packed sequence that the harness can divide among replicas."""
 
     def part(self, begin: int, end: int) -> PackedSequence:
         return packed(begin, end)

@@ -16,7 +16,8 @@ NAMES = [f"{name} (weight)" if has_weight else name for name, has_weight in ROWS
 
 @pytest.fixture(scope="session")
 def results(pool: Pool, request: pytest.FixtureRequest) -> dict[tuple[str, str, bool], Result]:
-    """All results that the session asks for, of each layout in one go."""
+    """Runs all cases that the session asks for, each layout in one go; returns their results."""
+
     wanted: dict[str, list[tuple[str, bool]]] = {}
     for item in request.session.items:
         if isinstance(item, pytest.Function) and "row" in (

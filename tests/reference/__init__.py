@@ -1,1 +1,1 @@
-"""One-process truth: tiny models, their data, the plain training loop, tolerances."""
+"""Reference of one process: tiny models, their data, the plain training loop, tolerances."""

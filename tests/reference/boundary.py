@@ -1,8 +1,8 @@
-"""One small module tree for each rule of the boundary between ranks.
+"""Small module trees, each for one rule of the boundary between ranks.
 
-Each is built with `place`, which puts what is made inside of it on another rank; its ``forward``
-takes ``x`` of ``[rows, 4]`` and returns a scalar. What must hold besides the numbers is asserted in
-``forward``, so it is checked in one process as well as on several ranks.
+Each is built with `place`, which puts modules made inside of it on another rank; its ``forward``
+takes ``x`` of ``[rows, 4]`` and returns a scalar. Conditions besides the numbers are asserted in
+``forward``, so they are checked in one process as well as on several ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Rule(nn.Module):
         return torch.tanh(self.head(x)).square().mean()
 
 
-# ---- results and arguments that nobody uses ---------------------------------
+# ---- results and arguments that are not used --------------------------------
 
 
 class _Wasteful(nn.Module):
@@ -234,7 +234,7 @@ class _Twins(nn.Module):
 
 
 class ResultThatIsAViewOfAnArgument(Rule):
-    """May be refused, but a write into the view must not be lost."""
+    """A case that may be refused, but a write into the view must not be lost."""
 
     def make_second(self) -> nn.Module:
         return _Viewer()
@@ -252,7 +252,7 @@ class _Viewer(_Shift):
 
 
 class ResultsThatShareMemory(Rule):
-    """May be refused, but a write into one must show in the other."""
+    """A case that may be refused, but a write into one must show in the other."""
 
     def make_second(self) -> nn.Module:
         return _Overlap()
@@ -270,7 +270,7 @@ class _Overlap(_Shift):
 
 
 class ContainerThatTheCalleeFills(Rule):
-    """May be refused, but what a module puts into a container must not be lost."""
+    """A case that may be refused, but values put into the container must not be lost."""
 
     def make_second(self) -> nn.Module:
         return _Filler()
@@ -409,7 +409,7 @@ class SuperForward(Rule):
 
 
 class _Derived(nn.Linear):
-    """Both ways to reach the inherited forward."""
+    """A layer whose forward calls the inherited forward."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, dtype=torch.float64)

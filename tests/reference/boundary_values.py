@@ -52,7 +52,7 @@ class _Perhaps(nn.Module):
 
 
 class ViewsWithoutGradients(Rule):
-    """What was made without gradients passes none on, wherever it is read."""
+    """A rule that values made without gradients pass none on, wherever they are read."""
 
     def make_first(self) -> nn.Module:
         return _Views()

@@ -13,7 +13,7 @@ SEQUENCE = 7
 
 
 def make_batch(case: str, dtype: torch.dtype, dp_rank: int, step: int) -> dict[str, Tensor]:
-    """What one data-parallel replica sees in one step; batch first, 8 samples."""
+    """Makes the batch of one data-parallel replica in one step; batch first, 8 samples."""
     generator = torch.Generator().manual_seed(7919 * (dp_rank + 1) + 104729 * step)
     if family_of(case) is not None:
         return make_family_batch(case, dtype, generator)

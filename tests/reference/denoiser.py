@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class Denoiser(nn.Module):
-    """What models of diffusion do with a time step, and others with tables in buffers."""
+    """A model that uses a time step as diffusion models do, and tables in buffers."""
 
     def __init__(self) -> None:
         super().__init__()

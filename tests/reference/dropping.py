@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Blocks, a layer with samples behind positions, a recurrent one, and one that runs twice."""
+    """A model of blocks, a layer with samples behind positions, an LSTM, and a layer used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class PlannedBlock(nn.Module):
 
 
 class Planned(nn.Module):
-    """What a plan splits; elements are numbered in whole tensors."""
+    """A model that a plan splits; elements are numbered in whole tensors."""
 
     def __init__(self) -> None:
         super().__init__()

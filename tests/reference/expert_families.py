@@ -54,7 +54,7 @@ EXPERT_FAMILIES: dict[str, Maker] = {
         intermediate_size=12, num_local_experts=5, **_SIZES, **_LOSS,
     ),
 }  # fmt: skip
-#: Of these the loss has a part that balances the load.
+#: Families whose loss has a part that balances the load.
 WITH_AUXILIARY_LOSS = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe")
 
 
@@ -85,5 +85,5 @@ def _favour_first(model: nn.Module) -> None:
 
 
 def make_expert_batch(replica: int, step: int) -> dict[str, Tensor]:
-    """What one replica sees in one step."""
+    """Makes the batch of one replica in one step."""
     return make_split_batch("mixtral", replica, step)

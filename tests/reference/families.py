@@ -192,7 +192,7 @@ class Expert(nn.Module):
 
 
 class MixtureLayer(nn.Module):
-    """Each token chooses two of five experts.
+    """A layer in which each token chooses two of five experts.
 
     An expert without tokens is called with none (even experts) or not at all (odd ones).
     """

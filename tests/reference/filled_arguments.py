@@ -18,7 +18,7 @@ from tests.reference.shared_state import Block, Stack
 
 
 class Filling(Block):
-    """What it computes beside its result, for what others do with it."""
+    """A block that also returns its hidden values, for subclasses to store in their arguments."""
 
     def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = torch.tanh(self.up(x))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def marked_gradients(model: Any) -> dict[str, Any]:
-    """What this rank has of each gradient after a step, with marks that say which part it is."""
+    """Returns this rank's part of each gradient after a step, with marks that identify parts."""
     from smp.precision.holdings import holding_of, master_of
     from smp.tensor_parallel import partial
 
@@ -43,7 +43,7 @@ def whole_gradients(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 def has_parts(of_rank: Mapping[str, Any]) -> bool:
-    """Whether some of what :func:`marked_gradients` returned are parts of gradients."""
+    """Returns whether :func:`marked_gradients` returned some parts of gradients."""
     from smp.tensor_parallel.partial import FLAT_MARK, SHARDS_MARK
 
     flat = of_rank.get(FLAT_MARK, {}).values()

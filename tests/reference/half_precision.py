@@ -24,7 +24,7 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass
 class HalfRecord:
-    """What a run left behind; names as in the plain model."""
+    """A record of a run; names as in the plain model."""
 
     initial: dict[str, Tensor] = field(default_factory=dict)  # masters before the first step
     losses: list[list[list[float]]] = field(default_factory=list)  # [step][replica][microbatch]
@@ -51,8 +51,8 @@ class HalfModel(nn.Module):
     """A 16-bit copy of a model that takes and gives float32.
 
     Args:
-        model: in float32; its parameters are the masters.
-        dtype: of the copy.
+        model: model in float32; its parameters are the masters.
+        dtype: dtype of the copy.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -108,11 +108,11 @@ def train_half(
     """AdamW on float32 masters; gradients of 16 bits are added in float32, in microbatch order.
 
     Args:
-        model: in float32.
+        model: model in float32.
         dtype: torch.float16 or torch.bfloat16; torch.float32 for the reference of both.
-        compute_loss: of a model and a microbatch.
-        batches: of each step, one per replica.
-        microbatches: into which a batch is cut.
+        compute_loss: loss of a model and a microbatch.
+        batches: batches of each step, one per replica.
+        microbatches: number of pieces into which a batch is cut.
         loss_scale: factor of the loss.
         clipping: L2 norm that gradients are clipped to.
     """

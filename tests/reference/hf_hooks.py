@@ -1,4 +1,4 @@
-"""What the hooks of Hugging Face families make of configurations. After ``smp.init`` only."""
+"""Results of the hooks of Hugging Face families. Used after ``smp.init`` only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def registration(name: str, kind: Kind | None = None) -> Registration:
 def options(
     name: str, kind: Kind | None = None, /, number: int | None = None, **changes: Any
 ) -> Any:
-    """What the hook makes of a configuration, or why it declines."""
+    """Returns the hook's arguments from a configuration, or its reason to decline."""
     hook = registration(name, kind).init_hook
     assert hook is not None
     config = hf.family(name).config(**changes)
@@ -59,5 +59,5 @@ def edited(name: str, **changes: Any) -> Any:
 
 
 def new_fields(name: str) -> bool:
-    """Does the installed release have the fields of releases since 5?"""
+    """Returns whether the installed release has the fields of releases since 5."""
     return hasattr(hf.family(name).config(), "rope_parameters")

@@ -69,7 +69,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def difference_of_logits(got: Any, expected: Any, batch: Mapping[str, Any]) -> float:
-    """At padding, which may have nothing to attend to, logits are nobody's business."""
+    """Compares logits except at padding, which may have nothing to attend to."""
     a, b = got["logits"], expected["logits"]
     if a.dim() == 3:
         counted = batch["attention_mask"].bool()
@@ -88,11 +88,11 @@ def compare(
     """Loss, logits and all gradients.
 
     Args:
-        name: of the family.
+        name: name of the family.
         models: the plain one and ours.
-        arguments: of the call.
-        dtype: of the models.
-        of_layers: only the layers were replaced.
+        arguments: arguments of the call.
+        dtype: dtype of the models.
+        of_layers: whether only the layers were replaced.
     """
     plain, ours = models
     limit = TOLERANCES[dtype]

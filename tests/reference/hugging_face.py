@@ -31,14 +31,14 @@ _WIDE = {
 
 @dataclass(frozen=True)
 class Family:
-    """Where to find a family, and sizes for its configuration.
+    """A family's places in smp and transformers, and sizes for its configuration.
 
     Attributes:
-        name: of our module in ``smp.nn.huggingface``.
+        name: name of our module in ``smp.nn.huggingface``.
         classes: prefix of transformers' classes.
         head: class with a language-modelling head.
         sizes: arguments of the configuration.
-        dropouts: its fields that are probabilities of dropout.
+        dropouts: fields of the configuration that are probabilities of dropout.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Family:
         return result
 
     def config(self, **changes: Any) -> Any:
-        """Without dropout and cache, unless changed."""
+        """Makes a configuration without dropout and cache, unless changed."""
         import transformers
 
         quiet: dict[str, Any] = dict.fromkeys(self.dropouts, 0.0)
@@ -87,8 +87,8 @@ class Family:
 
         Args:
             kind: "head", "base", or the rest of a class name after the family's.
-            seed: of its parameters.
-            changes: of the configuration.
+            seed: seed of the parameters.
+            changes: changed fields of the configuration.
         """
         import transformers
 

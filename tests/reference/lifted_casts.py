@@ -60,11 +60,11 @@ _active = threading.local()
 
 
 def lift_forwards(model: nn.Module) -> None:
-    """Has every module of transformers run its forward inside `lifted_casts`, in any thread.
+    """Makes all modules of transformers run their forward in `lifted_casts`, in any thread.
 
     Args:
-        model: that was made inside of `lifted_casts`. Its modules get classes of their own, so
-            that no other model is changed.
+        model: model that was made inside of `lifted_casts`. Its modules get classes of their own,
+            so that no other model is changed.
     """
     for module in model.modules():
         if type(module).__module__.startswith("transformers."):

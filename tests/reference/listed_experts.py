@@ -27,7 +27,7 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
-    """What all forms share."""
+    """A base of all forms: a gate that chooses experts, and its counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Sparing(Mixture):
 
 
 class Dense(Mixture):
-    """All experts see all tokens, as they are."""
+    """A mixture in which all experts see all tokens, as they are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Greedy(Loop):
 
 
 class Shared(Loop):
-    """With an expert for all tokens, in layers that a plan may split.
+    """A loop with an expert for all tokens, in layers that a plan may split.
 
     A plan gives such a module the samples of all ranks, so it has no loss of its own tokens.
     """
@@ -195,7 +195,7 @@ class Model(nn.Module):
 
 
 def make_model(form: str, favourite: bool = False) -> Model:
-    """In float64, with random values; ``favourite``: the first experts get all tokens."""
+    """Makes a float64 model of random values; ``favourite``: the first experts get all tokens."""
     model = randomise_(Model(form).double(), 3)
     assert isinstance(model, Model)
     if favourite:
@@ -207,7 +207,7 @@ def make_model(form: str, favourite: bool = False) -> Model:
 
 
 def make_batch(form: str, replica: int, step: int) -> dict[str, Tensor]:
-    """Of ``sparing`` the second replica has no token that gets an expert."""
+    """Makes a batch; in that of ``sparing`` no token of the second replica gets an expert."""
     generator = torch.Generator().manual_seed(10 * replica + step)
     x = torch.randn(4, TOKENS, WIDTH, dtype=torch.float64, generator=generator)
     if form == "sparing":

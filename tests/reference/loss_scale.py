@@ -14,15 +14,15 @@ def scale_trace(
     delayed_shift: int = 1,
     consecutive_hysteresis: bool = False,
 ) -> list[float]:
-    """Scales after each iteration.
+    """Returns the scales after each iteration.
 
-    Works from what happened, without the counters of an implementation: the scale falls at an
-    overflow when those borne since credit was given last have used it up; it rises
-    ``scale_window``, twice that, ... iterations after the first clean one that follows the last
-    overflow (or the begin, which counts as one).
+    They follow from the overflows, without the counters of an implementation. The scale falls at an
+    overflow when the overflows borne since credit was given last have used it up. It rises
+    ``scale_window``, twice that, ... iterations after the first clean iteration that follows the
+    last overflow. The start counts as an overflow.
 
     Args:
-        overflows: of the iterations.
+        overflows: whether each iteration overflowed.
     """
     scales: list[float] = []
     scale = init_scale

@@ -31,10 +31,10 @@ def train_mixed(
     """Parameters in ``dtype``, masters and sums of gradients in float32.
 
     Args:
-        dtype: of the model; float32 for plain training.
+        dtype: dtype of the model; float32 for plain training.
         num_batches: batches of a step, each as `make_split_batch` makes them.
         microbatches: pieces that each batch is cut into.
-        steps: of AdamW.
+        steps: number of steps of AdamW.
         loss_scale: factor of the loss in backward.
         clipping: L2 norm that gradients are clipped to.
     """

@@ -80,7 +80,7 @@ class Chain(nn.Module):
 
 
 class Reuse(nn.Module):
-    """One module called three times, one parameter used in two modules."""
+    """A model with a module that is called three times and a parameter used in two modules."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Branches(nn.Module):
 
 
 class Several(nn.Module):
-    """Returns more than anybody uses."""
+    """A module that returns more than is used."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -345,7 +345,7 @@ class LeftForSecondCall(Stack):
 
 
 class CountingCalls(Stack):
-    """What a layer does depends on how often it was called."""
+    """A stack of layers whose results depend on the number of their calls."""
 
     class Warming(Block):
         calls = 0

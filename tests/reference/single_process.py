@@ -21,7 +21,7 @@ ADAM_EPSILON = 1e-4
 
 @dataclass
 class Record:
-    """What a run left behind, step by step; names as in the plain model."""
+    """A record of a run, step by step; names as in the plain model."""
 
     losses: list[list[list[float]]] = field(default_factory=list)  # [step][replica][microbatch]
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)  # [step]

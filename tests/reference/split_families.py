@@ -89,7 +89,7 @@ PLANNED_FAMILIES: dict[str, Maker] = {
     ),
 }  # fmt: skip
 
-# Those that transformers 4.30.2 has.
+# Families that transformers 4.30.2 has.
 OLDER_SPLIT_FAMILIES = ("gpt2", "gptj", "gptneo", "gptneox", "bert", "roberta")
 
 
@@ -105,7 +105,7 @@ def build_split_family(case: str, dtype: torch.dtype, seed: int = 1) -> nn.Modul
 
 
 def make_split_batch(case: str, replica: int, step: int) -> dict[str, Tensor]:
-    """What one replica sees in one step: padding at the right, some labels left out.
+    """Makes one replica's batch of one step: padding at the right, some labels left out.
 
     Every replica and microbatch counts another number of labels.
     """

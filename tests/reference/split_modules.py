@@ -33,7 +33,7 @@ _ROTARY = {"rotary_dim": 4, "use_position_embedding": False, "tie_word_embedding
 
 @dataclass(frozen=True)
 class Case:
-    """One module with arguments, and what it is called with."""
+    """A module with its arguments, and the inputs of its call."""
 
     kind: str
     name: str
@@ -209,7 +209,7 @@ def load_slices(module: nn.Module, whole: nn.Module) -> None:
 
 
 def make_inputs(case: Case, num_samples: int) -> dict[str, Tensor | None]:
-    """What the whole group gets, by name, in the order of the module's tuple."""
+    """Makes the inputs of the whole group, by name, in the order of the module's tuple."""
     generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
     shape = (num_samples, case.length)
 

@@ -1,4 +1,4 @@
-"""How equal is equal.
+"""Tolerances of comparisons.
 
 The difference of two tensors is ``max|a - ref| / max(max|ref|, floor)``; the
 floor is a thousandth of the largest reference value of the same kind (all
@@ -20,7 +20,7 @@ FLOOR_FRACTION = 1e-3
 
 @dataclass(frozen=True)
 class MixedTolerance:
-    """How near a run comes to another one of the same precision with other sums.
+    """Limits of differences between runs of the same precision that sum in other orders.
 
     Losses are compared by `relative_difference`; the others by `distance`, since the largest of
     thousands of rounding errors says little. Masters are compared by how they changed: their
@@ -44,7 +44,7 @@ MIXED_TOLERANCE = {
 }
 
 
-# What a block of a transformer rounds one after the other: its norms, the products of attention and
+# Roundings of a transformer block, one after the other: its norms, the products of attention and
 # of the MLP, softmax, activation, biases and residual sums.
 ROUNDINGS_PER_BLOCK = 12
 
@@ -61,9 +61,9 @@ def half_loss_tolerance(
     little: their errors are as many directions as there are parameters.
 
     Args:
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
         loss: a cross entropy in float32; the scores are about as large.
-        num_blocks: of the transformer.
+        num_blocks: number of blocks of the transformer.
         num_terms: tokens that the mean is over.
     """
     num_roundings = num_blocks * ROUNDINGS_PER_BLOCK
@@ -111,7 +111,7 @@ def assert_close(
 
     Args:
         actual, expected: tensors or None, by name.
-        dtype: of the run; says how equal is equal unless ``tolerance`` does.
+        dtype: dtype of the run; sets the tolerance unless ``tolerance`` does.
         what: words for failures.
         tolerance: largest difference.
     """

@@ -101,7 +101,7 @@ class Attention(nn.Module):
         positions: Tensor | None,
         normed: Tensor | None = None,
     ) -> Tensor:
-        """Without residual and post norm."""
+        """Computes attention without residual and post norm."""
         x = hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
         x = x if normed is None else normed
         source = x if cross is None else cross

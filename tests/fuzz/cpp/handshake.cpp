@@ -6,9 +6,9 @@
 #include "csrc/common/check.h"
 #include "tests/fuzz/cpp/decoder.h"
 
-// Two sides with the same secret, and somebody between them who changes what
-// they say: the input is XORed to the bytes on their way, and what is left of
-// it comes behind them. The first byte says in pieces of which size they come.
+// Two sides with the same secret, and an attacker between them who changes
+// their bytes: the input is XORed to the bytes on their way, and the rest of
+// it comes behind them. The first byte sets the size of the pieces.
 
 namespace smp::fuzz {
 namespace {

@@ -8,7 +8,7 @@
 #include "csrc/health/rank_set.h"
 #include "tests/fuzz/cpp/decoder.h"
 
-// What the hub and its clients read: frames, and in them collectives and ranks.
+// Decoders of the hub and its clients: frames with collectives and ranks.
 
 namespace smp::fuzz {
 

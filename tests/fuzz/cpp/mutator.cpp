@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kMostChanges = 4;
 constexpr size_t kMostInserted = 24;
-// Where sizes and counts go wrong.
+// Numbers at which sizes and counts go wrong.
 constexpr std::array<uint64_t, 14> kNumbers = {0,
                                                1,
                                                7,
@@ -78,7 +78,7 @@ void Mutator::change(std::string& input) {
   }
 }
 
-// Sizes stand at places of their own width.
+// Changes a number at a multiple of its width, as sizes are aligned.
 void Mutator::change_number(std::string& input) {
   const size_t width = kWidths[below(kWidths.size())];
   if (input.size() < width) return;

@@ -8,11 +8,11 @@
 #include "csrc/lanes/lane_table.h"
 #include "tests/fuzz/cpp/decoder.h"
 
-// What the mailbox reads: a header and its blob, as a packet and in two parts.
+// Decoder of the mailbox: a header and its blob, as a packet and in two parts.
 
 namespace smp::lanes {
 
-// Without lanes it is never called, and the lanes need not be compiled anew.
+// A stub that is never called without lanes. It saves compiling the lanes.
 at::Tensor LaneTable::new_payload(const Descriptor&) {
   fuzz::fail("a lane where there is none");
 }
