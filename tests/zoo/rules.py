@@ -55,7 +55,7 @@ def side(value: int) -> int:
 
 
 def patch(value: int) -> int:
-    """Shrinks a patch; some models also call the small pictures patches that make up a large one."""
+    """Shrinks a patch; some models call the small pictures patches that make up a large one."""
     return IMAGE if value >= 4 * IMAGE else min(value, PATCH)
 
 

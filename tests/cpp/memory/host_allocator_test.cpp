@@ -102,7 +102,7 @@ TEST_F(HostAllocation, what_two_steps_have_not_used_goes_back) {
     }
     allocator_.release_idle();
     EXPECT_EQ(cached(), step < 2 ? 56 * kMiB : 16 * kMiB) << step;
-    // This is a second update of the step: nothing has been used since.
+    // A second update of the step: nothing has been used since the first one.
     if (step > 3) allocator_.release_idle();
   }
   EXPECT_EQ(num_mapped(), 3);
