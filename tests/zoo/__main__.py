@@ -28,7 +28,7 @@ _ALL = "0/1"  # the only part of one
 
 
 def run_entry(pool: Pool, entry: Entry, modes: list[Mode]) -> list[Result]:
-    """One model in some modes; what fails in one process is skipped."""
+    """Runs one model in some modes; a model that fails in one process is skipped."""
     results = []
     try:
         plan = make_plan(entry)
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run_chosen(options: argparse.Namespace) -> list[Result]:
-    """All models that the options name, one after the other."""
+    """Runs all models that the options name, one after the other."""
     modes = [MODES[name] for name in options.mode or ["pp2"]]
     part, num_parts = map(int, options.part.split("/"))
     chosen = choose(options.only, options.all_classes)[:: options.sample][part::num_parts]

@@ -35,14 +35,14 @@ LARGEST = 20_000_000  # parameters; a default that no rule has shrunk
 
 @dataclass(frozen=True)
 class Plan:
-    """How an entry is built and fed.
+    """A way to build and feed an entry.
 
     Attributes:
         entry: the class.
-        recipe: its inputs.
+        recipe: recipe of its inputs.
         dtype: float64 where the model can.
         training: False where training draws random numbers that no configuration switches off.
-        variant: how its configuration was shrunk.
+        variant: rules by which its configuration was shrunk.
     """
 
     entry: Entry
@@ -96,7 +96,7 @@ def skeleton(plan: Plan) -> Any:
 
 @contextlib.contextmanager
 def nothing_uninitialized() -> Iterator[None]:
-    """Tensors that nobody has filled hold NaN, which `fill_` finds, and not what lay there."""
+    """Makes tensors that were not filled hold NaN, which `fill_` finds, and not what lay there."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -195,7 +195,7 @@ def make_plan(entry: Entry) -> Plan:
 
 
 def _is_known(entry: Entry, variant: Variant, seen: set[str]) -> bool:
-    """Whether another variant has made the same configuration."""
+    """Returns whether another variant has made the same configuration."""
     try:
         text = repr(tiny(entry.load().config_class(), variant).to_dict())
     except Exception:  # is tried, so that the reason is kept
@@ -238,7 +238,7 @@ def _repeatable(plan: Plan) -> Plan:
 
 
 def is_repeatable(plan: Plan) -> bool:
-    """Whether the loss is the same after other random numbers."""
+    """Returns whether the loss is the same after other random numbers."""
     losses = []
     for seed in (1, 2):
         model = build(plan)

@@ -163,7 +163,7 @@ class Generators(Tower):
 
 @dataclasses.dataclass
 class Output:
-    """What some layers return."""
+    """A result that some layers return."""
 
     hidden: Tensor
     extra: Tensor | None = None
@@ -196,7 +196,7 @@ class Dataclasses(Tower):
 
 @pattern
 class RoutedByData(nn.Module):
-    """Each sample goes to the expert that its values choose."""
+    """Routes each sample to the expert that its values choose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class BatchNorms(nn.Module):
 
 @pattern
 class SharedLayer(nn.Module):
-    """One layer in several places, as in ALBERT."""
+    """Uses one layer in several places, as ALBERT does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ class SharedLayer(nn.Module):
 
 @pattern
 class UnusedLayers(Tower):
-    """Some layers never run."""
+    """Skips some layers, which never run."""
 
     def body(self, x: Tensor) -> Tensor:
         for layer in list(self.layers)[::2]:

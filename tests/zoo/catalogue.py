@@ -1,4 +1,4 @@
-"""Which models the zoo has: what is found in the installed packages.
+"""Finds the models of the zoo in the installed packages.
 
 Every class of transformers that takes labels or returns a loss is found in its modules, so new
 releases come in by themselves. Of torchvision, timm and diffusers, where they are installed, there
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What an argument with a target is called.
+# Parts of the names of arguments that take a target.
 _TARGETS = ("label", "loss", "future_values", "start_positions", "bool_masked_pos")
 # Packages that need not be installed, and what lists their models.
 OPTIONAL = {
@@ -32,12 +32,12 @@ _FIRST = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One model class.
+    """A model class.
 
     Attributes:
         source: "transformers", "torchvision", "timm", "diffusers" or "patterns".
         family: classes of one family share their layers.
-        module, name: where the class is found.
+        module, name: place of the class.
     """
 
     source: str
@@ -76,7 +76,7 @@ def pattern_entries() -> list[Entry]:
     """Every hand-written pattern."""
     from tests.zoo import calls, hooks, patterns, tensors
 
-    # They have put their patterns among the others.
+    # The imported modules have put their patterns among the others.
     assert calls is not None and hooks is not None and tensors is not None
     return [
         Entry("patterns", "patterns", make.__module__, name)

@@ -44,7 +44,7 @@ class Variant:
     Attributes:
         derived: hand on fields that have no default, too; else the configuration makes them.
         grouped: fewer heads of keys than of queries, where the configuration has that.
-        layers: how many.
+        layers: number of layers.
         scaled: divide all widths by one factor and keep the numbers of heads, so that sums and
             products of widths stay right.
         widths: whether widths become small at all.
@@ -100,7 +100,7 @@ def _is_config(value: Any) -> bool:
 
 
 def _fields(config: Any) -> list[tuple[str, Any]]:
-    """What the class takes by name, with its default."""
+    """Returns the names that the class takes, with their defaults."""
     fields = [f for f in dataclasses.fields(config) if f.init and not f.name.startswith("_")]
     return [(f.name, f.default if f.default_factory is dataclasses.MISSING else 0) for f in fields]
 
@@ -110,7 +110,7 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def _is_given(value: Any) -> bool:
-    """Whether a field without a default has to be handed on: other code cannot make it again."""
+    """Returns whether a field without a default is handed on: other code cannot make it again."""
     if isinstance(value, (list, tuple)):
         return bool(value) and isinstance(value[0], (str, bool))
     return _is_config(value) or (isinstance(value, dict) and bool(value))
@@ -134,12 +134,12 @@ def _collect_tokens(config: Any, tokens: dict[int, int]) -> None:
 
 
 class _Shrinking:
-    """One variant over one tree of configurations."""
+    """Shrinks one tree of configurations by one variant."""
 
     def __init__(self, variant: Variant, tokens: dict[int, int]) -> None:
         self.variant = variant
         self.tokens = tokens
-        # Of the configuration in hand:
+        # State of the configuration that is shrunk:
         self.old_layers: set[int] = set()
         self.layers = variant.layers
         self.factor = 1
@@ -241,7 +241,7 @@ class _Shrinking:
         return rule(value)
 
     def indices(self, items: list[int]) -> list[int]:
-        """As many, different, and none behind the last layer."""
+        """Returns as many indices, all different, and none behind the last layer."""
         if not self.old_layers or max(items, default=0) < self.layers:
             return items
         return list(range(max(0, self.layers - len(items)), self.layers))
@@ -269,14 +269,14 @@ class _Shrinking:
 
 
 def _most_indices(config: Any) -> int:
-    """How many layers lists of indices name, and one more."""
+    """Returns the length of the longest list of layers' indices, plus one."""
     lists = {n: list(v) for n, v in vars(config).items() if isinstance(v, (list, tuple))}
     named = [items for name, items in lists.items() if _is_indices(name, items)]
     return max((len(items) + 1 for items in named if 1 < len(items) < _MANY), default=0)
 
 
 def _is_indices(name: str, items: list[Any]) -> bool:
-    """Whether a list has numbers of layers; where the name leaves that open, growing ones."""
+    """Returns whether a list has numbers of layers: growing ones, if the name leaves that open."""
     if name.endswith(_INDICES):
         return True
     if not re.search(r"(^|_)(layers|blocks)$", name) or "num" in name:
@@ -286,7 +286,7 @@ def _is_indices(name: str, items: list[Any]) -> bool:
 
 
 def _is_grouped(config: Any) -> bool:
-    """Whether there are fewer heads of keys than of queries."""
+    """Returns whether there are fewer heads of keys than of queries."""
     values = vars(config)
     count = next((values[n] for n in HEAD_COUNTS if isinstance(values.get(n), int)), None)
     groups = values.get("num_key_value_heads")
@@ -298,7 +298,7 @@ _MANY = 6  # indices: all layers, not some of them
 
 
 def _factor(config: Any) -> int:
-    """By what widths are divided: heads become as wide as `HEAD_DIM`."""
+    """Returns the divisor of widths: heads become as wide as `HEAD_DIM`."""
     values = vars(config)
     width = next((values[n] for n in ("head_dim", "d_kv", "d_head") if values.get(n)), None)
     if width is None:
@@ -338,7 +338,7 @@ def _layer_counts(config: Any) -> set[int]:
 
 
 def _most_kinds(config: Any, old_layers: set[int]) -> int:
-    """Of how many kinds the layers of the configuration are, four at most."""
+    """Counts the kinds of layers of the configuration, four at most."""
     most = 0
     for value in vars(config).values():
         if isinstance(value, (list, tuple)) and len(value) in old_layers:

@@ -45,10 +45,10 @@ _MANY = 24  # larger numbers are widths
 
 @dataclass(frozen=True)
 class Choice:
-    """How a model is made small.
+    """A way to make a model small.
 
     Attributes:
-        variant: which of the rules, see `arguments`.
+        variant: name of the rules, see `arguments`.
     """
 
     variant: str = "equal"
@@ -93,7 +93,7 @@ def _keep(value: int) -> int:
 
 
 def _doubling(value: int) -> int:
-    """Of lists of widths: not all the same, so that a mix-up is an error."""
+    """Shrinks the widths in a list, not all to the same, so that a mix-up is an error."""
     return WIDTH if value <= 128 else 2 * WIDTH
 
 
@@ -256,7 +256,7 @@ def _pairs(source: Source) -> Tensor:
     return torch.tensor([[SIDE, SIDE]] * BATCH, dtype=source.dtype)
 
 
-# What arguments are by their names, besides the main one; the first pattern that matches decides.
+# Arguments by their names, besides the main one; the first pattern that matches decides.
 _ARGUMENTS: tuple[tuple[str, Callable[[Source], Any]], ...] = (
     (r"^(timesteps?|t|r_timestep|timestep_r|guidance|noise_level|sigma)$",
      lambda s: torch.linspace(0.2, 0.7, BATCH, dtype=s.dtype)),
@@ -289,10 +289,10 @@ _NOT_NEEDED = re.compile(r"image|controlnet|_2$|_t5|audio|temb")
 
 @dataclass(frozen=True)
 class DiffusersRecipe:
-    """Which form the main input has.
+    """A recipe of inputs, with a form of the main input.
 
     Attributes:
-        choice: how the model is made small.
+        choice: way to make the model small.
         form: a key of `_FORMS`.
         needed: whether optional inputs that models tend to need are given.
         steps: whether time steps are whole numbers.
@@ -306,7 +306,7 @@ class DiffusersRecipe:
     alike: bool = False
 
     def inputs(self, model: nn.Module, dtype: torch.dtype, seed: int) -> Inputs:
-        """One microbatch."""
+        """Makes one microbatch."""
         source = Source(model, dtype, seed)
         parameters = list(inspect.signature(model.forward).parameters.values())
         result: Inputs = {parameters[0].name: _FORMS[self.form](source)}

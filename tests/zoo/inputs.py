@@ -45,7 +45,7 @@ def _with_decoder(source: Source, inputs: Inputs) -> Inputs:
 
 
 def _decoder_channels(source: Source) -> int | None:
-    """How many words a decoder of sounds takes at once."""
+    """Returns how many words a decoder of sounds takes at once."""
     decoder = getattr(source.config, "decoder_config", None)
     count: int | None = getattr(decoder, "num_channels", None)
     return count
@@ -62,7 +62,7 @@ def _frames(source: Source) -> Inputs:
 
 
 def _tiles(source: Source) -> Inputs:
-    """One picture for each sample, as the first of several."""
+    """Makes one picture for each sample, as the first of several."""
     height, width = source.sides
     inputs = {"pixel_values": source.real(BATCH, 1, source.channels, height, width)}
     if source.takes("image_sizes"):
@@ -76,7 +76,7 @@ def _sized_pixels(source: Source) -> Inputs:
 
 
 def _patches(source: Source) -> Inputs:
-    """One row for each patch of all pictures, and the grids of the pictures."""
+    """Makes one row for each patch of all pictures, and the grids of the pictures."""
     side = 4
     patch = source.number("patch_size", default=8)
     depth = source.number("temporal_patch_size", default=1)
@@ -144,7 +144,7 @@ def _flattened(source: Source) -> Inputs:
 
 
 def _rows(source: Source) -> Inputs:
-    """One row for each patch of a picture, and how many there are."""
+    """Makes one row for each patch of a picture, with a mask and the grid of patches."""
     side, patch = 2, source.number("patch_size", default=8)
     count = source.number("num_patches", default=side * side)
     mask = torch.zeros(BATCH, count, dtype=torch.long)
@@ -189,7 +189,7 @@ def _text_with_fractions(source: Source) -> Inputs:
 
 
 def _vectors(source: Source) -> Inputs:
-    """In the place of words."""
+    """Makes vectors that take the place of words."""
     width = source.number("hidden_size", default=32)
     inputs = {"inputs_embeds": source.real(BATCH, SEQUENCE, width)}
     if source.takes("attention_mask"):

@@ -20,13 +20,13 @@ TIMEOUT_S = 60.0
 _TIMES_ALONE = 20  # ranks share cores, and the first step records
 # Models cast to float32 inside whatever their dtype is; only other orders of sums come on top.
 LIMITS = {torch.float64: 5e-6, torch.float32: 2e-4}
-# Of models without casts to float32, see `is_rounding`: losses, gradients and parameters.
+# Limit without casts to float32, see `is_rounding`: for losses, gradients and parameters.
 LIFTED_LIMIT = 1e-9
 # How much more ranks and one process may differ than these casts make of one process.
 FARTHER = 4
 # How far parameters are moved to see whether a model amplifies rounding: some units in last place.
 JITTERS = {torch.float64: 1e-15, torch.float32: 5e-7, torch.bfloat16: 4e-3}
-# Of 16 bits, by norms, in the first step: later ones make more of another order of sums.
+# Limit of 16 bits, by norms, in the first step: later ones amplify another order of sums.
 HALF_LIMIT = 0.1
 # The last frame of an error that we raise on purpose: a line of ours with `raise`.
 _RAISED_BY_US = re.compile(
@@ -42,10 +42,10 @@ NAN, HANG, SKIPPED = "nan", "hang", "skipped"
 
 @dataclass
 class Result:
-    """How one model did in one mode.
+    """The result of one model in one mode.
 
     Attributes:
-        model, family, mode: what ran.
+        model, family, mode: names of what ran.
         outcome: equal, refused, crash, different, nan, hang; skipped where nothing gave a loss.
         reason: the error, or what differs and how much.
         bitwise: whether all numbers are the same, not only near.
@@ -53,7 +53,7 @@ class Result:
         step_s, alone_s: times of the last step with smp and in one process.
         remote_calls: between pipeline ranks; none means that one rank computed everything.
         num_planned: parts that a plan has split on the first rank.
-        found: by what was compared: how much it differs, where it does.
+        found: amounts of the differences, by what was compared.
     """
 
     model: str
@@ -104,10 +104,10 @@ def patience_s(alone: list[Record]) -> float:
 
 
 def is_rounding(pool: Pool, result: Result, alone: list[Record], job: Job) -> bool:
-    """Is what differs the rounding of casts to float32 inside of a model that is in float64?
+    """Returns whether what differs is the rounding of casts to float32 inside of a float64 model.
 
-    Then it is gone without these casts, to `LIFTED_LIMIT`, and with them it is not much more than
-    what they make of the same loss, gradient or parameter in one process.
+    Such a difference is gone without these casts, to `LIFTED_LIMIT`, and with them it is not much
+    more than what they make of the same loss, gradient or parameter in one process.
     """
     is_cast = job.plan.dtype == torch.float64 and job.plan.entry.source == "transformers"
     if not is_cast or job.mode.half:
@@ -160,7 +160,7 @@ def _most(details: str, step: int) -> float:
 
 
 def _failed(result: Result, failed: list[Outcome]) -> Result:
-    """Other ranks only say that one failed; the one that says what comes first."""
+    """Stores the error of a rank that failed by itself: other ranks only report that failure."""
     own = [o for o in failed if "PeerFailure" not in o.bases] or failed
     first = own[0]
     result.outcome = REFUSED if is_ours(first) else CRASH
@@ -172,7 +172,7 @@ def _failed(result: Result, failed: list[Outcome]) -> Result:
 
 
 def is_ours(outcome: Outcome) -> bool:
-    """Whether an error is one that smp raises, in the place where it was noticed."""
+    """Returns whether smp raises an error itself, in the place where it was noticed."""
     frames = [match.start() for match in _FRAME.finditer(outcome.traceback)]
     last = outcome.traceback[frames[-1] :] if frames else ""
     return bool(_RAISED_BY_US.match(last)) or bool(_PREFIX.match(outcome.message))
@@ -297,7 +297,7 @@ class Comparison:
 
 
 def is_bad(result: Result) -> bool:
-    """What must not be: everything but equal and refused."""
+    """Returns whether a result is a defect: a crash, a difference, NaN or a hang."""
     return result.outcome in (CRASH, DIFFERENT, NAN, HANG)
 
 

@@ -1,4 +1,4 @@
-"""What is known and open: models whose outcome is neither equal nor a refusal, with the reason.
+"""Lists known defects: models whose outcome is neither equal nor a refusal, with the reason.
 
 No entry may excuse a silent difference for long: an entry goes when its cause is mended, and
 `tests/zoo/test_zoo.py` fails when an entry of the sample is no longer needed.
@@ -15,7 +15,7 @@ KNOWN: dict[tuple[str, str], str] = {}
 
 
 def reason_for(result: Result) -> str | None:
-    """Why an outcome is known, or None."""
+    """Returns the reason for a known outcome, or None."""
     for (model, mode), reason in KNOWN.items():
         if fnmatch.fnmatch(result.model, model) and mode in ("*", result.mode):
             return reason

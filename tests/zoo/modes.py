@@ -12,10 +12,10 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Mode:
-    """One layout.
+    """A layout of ranks.
 
     Attributes:
-        name: for the command and the table.
+        name: name in the command and the table.
         world_size: ranks.
         config: further keys for ``smp.init``.
         replicas: different batches per step.
@@ -38,7 +38,7 @@ class Mode:
 
     @property
     def has_own_batches(self) -> bool:
-        """Do ranks of a tensor-parallel group read different batches?"""
+        """Returns whether ranks of a tensor-parallel group read different batches."""
         return self.split and not self.config["prescaled_batch"]
 
     @property

@@ -34,13 +34,13 @@ def _documents(source: Source) -> int:
 
 
 def _mask_of_image(source: Source, inputs: Inputs) -> Tensor:
-    """For each word, the pictures that it sees."""
+    """Makes the mask of pictures that each word sees."""
     count = inputs["pixel_values"].shape[1]
     return torch.ones(BATCH, int(inputs["input_ids"].shape[-1]), count, dtype=torch.long)
 
 
 def _places_of_image(source: Source, inputs: Inputs) -> Tensor:
-    """Where the words are replaced by what a picture becomes."""
+    """Marks the words that are replaced by what a picture becomes."""
     count = source.number("latent_query_num", default=SEQUENCE)
     mask = torch.zeros(BATCH, int(inputs["input_ids"].shape[-1]), dtype=torch.long)
     mask[:, :count] = 1

@@ -12,14 +12,14 @@ _TIMES = re.compile(r"a later step ([\d.]+) times \(median\)")
 
 
 def results_of(text: str) -> list[Result]:
-    """What a page says.
+    """Reads the results that a page holds.
 
     Reasons are as short as they are there, and each is given to the first of the modes that was not
     equal. A page names what was skipped in its first mode only: in others it is counted, so that
     many models without a name come out.
 
     Args:
-        text: of the page.
+        text: text of the page.
 
     Raises:
         ValueError: a row is not as `table` writes it.

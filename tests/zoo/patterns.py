@@ -32,7 +32,7 @@ def pattern(make: Make) -> Make:
 
 
 def inputs_of(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
-    """One microbatch; every pattern takes these four."""
+    """Makes one microbatch; every pattern takes these four."""
     return {
         "ids": torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator),
         "targets": torch.randint(0, WORDS, (BATCH, LENGTH), generator=generator),
@@ -62,7 +62,7 @@ def layers(count: int = 4) -> nn.ModuleList:
 
 
 class Tower(nn.Module):
-    """Some layers in a row; the base of most patterns."""
+    """A row of layers; the base of most patterns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +368,7 @@ class _CountingLayer(Layer):
 
 @pattern
 class BufferReadByParent(Tower):
-    """Each layer updates a buffer, and the parent uses it in the loss."""
+    """Updates a buffer in each layer, and uses it in the loss of the parent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +443,7 @@ class _Stateful(Layer):
 
 @pattern
 class CalledTwiceWithState(Tower):
-    """Each layer is called twice; the first call leaves something for the second."""
+    """Calls each layer twice; the first call leaves something for the second."""
 
     def __init__(self) -> None:
         super().__init__()

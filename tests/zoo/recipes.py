@@ -1,4 +1,4 @@
-"""Which inputs give a loss: found by trying.
+"""Finds inputs that give a loss, by trying.
 
 `find_recipe` tries the kinds of main inputs with the kinds of targets, and takes the first with
 which the model in one process gives a loss and gradients. A model that gives no loss of its own
@@ -26,7 +26,7 @@ def loss_of(output: Any, own: bool, everything: bool) -> Tensor:
     """The loss to train with.
 
     Args:
-        output: of the model.
+        output: output of the model.
         own: whether the model gives a loss.
         everything: whether all other outputs count as well.
     """
@@ -45,7 +45,7 @@ def loss_of(output: Any, own: bool, everything: bool) -> Tensor:
 
 
 def _mean_square(tensor: Tensor) -> Tensor:
-    """Of the finite part: masks of attention are outputs of some models."""
+    """Averages the squares of the finite part: masks of attention are outputs of some models."""
     kept = torch.where(tensor.detach().abs() < 1e3, tensor, torch.zeros_like(tensor))
     return (kept * kept).mean()
 
@@ -79,7 +79,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which of the kinds of inputs a model takes.
+    """A choice among the kinds of inputs that a model takes.
 
     Attributes:
         main, target: numbers in `main_inputs` and `_targets`.
@@ -91,7 +91,7 @@ class Recipe:
     own_loss: bool
 
     def inputs(self, model: nn.Module, dtype: torch.dtype, seed: int) -> Inputs:
-        """One microbatch."""
+        """Makes one microbatch."""
         source = Source(model, dtype, seed)
         main = _nth(main_inputs(source), self.main)
         return main | _nth(targets(source, main), self.target)
@@ -102,7 +102,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class PatternRecipe:
-    """What all patterns take."""
+    """A recipe of the inputs that all patterns take."""
 
     own_loss: bool = True
 
@@ -125,7 +125,7 @@ def find_recipe(model: nn.Module, dtype: torch.dtype, seed: int) -> Recipe:
     fallback: Recipe | None = None
     for main, inputs in enumerate(main_inputs(Source(model, dtype, seed))):
         kinds = list(targets(Source(model, dtype, seed), inputs))
-        # What does not run without targets hardly runs with others than the likeliest.
+        # Inputs that fail without targets hardly run with others than the likeliest ones.
         runs = _runs(model, dtype, seed, Recipe(main, len(kinds) - 1, False))
         for target in range(len(kinds) if runs else 1):
             for own in (True, False):

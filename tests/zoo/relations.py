@@ -1,4 +1,4 @@
-"""What several fields of a configuration have to agree about, and what may stay open.
+"""Corrects fields of a configuration that have to agree, and fills fields that stay open.
 
 `tests.zoo.configs` shrinks field by field. What follows from several fields, or from a field and
 the class beside it, is put right here, by the names of the fields.
@@ -19,7 +19,7 @@ PRODUCTS = (
     (("attention_hidden_size",), ("mamba_expand", "hidden_size")),
     (("num_attention_heads", "attention_head_dim"), ("attention_hidden_size",)),
 )
-# Kinds of layers that keep no keys and values: code for hybrid models looks for one that does.
+# Kinds of layers without keys and values: code for hybrid models looks for a layer with them.
 _WITHOUT_KEYS = {"linear_attention", "mamba", "conv"}
 
 # Fields that a configuration leaves open and its model needs.
@@ -134,7 +134,7 @@ def set_stages(old: Any, new: Any) -> None:
 
 
 def small_backbone(config: Any) -> Any:
-    """In the place of a backbone from a package: one of transformers, with as many stages."""
+    """Makes a backbone of transformers that replaces a package's, with as many stages."""
     from transformers import ResNetConfig
 
     indices = list(getattr(config, "out_indices", None) or [4])

@@ -1,4 +1,4 @@
-"""What a field of a configuration is, by its name, and what becomes of its number.
+"""Finds what a field of a configuration is, by its name, and shrinks its number.
 
 `RULES` has patterns of names, `OVERRIDES` what no name tells, each with its reason.
 """
@@ -50,12 +50,12 @@ def at_most_layers(value: int) -> int:
 
 
 def side(value: int) -> int:
-    """Of a picture."""
+    """Shrinks the side of a picture."""
     return min(value, IMAGE)
 
 
 def patch(value: int) -> int:
-    """Of a patch; some models divide large pictures into small ones, and call these patches."""
+    """Shrinks a patch; some models call the small pictures patches that make up a large one."""
     return IMAGE if value >= 4 * IMAGE else min(value, PATCH)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of one model of the zoo do, and what one process does."""
+"""Runs one model of the zoo on its ranks, and in one process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Tensors = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Job:
-    """One model in one mode.
+    """A model in one mode.
 
     Attributes:
         plan: the model.
         mode: the layout.
         batches: inputs by replica, step and microbatch.
-        lifted: what the model casts to float32 is float64 instead.
+        lifted: whether the model's casts to float32 become casts to float64.
     """
 
     plan: Plan
@@ -41,7 +41,7 @@ class Job:
 
 @dataclass
 class Record:
-    """What one rank, or the one process, saw; names as in the plain model."""
+    """A record of one rank, or of the one process; names as in the plain model."""
 
     pp_rank: int = 0
     replica: int = 0
@@ -79,9 +79,9 @@ def _loss(job: Job, model: Callable[..., Any], plain: nn.Module, inputs: Inputs)
 
     Args:
         job: says which.
-        model: what is called.
+        model: callable that gives the outputs.
         plain: the module that the user wrote; some leave the loss on it.
-        inputs: of the microbatch.
+        inputs: inputs of the microbatch.
     """
     if job.mode.half:
         inputs = {name: _to_half(value) for name, value in inputs.items()}
@@ -104,7 +104,7 @@ def _to_half(value: Any) -> Any:
 
 
 def make_batches(plan: Plan, replicas: int) -> list[list[list[Inputs]]]:
-    """Inputs by replica, step and microbatch; made by a model that nobody trains."""
+    """Makes inputs by replica, step and microbatch, from a model that is never trained."""
     model = skeleton(plan)
     return [
         [
@@ -129,7 +129,7 @@ def train_alone(job: Job, jitter: float = 0.0) -> list[Record]:
 
     Args:
         job: the model and its batches.
-        jitter: how far parameters are moved before, by their own size.
+        jitter: distance by which parameters are moved before, relative to their size.
     """
     models = [_alone(job, jitter) for _ in range(job.mode.replicas)]
     model = models[0]

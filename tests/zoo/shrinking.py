@@ -34,7 +34,7 @@ def without_randomness(model: nn.Module) -> None:
 
 
 def keep_few_of_equal_layers(model: nn.Module) -> None:
-    """Of neighbours in a list that have one class and the same shapes, `LAYERS` stay."""
+    """Keeps `LAYERS` of neighbours in a list that have one class and the same shapes."""
     for module in list(model.modules()):
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > LAYERS:
             _shorten(module)
@@ -101,7 +101,7 @@ def _recorded(cls: type, seen: dict[str, Any]) -> Iterator[None]:
 
 
 def arguments_of(make: Callable[[], nn.Module]) -> dict[str, Any]:
-    """What the constructor of the class gets in the end, with its defaults."""
+    """Returns the arguments that the class's constructor gets in the end, with its defaults."""
     seen: dict[str, Any] = {}
     # Callers keep what comes out, so models that are built later must not see that it was made.
     with torch.random.fork_rng([]), _recorded(type(without_values(make)), seen):

@@ -22,7 +22,7 @@ Inputs = dict[str, Any]
 
 
 class NoRecipe(RuntimeError):
-    """Nothing that was tried gave a loss."""
+    """An error of models that give no loss with the inputs that were tried."""
 
 
 class Source:

@@ -101,7 +101,7 @@ def _note(tried: list[Result]) -> str:
 
 
 def _by_source(results: list[Result], mode: str) -> list[str]:
-    """How the models of each package did in one mode."""
+    """Lists how the models of each package did in one mode."""
     by_source: dict[str, list[Result]] = {}
     for result in results:
         by_source.setdefault(result.model.split("/")[0], []).append(result)
@@ -153,7 +153,7 @@ def _name(model: str) -> str:
 
 
 def _plain(reason: str) -> str:
-    """Without ranks, paths, and what Markdown reads as its own."""
+    """Removes ranks, paths, and what Markdown reads as its own."""
     text = re.sub(r"\[global_rank[^\]]*\] ", "", reason)
     text = re.sub(r"(?<!\w)/\S+", "(path)", text)
     text = re.sub(r"[|\[\]<>*_`#\\]", " ", text)

@@ -74,7 +74,7 @@ def _codes(source: Source, inputs: Inputs) -> Tensor:
 
 
 def _span(source: Source, inputs: Inputs) -> Tensor:
-    """Of a video: how long, from where to where."""
+    """Makes the label of a video: its length, and the start and end of a span."""
     return torch.tensor([[8.0, 1.0, 4.0]] * BATCH, dtype=source.dtype)
 
 

@@ -96,7 +96,7 @@ class ReturnsItsArgument(Tower):
 
 @pattern
 class ExpandedAndTransposed(Tower):
-    """What goes to layers is expanded, transposed or a step of two."""
+    """Passes layers tensors that are expanded, transposed or a step of two."""
 
     def body(self, x: Tensor) -> Tensor:
         mean = x.mean(0, keepdim=True).expand_as(x)
@@ -160,7 +160,7 @@ class NumbersAndMasks(Tower):
 
 @pattern
 class NothingInBetween(Tower):
-    """Some of what a layer gets has no element."""
+    """Calls layers with inputs of which some have no element."""
 
     def body(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -204,7 +204,7 @@ class ScalarsOfTheRoot(Tower):
 
 @pattern
 class WeightOfManyNames(Tower):
-    """One weight has three owners, and a fourth use transposed."""
+    """Gives one weight to three owners, and uses it transposed in a fourth place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class OwnFunctions(Tower):
 
 @pattern
 class BranchesByData(Tower):
-    """Which layers run, and how often, is in the data of a microbatch."""
+    """Chooses the layers that run, and how often, by the data of a microbatch."""
 
     def forward(self, ids: Tensor, targets: Tensor, x: Tensor, y: Tensor) -> Any:
         if int(ids.sum()) % 2:

@@ -1,4 +1,4 @@
-"""What 16-bit training casts is what transformers casts when it loads a model in 16 bits."""
+"""Compares the casts of 16-bit training with those of transformers when it loads in 16 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which labels count, by the rule of `smp.step`, and by what PyTorch's losses divide by."""
+"""Tests which labels count, by the rule of `smp.step`, and by what PyTorch's losses divide by."""
 
 from __future__ import annotations
 

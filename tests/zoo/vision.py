@@ -38,7 +38,7 @@ SIDES = (64, 96, 128, 224, 256, 320)
 FRAMES = 8
 HEADS = 2
 KEYPOINTS = 17
-# What small models are called, the smallest first.
+# Words in the names of small models, the smallest first.
 _SMALL = (
     "test", "atto", "femto", "pico", "nano", "xxs", "xxt", "xs", "tiny", "mini", "t", "small", "s",
 )  # fmt: skip
@@ -47,11 +47,11 @@ _DEPTHS = ("depth", "depths", "layers", "num_layers", "stage_depths", "num_block
 
 @dataclass(frozen=True)
 class Choice:
-    """How a model is made small.
+    """A way to make a model small.
 
     Attributes:
-        side: of pictures.
-        arguments: of the constructor, besides the sizes that pictures ask for.
+        side: side of pictures in pixels.
+        arguments: arguments of the constructor, besides the sizes that pictures ask for.
         shortened: whether only few of equal layers stay.
     """
 
@@ -120,7 +120,7 @@ def _arguments(entry: Entry) -> dict[str, Any]:
 
 
 def _fixed(entry: Entry) -> dict[str, Any]:
-    """What does not depend on the size: no weights, few classes."""
+    """Returns the arguments that do not depend on the size: no weights, few classes."""
     if entry.source == "timm":
         return {"num_classes": CLASSES}
     taken = inspect.signature(entry.load()).parameters
@@ -129,7 +129,7 @@ def _fixed(entry: Entry) -> dict[str, Any]:
 
 
 def _of_size(entry: Entry, side: int) -> dict[str, Any]:
-    """What the constructor takes about pictures, and about chance."""
+    """Returns the constructor's arguments about pictures, and about chance."""
     taken = _arguments(entry)
     result: dict[str, Any] = {}
     for name in taken:
@@ -181,9 +181,9 @@ class VisionRecipe:
     """Random pictures, of the form that the family takes.
 
     Attributes:
-        choice: has their size.
+        choice: choice that holds their size.
         kind: "pictures", "videos", "pairs" or "boxes".
-        num_samples: in a microbatch.
+        num_samples: number of samples in a microbatch.
     """
 
     choice: Choice
@@ -191,7 +191,7 @@ class VisionRecipe:
     num_samples: int = BATCH
 
     def inputs(self, model: nn.Module, dtype: torch.dtype, seed: int) -> Inputs:
-        """One microbatch."""
+        """Makes one microbatch."""
         generator = torch.Generator().manual_seed(seed)
         side = self.choice.side
 
@@ -240,7 +240,7 @@ def _kind(entry: Entry) -> str:
 
 
 def _num_samples(entry: Entry) -> int:
-    """One, where a detector makes large pictures of small ones, whatever its arguments are.
+    """Returns 1 if a detector enlarges small pictures whatever its arguments are, else `BATCH`.
 
     SSD computes with 300 x 300 and all channels of VGG16: on one core in float64 some 8 s for the
     forward and backward of a picture.

@@ -107,7 +107,7 @@ TEST_F(FileIo, BorrowedBytesComeInTheirOrderAndAreLetGoOf) {
             std::make_shared<const Bytes>(piece.begin(), piece.end());
         writer.append_borrowed(*owner, owner);
         owners.push_back(owner);
-        // What is larger than the buffers has been written already.
+        // A piece larger than the buffers has been written already.
         EXPECT_TRUE(count <= 10000u * num_buffers || owner.use_count() == 1);
         ++num_borrowed;
       }

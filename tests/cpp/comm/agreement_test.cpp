@@ -11,7 +11,7 @@
 namespace smp::comm {
 namespace {
 
-// An operation of a device, which nobody on the host waits for.
+// An operation of a device, for which the host never waits.
 class TwinWork final : public Work {
  public:
   bool done() override { return false; }

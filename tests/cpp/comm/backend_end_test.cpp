@@ -1,4 +1,4 @@
-// What `abort` does to a backend of torch.distributed.
+// Tests what `abort` does to a backend of torch.distributed.
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
@@ -19,7 +19,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// What the kernels of a process do: they run until somebody aborts.
+// The kernels of a process, which run until an abort.
 struct Kernels {
   void end() {
     const std::lock_guard lock(mutex);
@@ -69,7 +69,7 @@ class SpinningBackend final : public c10d::Backend {
   // Overrides that of Backend, which releases of torch before 2.7 do not have.
   void abort() {
     kernels_->end();
-    // As NCCL, which frees memory and so waits for kernels of other groups.
+    // NCCL's abort frees memory, too, and so waits for kernels of other groups.
     has_ended = kernels_->end_after(aborts_needed_, std::chrono::seconds(10));
   }
 
@@ -81,8 +81,8 @@ class SpinningBackend final : public c10d::Backend {
   const int aborts_needed_;
 };
 
-// As the extension does it for NCCL: where Backend cannot, the class itself
-// ends what it has on its way.
+// Makes a communicator as the extension does for NCCL: where Backend cannot
+// abort, the class itself ends what it has in flight.
 template <typename Backend = c10d::Backend>
 CommunicatorPtr communicator_of(
     const c10::intrusive_ptr<SpinningBackend>& backend,

@@ -15,9 +15,9 @@ struct Check {
   std::function<void(Communicator&)> check;
 };
 
-/// What every backend must do. Each check leaves the communicator usable and
-/// without messages in flight (receives that were given up have tags of their
-/// own).
+/// Returns the checks that every backend must pass. Each check leaves the
+/// communicator usable and without messages in flight (receives that were given
+/// up have tags of their own).
 const std::vector<Check>& all_checks();
 
 /// `abort` ends waits; the communicator is of no use afterwards.

@@ -127,7 +127,7 @@ TEST(FlightWatch, ADeviceThatFailsIsAFault) {
 }
 
 // The host waits for the device only, and the device for a rank that is gone:
-// nobody but the watch can end that.
+// only the watch can end that.
 TEST(FlightWatch, AFaultEndsWhatIsInFlight) {
   const auto world = make_local_world(2);
   const CommunicatorPtr group = std::make_shared<StreamGroup>(world[0]);
@@ -144,7 +144,7 @@ TEST(FlightWatch, AFaultEndsWhatIsInFlight) {
   std::this_thread::sleep_for(milliseconds(50));
   board->report({.kind = Kind::kDied, .global_rank = 1});
   host.join();
-  // Nothing further begins, on a device that would wait for ever.
+  // No further call begins, on a device that would wait for ever.
   EXPECT_THROW(watched->all_reduce(tensor, ReduceOp::kSum), PeerFailure);
   Patience patience;
   patience.faults = board;

@@ -25,7 +25,7 @@ namespace {
 
 using std::chrono::milliseconds;
 constexpr milliseconds kPatientHosts = std::chrono::seconds(20);
-// Of doubles: several pieces, the last one with nothing that divides it.
+// A count of doubles: several pieces, the last one of an odd size.
 constexpr int64_t kLongSum = 3 * kShareBytes / 8 * 4 + 12'345;
 
 using Body = std::function<void(int, const CommunicatorPtr&)>;
@@ -87,7 +87,7 @@ TEST_P(OnHosts, LongTensorsAreSummedScatteredAndGathered) {
   });
 }
 
-// Of numbers whose sum depends on the order in which they are added.
+// The sum of these numbers depends on the order in which they are added.
 TEST_P(OnHosts, EveryRankHasTheSameBitsInEveryRun) {
   const int size = GetParam().size();
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {

@@ -30,7 +30,7 @@ struct HostWorld {
     return is_dealt ? rank / num_hosts : rank % per_host;
   }
 
-  /// Of all ranks.
+  /// Makes the groups of all ranks.
   std::vector<HostGroups> make_groups() const {
     const auto flat = make_local_world(size());
     std::vector<HostGroups> groups(static_cast<size_t>(size()));

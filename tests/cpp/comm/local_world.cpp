@@ -72,7 +72,7 @@ struct Member {
   std::map<std::thread::id, uint64_t> stamps;  // of the next collectives
 };
 
-// What the ranks share.
+// State that the ranks share.
 struct World {
   World(int size, std::string name) : name(std::move(name)), members(size) {}
 

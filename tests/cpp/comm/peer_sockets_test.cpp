@@ -30,7 +30,7 @@ using std::chrono::seconds;
 constexpr uint64_t kStream = 7;
 const std::string kSecret = "a secret that only these tests know";
 
-// What comes on a stream, in words: "1: text", "lost 1".
+// A receiver that lists what comes on a stream in words: "1: text", "lost 1".
 class Inbox final : public PeerSockets::Receiver {
  public:
   uint8_t* begin(const PeerSockets::Frame& frame) override {
@@ -73,7 +73,7 @@ class Inbox final : public PeerSockets::Receiver {
   std::string why_;
 };
 
-// What another thread says once.
+// A text that another thread sets once.
 class Note {
  public:
   void set(const std::string& text) {
@@ -110,7 +110,7 @@ struct Wire {
   std::string in;
   std::string out;
 
-  // As far as `until`, sending only what is wanted by then.
+  // Shakes hands until `until` holds, and sends only what is wanted by then.
   bool shake(const std::function<bool()>& until) {
     return smp::becomes_true([&] {
       health::read_available(fd, in);

@@ -19,7 +19,7 @@
 
 namespace smp::comm {
 
-/// What a process has issued, over all of its groups, in order.
+/// The calls that a process has issued, over all of its groups, in order.
 struct IssueLog {
   void add(const std::string& group, std::string call) {
     const std::lock_guard lock(mutex);
@@ -31,8 +31,8 @@ struct IssueLog {
   std::atomic<bool> allows_waits = false;
 };
 
-/// A collective whose results nobody may see before `order_stream`. A `wait` of
-/// the host raises.
+/// A collective whose results must not be read before `order_stream`. A `wait`
+/// of the host raises.
 class StreamedWork final : public Work {
  public:
   /// @param input   in use until then

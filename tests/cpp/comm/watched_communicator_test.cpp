@@ -83,7 +83,7 @@ TEST(WatchedCollective, DifferentCallsOfOneNumberAreADeadlock) {
   const auto group = watched(world, {0, 1});
   const WorkPtr mine = group[0]->all_reduce(some_bytes(8), ReduceOp::kSum);
   const WorkPtr yours = group[1]->barrier();
-  // That rank 1 goes on hides nothing.
+  // The deadlock is found although rank 1 goes on.
   const WorkPtr next = group[1]->all_reduce(some_bytes(8), ReduceOp::kSum);
   BlockedScope first(world.boards[0]->waits(), "sum", mine->collective());
   BlockedScope second(world.boards[1]->waits(), "next", next->collective());

@@ -11,7 +11,7 @@ namespace smp {
 /// set limits that they do not mean to this one, and read no clock.
 constexpr std::chrono::seconds kPatience{120};
 
-/// Whether a predicate becomes true within a time.
+/// Returns whether a predicate becomes true within a time.
 template <typename Pred>
 bool becomes_true(Pred pred, std::chrono::milliseconds limit = kPatience) {
   const auto deadline = std::chrono::steady_clock::now() + limit;

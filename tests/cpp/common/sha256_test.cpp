@@ -39,7 +39,7 @@ TEST(Sha256, GivesThePublishedDigests) {
             "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
 }
 
-// Where the padding begins to need a block of its own (values of coreutils).
+// The padding needs a block of its own from 56 bytes on (values of coreutils).
 TEST(Sha256, GivesThePublishedDigestsAtTheEndOfABlock) {
   EXPECT_EQ(hex(sha256(repeated(55, 'a'))),
             "9f4390f8d30c2dd92ec9f095b65e2b9ae9b0a925a5258e241c9f1e910f734318");

@@ -42,8 +42,9 @@ struct Buckets {
 class FlatBucketTest
     : public testing::TestWithParam<std::pair<ShardLayout, c10::ScalarType>> {};
 
-// What is divided with its last gradient has the bits of what is divided when
-// all is there, next to parameters with fewer gradients and with none.
+// Division with a parameter's last gradient gives the same bits as division
+// when all gradients are there, next to parameters with fewer gradients and
+// with none.
 TEST_P(FlatBucketTest, division_may_come_with_the_last_gradient) {
   Buckets buckets(GetParam().first, GetParam().second);
   for (int round = 0; round < 2; ++round) {

@@ -219,7 +219,7 @@ TEST(ReducerRanksOverlap, overlap_does_not_change_a_bit) {
   for (int i = 0; i < 4; ++i) EXPECT_TRUE(results[0][i].equal(results[1][i]));
 }
 
-// What every rank is told; fails unless all of them raise.
+// Returns the error of every rank; fails unless all of them raise.
 std::vector<std::string> errors_of(
     int size, const std::function<void(int, comm::CommunicatorPtr)>& body) {
   std::vector<std::string> errors(size);

@@ -162,8 +162,8 @@ TEST(ReducerAlone, gradients_add_up_over_steps_until_they_are_reset) {
   EXPECT_EQ(rank.grad(0), 11);
 }
 
-// Whether a gradient of a later microbatch is freed while an earlier one is not
-// finished.
+// Returns whether a gradient of a later microbatch is freed while an earlier
+// one is not finished.
 bool passes_early(Rank& rank, int num_microbatches, int first_count) {
   rank.reducer->begin_step(num_microbatches);
   for (int i = 0; i < first_count; ++i) rank.contribute(0, 0, 1);

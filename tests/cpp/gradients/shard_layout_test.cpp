@@ -74,7 +74,7 @@ TEST(ShardLayout, every_element_lies_at_one_place) {
   });
 }
 
-// Where element `element` of a parameter is according to the segments.
+// Returns where the segments place element `element` of a parameter.
 int64_t flat_offset_of(const ShardedBucket& bucket, int record_idx,
                        int64_t element) {
   for (const Segment& segment : bucket.segments) {

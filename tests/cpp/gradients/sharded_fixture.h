@@ -147,7 +147,7 @@ struct ShardedRank {
     contribute(i, mb, at::full_like(params[i].detach(), value));
   }
 
-  /// What this rank holds of a whole gradient.
+  /// Returns the part of a whole gradient that this rank holds.
   at::Tensor part(int i, const at::Tensor& whole) const {
     return whole.reshape({-1}).narrow(0, holdings[i].begin, holdings[i].numel);
   }

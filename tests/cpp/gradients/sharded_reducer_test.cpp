@@ -239,7 +239,8 @@ TEST(ShardedReducerMemory, ranks_that_need_each_other_go_on) {
   });
 }
 
-// What the user has set to None has no memory while forward and backward run.
+// Gradients that the user has set to None have no memory while forward and
+// backward run.
 TEST(ShardedReducerMemory, shards_that_nobody_reads_any_more_are_let_go_of) {
   on_grid({2, 1, 1}, [](int, const ShardGroups& groups) {
     ShardedRank rank(kFourShardedBuckets, groups, sharded_options(groups));
@@ -272,8 +273,9 @@ TEST(ShardedReducerUse, a_parameter_used_on_one_rank_counts_on_all) {
   });
 }
 
-// As in a pipeline, where each remote call of a module gives one. The gradients
-// of the second microbatch come before the first one is over.
+// A parameter gets several gradients, as in a pipeline, where each remote call
+// of a module gives one. The gradients of the second microbatch come before the
+// first one is over.
 TEST(ShardedReducerUse, the_first_step_adds_several_gradients_in_their_order) {
   Gradients gradients;
   on_grid({2, 1, 1}, [&](int rank, const ShardGroups& groups) {
@@ -502,7 +504,7 @@ TEST(ShardedReducerSteps, plain_backward_is_reduced_too) {
   });
 }
 
-// What every rank is told; fails unless all of them raise.
+// Returns the error of every rank; fails unless all of them raise.
 std::vector<std::string> errors_of(
     const ShardGrid& grid,
     const std::function<void(int, const ShardGroups&)>& body) {

@@ -113,7 +113,7 @@ TEST_F(HubWithStrangers, SilentOnesAreClosedAndHinderNobody) {
 }
 
 TEST_F(HubWithStrangers, AnOldAnswerOpensNothing) {
-  // What a right client would say, heard on its way.
+  // Makes the answer of a right client, which was heard on its way.
   auto heard = Handshake::caller(kSecret, kHubPurpose, 1);
   auto before = Handshake::listener(kSecret, kHubPurpose);
   std::string opening;

@@ -281,7 +281,7 @@ TEST(FaultBoard, OneRankPrintsOneLineOfARankThatCannotSayItself) {
   const Fault first{.kind = Fault::Kind::kDied, .global_rank = 0, .text = "a"};
   EXPECT_NE(printed(1, first), "");
   EXPECT_EQ(printed(2, first), "");
-  // That one has a traceback of its own.
+  // A rank that raised prints a traceback of its own.
   EXPECT_EQ(printed(0, raised(2, "here", "boom")), "");
 }
 

@@ -17,8 +17,8 @@
 #include "tests/cpp/common/expectations.h"
 #include "tests/cpp/health/raw_rank.h"
 
-// What the hub does for many ranks grows with their number, not with its
-// square.
+// Tests that the hub's work for many ranks grows with their number, not with
+// its square.
 
 namespace smp::health {
 namespace {
@@ -164,7 +164,7 @@ double hub_seconds() {
   return 0;
 }
 
-// Of the hub, for answers to one connection that come one by one.
+// Returns the hub's seconds for answers to one connection, one by one.
 double seconds_for_answers(int num_idle) {
   Job job(num_idle);
   RawRank refused(job.hub.port(), 1 << 20);

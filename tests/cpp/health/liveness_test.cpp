@@ -98,7 +98,7 @@ TEST(Liveness, EndOfTheHubAfterRankZeroLeftIsNoFault) {
   EXPECT_FALSE(world.boards[1]->fault());
 }
 
-// It waits for the goodbyes of the others, which nobody tells any more.
+// The rank waits for the goodbyes of the others, which no longer come.
 TEST(Liveness, EndOfTheHubIsDeathOfRankZeroForARankThatHasLeft) {
   World world(3);
   world.clients[1]->leave();

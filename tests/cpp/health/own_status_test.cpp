@@ -16,7 +16,7 @@
 namespace smp::health {
 namespace {
 
-// A port of this host that answers nobody: its queue is full.
+// A port of this host that answers no caller: its queue is full.
 class DeafPort {
  public:
   DeafPort() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {

@@ -66,7 +66,7 @@ class RawRank {
     return becomes_true([&] { return num_heard(type) >= count; });
   }
 
-  /// Who has left, as this rank has been told.
+  /// Returns the ranks that have left, as this rank has been told.
   std::vector<int> told_left() {
     RankSet told;
     for (const LivenessFrame& frame : heard()) {

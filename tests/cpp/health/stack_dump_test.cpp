@@ -18,7 +18,8 @@ namespace {
 
 int file = -1;
 
-// What faulthandler writes, in short. Made before: a handler may not allocate.
+// A short form of what faulthandler writes. The text is made before, since a
+// handler may not allocate.
 const std::string own_text =
     "Stack (most recent call first):\n  File \"user.py\", line 7 in loop\n";
 

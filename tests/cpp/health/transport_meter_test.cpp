@@ -18,7 +18,7 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using Clock = std::chrono::steady_clock;
 
-// Two ends of a connection; what is written waits while nobody reads.
+// Two ends of a connection; what is written waits until it is read.
 class Pair {
  public:
   Pair() : listener_(listen_tcp(kLoopback)) {

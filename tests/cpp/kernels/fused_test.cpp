@@ -20,7 +20,8 @@ class Fused : public ::testing::Test {
  protected:
   using Compute = typename cpu::Element<T>::Compute;
   static constexpr Dtype kDtype = DtypeOf<T>::value;
-  // Of a result of size 1: its rounding, and some of the computation's.
+  // Tolerance for a result of size 1: its rounding, and some of the
+  // computation's.
   static constexpr double kTolerance =
       DtypeOf<T>::epsilon + 16 * DtypeOf<Compute>::epsilon;
 

@@ -5,8 +5,9 @@
 
 namespace smp::kernels {
 
-/// What the tests of a binary run: the tables that this processor can run, or
-/// those of the CUDA kernels in an emulation. Null after the last.
+/// Returns the tables that the tests of a binary run: the tables that this
+/// processor can run, or those of the CUDA kernels in an emulation. Null after
+/// the last.
 const cpu::FusedTable* const* implementations();
 
 /// y += a * x, which is in no table.

@@ -27,7 +27,7 @@ using memory::Mark;
 constexpr int kNonsense = 0xff;
 constexpr std::chrono::microseconds kLookAgain{20};
 
-// What processes see of an event.
+// Counts of an event, in memory that processes share.
 struct EventWords {
   std::atomic<uint64_t> num_asked;
   std::atomic<uint64_t> num_over;
@@ -79,7 +79,7 @@ class FakeQueue final : public CopyQueue {
       }
       std::this_thread::sleep_for(*delay);
       if (size > 0) std::memcpy(to, from, size);
-      // Nobody reads it again.
+      // The source is not read again.
       if (is_incoming_)
         std::memset(const_cast<uint8_t*>(from), kNonsense, size);
     });
@@ -134,7 +134,7 @@ class FakeQueue final : public CopyQueue {
     health::name_this_thread(is_incoming_ ? "smp-fake-in" : "smp-fake-out");
     std::unique_lock lock(mutex_);
     while (true) {
-      // Its end is told under the lock, so a wait with a limit will do.
+      // `stop` notifies without the lock, so the wait needs a limit.
       changed_.wait_for(lock, std::chrono::milliseconds(20),
                         [this] { return is_stopping_ || !works_.empty(); });
       if (is_stopping_) return;
@@ -143,7 +143,7 @@ class FakeQueue final : public CopyQueue {
       lock.unlock();
       work.run();
       lock.lock();
-      // What was waited for in vain has not happened.
+      // Work that was cut short is not over: `stop` drops its end.
       if (is_stopping_) return;
       works_.pop_front();
     }
@@ -206,7 +206,7 @@ class FakeCopies final : public DeviceCopies {
   }
 
  private:
-  // New memory is zero: an event that nobody has recorded.
+  // Makes memory of zeros, which is the state of an event never recorded.
   DeviceMemory make_file(int64_t num_bytes) {
     SharedFile file(num_bytes);
     DeviceMemory memory = file.memory();

@@ -77,8 +77,8 @@ void FakeLane::acknowledge(int src, const Receipt& receipt) {
   slots_.give_back(src, receipt);
 }
 
-// A copy of `source`, which nobody writes to, that ends at a random time;
-// `then` runs afterwards.
+// Copies `source`, which must not be written to. The copy ends at a random
+// time; `then` runs afterwards.
 MarkedTensor FakeLane::copy_later(at::Tensor source,
                                   std::function<void()> then) {
   const auto event = std::make_shared<LateEvent>(faults_);

@@ -20,7 +20,7 @@ namespace smp::lanes {
 /// A lane of CPU tensors for tests, as hasty as one of devices: on both sides a
 /// thread copies after a random time, so that copies end in any order, and the
 /// destination is full of NaN until its mark is over. The thread that uses the
-/// data stands for the stream that waits. Bytes travel in the message.
+/// data plays the stream that waits. Bytes travel in the message.
 class FakeLane final : public DeviceLane {
  public:
   FakeLane(FakeOptions options, int global_rank,

@@ -30,7 +30,7 @@ using memory::MarkedTensor;
 constexpr std::chrono::microseconds kLookForPeerEvery{20};
 constexpr int64_t kPieceBytes = 16 << 10;
 
-// Where both ends of a way meet.
+// Place where both ends of a way meet.
 struct MeetingPlace {
   struct End {
     std::atomic<uint64_t> num_asked;  // copies that have begun there
@@ -120,7 +120,7 @@ class WayEnd {
     return true;
   }
 
-  // Whether it is over; else there are none any more.
+  // Returns whether the copy is over; after false there are no more copies.
   bool copy(const at::Tensor& tensor) {
     const uint64_t number = ++num_copies_;
     if (number > 1) {

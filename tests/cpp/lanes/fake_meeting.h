@@ -10,11 +10,10 @@ namespace smp::lanes {
 
 /// Copies of CPU tensors for tests that move when both ranks, threads or
 /// processes, have asked, through memory that both map. Each end of a way has a
-/// thread that stands for its stream: what it is asked for comes late and in
-/// order, and nothing that stands behind it moves before. A tensor that comes
-/// is full of NaN until then. Ends that ask for different numbers of bytes are
-/// a fault. The first copy of a way is at once, and not counted by
-/// `num_ending`.
+/// thread that plays its stream: its copies end late and in order, and none
+/// moves before the copies ahead of it. A tensor that comes is full of NaN
+/// until then. Ends that ask for different numbers of bytes are a fault. The
+/// first copy of a way is at once, and not counted by `num_ending`.
 std::unique_ptr<MeetingCopies> make_fake_meeting(
     const FakeOptions& options, int global_rank,
     std::shared_ptr<health::FaultBoard> faults);

@@ -12,7 +12,7 @@
 
 namespace smp::lanes {
 
-/// Of the lanes of tests. The environment gives one to a process:
+/// Options of the lanes of tests. The environment gives them to a process:
 /// SMP_TEST_LANES="<seed>:<max_us>:<slots>", or with ":ring", ":meet" or
 /// ":ring:meet" at the end.
 struct FakeOptions {
@@ -35,12 +35,12 @@ struct FakeOptions {
   static std::optional<FakeOptions> from_environment();
 };
 
-/// How late copies end. Not thread-safe.
+/// Random times after which copies end. Not thread-safe.
 class CopyTimes {
  public:
   CopyTimes(const FakeOptions& options, int global_rank);
 
-  /// Of the next copy; nothing: it never ends.
+  /// Returns the time of the next copy, or nothing if it never ends.
   std::optional<std::chrono::microseconds> next();
 
  private:
@@ -50,8 +50,8 @@ class CopyTimes {
   int64_t num_copies_ = 0;
 };
 
-/// The end of work that a thread does. It lives as long as somebody may wait
-/// for it. The thread that blocks stands for a stream.
+/// The end of work that a thread does. An event lives as long as it may be
+/// waited for. The thread that blocks plays a stream.
 class LateEvent final : public memory::Mark::Event {
  public:
   explicit LateEvent(std::shared_ptr<health::FaultBoard> faults);
@@ -61,7 +61,7 @@ class LateEvent final : public memory::Mark::Event {
   int64_t over_ns() const override;
 
   void end();
-  /// It will not come any more.
+  /// Ends the waits: the event will not come any more.
   void drop() { set(is_dropped_); }
 
  private:
@@ -75,7 +75,7 @@ class LateEvent final : public memory::Mark::Event {
   bool is_dropped_ = false;
 };
 
-/// NaN in any floating type, and a number that nobody expects in others.
+/// Fills a tensor with NaN, or with an unlikely number if it cannot hold NaN.
 void fill_with_nonsense(const at::Tensor& tensor);
 
 }  // namespace smp::lanes

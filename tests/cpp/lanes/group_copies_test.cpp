@@ -136,7 +136,7 @@ TEST_F(GroupCopiesTest, end_with_a_fault_and_name_the_culprit) {
     }
     return "no failure";
   });
-  // While somebody waits for the copy the watch looks at it, and goes on.
+  // While a thread waits for the copy, the watch looks at it and goes on.
   wait_for_it([&] { return rooms.of(kWay)->num_waiting == 1; });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   sender.board->report(
@@ -194,7 +194,7 @@ TEST_F(GroupCopiesTest, groups_that_do_not_fit_are_refused) {
   EXPECT_NE(refused(0, false).find("ordered by streams"), std::string::npos);
 }
 
-// A send waits for the caller's work, a receive for nobody's.
+// A send waits for the caller's work; a receive waits for no work.
 TEST(GroupCopiesStreams, sends_are_the_callers_and_receives_nobodys) {
   fake_device::reset();
   MeetingRooms rooms;

@@ -166,7 +166,7 @@ TEST(IpcLane, its_end_ends_waits_and_what_comes_later_never_comes) {
   const auto first = pair.first.lane.post(1, ring_number(1), false);
   const auto second = pair.first.lane.post(1, ring_number(2), false);
   const auto came = pair.second.lane.take(0, first->descriptor, {});
-  // Nobody waits for copies that will not end.
+  // After a fault, copies that will not end are not waited for.
   pair.second.board->report({.global_rank = 0, .text = "failed"});
   pair.second.lane.stop();
   EXPECT_THROW(MarkedTensor(came).use(), Error);

@@ -121,7 +121,7 @@ class Agreeing {
         c10::Device(c10::DeviceType::CPU), rank, board_);
   }
 
-  // What all ranks say, one choice for each.
+  // Runs the agreement on all ranks. Returns the choices of each.
   std::vector<LaneChoices> agree(const std::string& mode) {
     Meeting meeting(kNumAgreeing);
     std::vector<std::future<LaneChoices>> running;

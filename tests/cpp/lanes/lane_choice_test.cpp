@@ -13,8 +13,8 @@
 namespace smp::lanes {
 namespace {
 
-// Two ranks of one host that reach each other, one of it that nobody reaches
-// though it reaches all, and one elsewhere.
+// Two ranks of one host that reach each other, a third one of it that no rank
+// reaches though it reaches all, and one elsewhere.
 std::vector<LaneFacts> four_ranks() {
   return {rank_on("x", "a", {"a", "b"}), rank_on("x", "b", {"b", "a"}),
           rank_on("x", "c", {"c", "a", "b"}), rank_on("y", "a", {"a", "b"})};
@@ -79,7 +79,7 @@ TEST(LaneChoice, can_be_forced_where_it_can_be) {
   expect_words(text, "SMP_LANE=auto");
 }
 
-// As four_ranks, and all have NCCL.
+// Returns the facts of four_ranks, with NCCL on all ranks.
 std::vector<LaneFacts> four_with_nccl() {
   std::vector<LaneFacts> all = four_ranks();
   for (LaneFacts& facts : all) facts.why_no_nccl.clear();

@@ -11,7 +11,7 @@
 
 namespace smp::lanes {
 
-/// Of a rank that has no NCCL.
+/// Makes the facts of a rank that has no NCCL.
 inline LaneFacts rank_on(const std::string& machine, const std::string& device,
                          std::vector<std::string> reachable) {
   return {.machine = machine,

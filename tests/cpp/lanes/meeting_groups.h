@@ -20,7 +20,7 @@
 
 namespace smp::lanes {
 
-/// Where the two ranks of a group of tests meet.
+/// Place where the two ranks of a test's group meet.
 struct MeetingRoom {
   struct Part {
     at::Tensor tensor;
@@ -57,7 +57,7 @@ struct MeetingRoom {
   }
 };
 
-/// A send or receive. The thread that orders a stream stands for the stream.
+/// A send or receive. The thread that orders a stream plays the stream.
 class MeetingWork final : public comm::Work {
  public:
   MeetingWork(std::shared_ptr<MeetingRoom> room,

@@ -37,7 +37,7 @@ struct MeetingPair {
     other.get();
   }
   explicit MeetingPair(FakeOptions options) : MeetingPair(options, options) {}
-  /// Nobody waits for copies that do not end.
+  /// Ends waits for copies that do not end.
   ~MeetingPair() {
     for (MeetingRank* const rank : {&first, &second}) {
       rank->board->report({.global_rank = 0, .text = "the test is over"});

@@ -70,7 +70,7 @@ class ManyMessages {
         if (!headers_[dst].empty()) take(dst);
         break;
       case 1:
-        // Nothing is asked of the other end meanwhile.
+        // The other end is asked for nothing during this read.
         if (came_[dst].size() > 4) read(dst);
         break;
       default:

@@ -5,7 +5,7 @@
 namespace smp::lanes {
 namespace {
 
-// Which streams a rank has; pairs of ranks have those with two of them.
+// Streams of a rank. The streams of pairs of ranks have numbers from 0 on.
 constexpr int kCompute = -1;
 constexpr int kCopies = -2;
 constexpr int kCopiesOut = -3;
@@ -70,7 +70,7 @@ OrderModel::Pair OrderModel::receive_stream(Pair pair) const {
   return {pair.second, kCopiesIn};
 }
 
-// What a host has asked for that needs the other rank.
+// Registers work that a host has asked for and that needs the other rank.
 void OrderModel::ask_to_meet(int work, int rank) {
   works_[work].needs_partner = true;
   if (!rule_.has_launch_order) return;

@@ -9,7 +9,7 @@
 
 namespace smp::lanes {
 
-/// What ranks of the model do, and what they may do other than the library.
+/// Behaviour of the model's ranks, also where it differs from the library's.
 struct OrderRule {
   /// A copy of the receiver and that of the sender end together, as with NCCL;
   /// else the receiver's comes after, as out of memory that both can see.
@@ -46,11 +46,11 @@ class OrderModel {
   int num_through_hosts() const { return num_through_hosts_; }
 
  private:
-  // What a device is asked for.
+  // Work that a device is asked for.
   struct Work {
     bool is_asked = false;
     bool is_done = false;
-    // Of copies that meet.
+    // State of copies that meet.
     bool needs_partner = false;
     bool has_begun = false;
     int partner = -1;

@@ -72,7 +72,7 @@ TEST(OrderOfLaunches, a_copy_behind_one_that_is_not_over_can) {
                                   .has_launch_order = true,
                                   .has_endless_slots = true});
   EXPECT_GT(tally.num_stuck, kNumGraphs / 1000);
-  // Nothing but that order makes them wait in a circle.
+  // The order of launches alone makes them wait in a circle.
   EXPECT_EQ(
       run_graphs({.has_rendezvous = true, .has_endless_slots = true}).num_stuck,
       0);

@@ -44,7 +44,7 @@ struct RingPair {
     second.lane.open(0, of_first);
   }
   explicit RingPair(FakeOptions options) : RingPair(options, options) {}
-  /// Nobody waits for copies that do not end.
+  /// Ends waits for copies that do not end.
   ~RingPair() {
     for (RingRank* const rank : {&first, &second}) {
       rank->board->report({.global_rank = 0, .text = "the test is over"});

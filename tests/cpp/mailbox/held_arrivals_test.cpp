@@ -24,7 +24,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kAMoment{60};
 constexpr FakeOptions kPrompt{.num_slots = 4};
-// Of a rank that never gets further with the first tensor that it takes.
+// Options of a rank that never finishes taking its first tensor.
 constexpr FakeOptions kBlocked{
     .num_slots = 4, .num_ending = 0, .has_late_takes = true};
 

@@ -169,7 +169,7 @@ TEST_P(LanePostsOver, no_post_waits_for_a_copy_and_nothing_overtakes_it) {
   run(FakeOptions{.num_slots = 2, .num_ending = 0},
       [](int self, LaneRank& rank) {
         if (self == 1) {
-          // Nothing of this comes, since the first copy never ends.
+          // Only message 7 comes, since the first copy never ends.
           rank.wait_for(1);
           EXPECT_EQ(rank.wait_for(1)[0].fields[0], 7);
           EXPECT_EQ(rank.num_messages(), 1u);

@@ -345,7 +345,7 @@ TEST_P(MailboxOver, LongMessageOfOnePeerDoesNotHoldUpAnother) {
       EXPECT_EQ(inbox.wait_for(2)[0].fields[0], 2);
       rank.mailbox.set_handler(Channel::kProbe, {});
     }
-    // Nobody closes its mailbox while others still send.
+    // No rank closes its mailbox while others still send.
     for (int dst = 0; dst < 3; ++dst) {
       rank.mailbox.post(dst, numbered(0, Channel::kOrder));
     }
@@ -405,7 +405,7 @@ TEST(MailboxOverSockets, OpensALinkWhenItIsUsed) {
   });
 }
 
-// What two ranks of sockets are that have talked.
+// Two ranks that have exchanged messages over sockets.
 class TwoOverSockets : public testing::Test {
  protected:
   void SetUp() override {

@@ -28,7 +28,7 @@ using std::chrono::seconds;
 constexpr int64_t kRingBytes = 50'000;
 constexpr int64_t kManyRings = 4'000'000;
 
-// Rank 0 of two; nobody reads what it sends.
+// Rank 0 of two, whose messages are never read.
 struct Lonely {
   Lonely()
       : memory(shm::make_local_shared_memory(2, kRingBytes)),
@@ -113,7 +113,7 @@ constexpr bool kMayFork = false;  // it cannot follow threads of a fork
 constexpr bool kMayFork = true;
 #endif
 
-// What `echo` is told instead of a number of a message.
+// Orders to `echo`, sent instead of a message's number.
 constexpr int64_t kEnd = -1;
 constexpr int64_t kStop = -2;
 
@@ -125,7 +125,7 @@ Message empty_message() {
 
 // Sends back what comes until it is killed or told to end. Told to stop, it
 // sends a message without tensors and then what has come, of which a ring takes
-// the begin, and no thread of it runs any more.
+// the first part, and none of its threads runs any more.
 [[noreturn]] void echo(const shm::SharedMemoryPtr& memory) {
   {
     auto board = std::make_shared<health::FaultBoard>(1);
@@ -206,8 +206,8 @@ TEST_F(TwoProcesses, MessagesComeBackUnchanged) {
   EXPECT_EQ(status, 0);
 }
 
-// Of two long messages, one in each direction, both rings have the begin when
-// the peer dies.
+// When the peer dies, each ring holds the first part of a long message, one in
+// each direction.
 TEST_F(TwoProcesses, KilledPeerInTheMiddleOfAMessageHoldsUpNothing) {
   std::promise<void> death;
   mailbox_->set_handler(

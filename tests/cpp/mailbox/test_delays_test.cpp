@@ -75,7 +75,7 @@ TEST_F(TestDelaysTest, delayed_messages_keep_their_order) {
   }
 }
 
-// How often this thread gave up its processor by itself.
+// Returns how often this thread gave up its processor by itself.
 int64_t num_sleeps() {
   rusage usage{};
   ::getrusage(RUSAGE_THREAD, &usage);

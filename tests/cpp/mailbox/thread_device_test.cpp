@@ -40,7 +40,7 @@ TEST_P(MailboxDevice, is_that_of_all_threads_which_deliver) {
       const std::lock_guard lock(mutex);
       device_by_source[message.source_rank] = device_of_this_thread();
     });
-    // What comes before a handler is delivered by the thread that sets it.
+    // The thread that sets a handler delivers the messages that came before.
     all_listen.arrive_and_wait();
     for (int to = 0; to < kSize; ++to) {
       Message message;

@@ -26,7 +26,7 @@ std::vector<uint8_t> bytes_of(const at::Tensor& tensor) {
   return {data, data + tensor.numel()};
 }
 
-// What the other side makes of these bytes; `large` are copied over.
+// Decodes a message as the receiver does, and copies `large` into its tensors.
 Message decode(const std::vector<uint8_t>& packet,
                const std::vector<uint8_t>& blob,
                const std::vector<at::Tensor>& large) {

@@ -19,9 +19,9 @@ namespace smp::fake_device {
 inline constexpr int kNumDevices = 4;
 
 c10::Device device(int index);
-/// A stream that nobody else has.
+/// Returns a stream that has no other user.
 c10::Stream new_stream(int device_index);
-/// What a launcher of kernels would get as the handle of a stream.
+/// Returns what a launcher of kernels would get as the handle of a stream.
 void* handle_of(const c10::Stream& stream);
 
 /// Something that a thread asked of a device, and where the thread stood.
@@ -33,30 +33,30 @@ struct Use {
   int home;                ///< device of the tensors; -1 where there are none
 };
 
-/// Begins anew: no uses, nothing counted, eager.
+/// Starts over: no uses, nothing counted, eager.
 void reset();
 /// Records where the calling thread stands.
 void note(const std::string& what, int home = -1);
 std::vector<Use> uses();
 
-/// Lazy streams only keep what is asked of them, so that the host runs ahead
-/// as far as it likes, until somebody calls `run` or waits for a stream. Eager
+/// Lazy streams only keep what is asked of them, so that the host runs ahead as
+/// far as it likes, until `run` is called or a stream is waited for. Eager
 /// ones, the default, do at once what is asked.
 void set_lazy(bool lazy);
 /// Asks the current stream of the current device for `kernel`.
 void launch(std::function<void()> kernel);
-/// Does up to `most` things that were asked of a stream, until it has to wait
+/// Runs up to `most` things that were asked of a stream, until it has to wait
 /// for another one. @return how many
 int run(const c10::Stream& stream, int most = 1 << 30);
-/// Does everything, streams with higher ids first if `copies_first`.
+/// Runs everything, streams with higher ids first if `copies_first`.
 void run_all(bool copies_first = false);
 
-/// What the clock of the devices shows, in nanoseconds; that of the host until
-/// somebody sets another one, and after `reset`. Events know when they fired.
+/// Sets the clock of the devices, in nanoseconds. The clock of the host is used
+/// before that, and after `reset`. Events store when they fired.
 void set_clock(std::function<int64_t()> clock);
 
-/// Of all devices, as the host counts: memory that was freed may go to the next
-/// tensor of that size although streams have not come to either.
+/// Memory in use on all devices, as the host counts: memory that was freed may
+/// go to the next tensor of that size although streams have not come to either.
 int64_t bytes_in_use();
 int64_t peak_bytes();
 

@@ -56,7 +56,7 @@ void add(const c10::Stream& stream, Asked asked) {
 
 EventPtr& event_of(void* event) { return *static_cast<EventPtr*>(event); }
 
-// Does the first thing, unless it has to wait or another thread is at it.
+// Runs the first thing, unless it has to wait or another thread is at it.
 bool run_one(const c10::Stream& stream) {
   std::unique_lock lock(queues_mutex);
   Queue& queue = queue_of(stream);

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <functional>
 
-// What the files of the fake device need of each other.
+// Functions that the files of the fake device share.
 
 namespace smp::fake_device {
 

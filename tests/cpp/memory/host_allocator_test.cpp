@@ -102,7 +102,7 @@ TEST_F(HostAllocation, what_two_steps_have_not_used_goes_back) {
     }
     allocator_.release_idle();
     EXPECT_EQ(cached(), step < 2 ? 56 * kMiB : 16 * kMiB) << step;
-    // Another one that updates: nothing has been used since.
+    // A second update of the step: nothing has been used since the first one.
     if (step > 3) allocator_.release_idle();
   }
   EXPECT_EQ(num_mapped(), 3);
@@ -121,7 +121,7 @@ TEST_F(HostAllocation, all_goes_back_when_it_is_asked_to) {
   EXPECT_EQ(stays[4 * kMiB - 1].item<int>(), 3);
 }
 
-// What the heap would keep: holes below objects that stay.
+// The heap would keep holes below objects that stay.
 TEST_F(HostAllocation, objects_that_stay_do_not_hold_what_was_before_them) {
   const int64_t resident = resident_bytes();
   std::vector<at::Tensor> stay;

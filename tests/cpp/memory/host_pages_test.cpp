@@ -27,7 +27,7 @@ TEST(HostPages, memory_comes_with_its_use_and_goes_at_once) {
   }
 }
 
-// What the heap would keep: a block that is free below one that stays.
+// The heap would keep a free block below a block that stays.
 TEST(HostPages, a_tensor_that_stays_does_not_hold_what_was_before_it) {
 #if defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "the sanitizer has memory of its own for each page";

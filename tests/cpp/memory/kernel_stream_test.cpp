@@ -14,7 +14,7 @@
 namespace smp::memory {
 namespace {
 
-// What the launcher of an operator gets on the stream.
+// Returns the handle that the launcher of an operator gets on the stream.
 void* handle_on(const c10::Stream& stream) {
   void* got = nullptr;
   const c10::StreamGuard guard(stream);

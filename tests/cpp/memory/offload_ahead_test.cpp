@@ -37,7 +37,7 @@ class OffloadAheadTest : public testing::TestWithParam<bool> {
     fake_device::reset();
   }
 
-  // What a layer computes of its microbatch, later.
+  // Asks the stream for what a layer computes of its microbatch.
   at::Tensor forward(int layer) {
     const at::Tensor made =
         at::empty({kNumValues}, at::TensorOptions(stream.device()));

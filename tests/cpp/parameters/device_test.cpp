@@ -1,5 +1,5 @@
-// Where memory of parameters comes from on a rank that is not the first of its
-// host, in threads that have another device.
+// Tests where memory of parameters comes from on a rank that is not the first
+// of its host, in threads that have another device.
 
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -19,7 +19,7 @@ TEST(FlatGathers, all_parts_come_where_they_are_waited_for) {
     FlatGathers gathers(flats, shard, {});
     EXPECT_FALSE(gathers.pending());
     for (int update = 1; update <= 3; ++update) {
-      // This group notices writes to what is in flight.
+      // A group with streams notices writes to tensors that are in flight.
       if (comm::streams_wanted()) gathers.wait_all();
       for (const at::Tensor& flat : flats) {
         const int64_t numel = flat.numel() / 3;

@@ -39,7 +39,7 @@ void on_hosts(int num_hosts, int ranks_per_host, const Body& body) {
                   });
 }
 
-// Three units; sizes that nothing divides, one that is gathered alone.
+// Three units; nothing divides the sizes, and the largest is gathered alone.
 const Sharded::Shapes kShapes = {{5, 3}, {2}, {300, 601}, {1}, {7, 7}};
 const Sharded::Units kUnits = {{0, 1}, {2, 3}, {4}};
 

@@ -117,7 +117,7 @@ TEST(Objective, WhatIsShippedCostsWhereItsFirstArgumentIs) {
   // Both parts of the labels go to the logits, which stay.
   EXPECT_EQ(e.boundary_bytes,
             (std::vector<int64_t>{0, 16, 12, 16, 0, 32, 0, 32, 0}));
-  // Where the block is whole, all of its code is there.
+  // A block that is not divided has all of its code on its own partition.
   const Evaluation whole = objective.evaluate(decisions.complete({1, 1, 2}));
   EXPECT_EQ(whole.compute, (std::vector<double>{0, 28, 50}));
   EXPECT_EQ(whole.activation_bytes, (std::vector<double>{0, 6, 62}));

@@ -19,7 +19,7 @@ namespace {
 constexpr int kCaller = 1;
 constexpr int64_t kServedModule = 1;
 
-// Its module doubles the argument and has one weight, which is multiplied in.
+// A rank whose module doubles its argument: it multiplies by its one weight.
 class CalleeRank {
  public:
   explicit CalleeRank(OwnerRank& self)

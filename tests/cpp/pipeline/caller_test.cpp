@@ -37,7 +37,8 @@ class CallerRank {
   Caller caller;
 };
 
-// What the owner says of a module with one result that needs a gradient.
+// Makes the owner's message about a module with one result that needs a
+// gradient.
 ResultMeta result_meta() {
   ResultMeta meta;
   meta.structure = "result";

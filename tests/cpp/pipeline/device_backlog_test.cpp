@@ -32,7 +32,7 @@ constexpr milliseconds kPerTask{150};  // of a device
 constexpr milliseconds kLongestTask{600};
 
 // One rank in a step whose body asks the device for many tasks, and then waits
-// until the last one is done, as somebody does who needs its result.
+// until the last one is done, as a caller does that needs its result.
 class BacklogRank {
  public:
   BacklogRank(int rank, const comm::CommunicatorPtr& world,

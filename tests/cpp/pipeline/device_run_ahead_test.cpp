@@ -1,5 +1,6 @@
-// How far the host of a rank runs ahead of its device: far enough that the
-// device never runs dry, and not so far that the policy has nothing to choose.
+// Tests how far the host of a rank runs ahead of its device: far enough that
+// the device never runs dry, and not so far that the policy has nothing to
+// choose.
 
 #include "csrc/pipeline/device_run_ahead.h"
 

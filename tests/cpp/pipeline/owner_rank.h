@@ -25,7 +25,7 @@ namespace smp::pipeline {
 /// messages that arrive, which a peer reads one by one.
 class OwnerRank {
  public:
-  /// What gets the messages of this rank; without one they wait for `receive`.
+  /// Takes the messages of this rank; without it they wait for `receive`.
   using Take = std::function<void(const Header&, mailbox::Message&&)>;
 
   OwnerRank(int rank, const comm::CommunicatorPtr& world);

@@ -1,5 +1,5 @@
 // Microbatches that take another way than the ones before: a caller that runs
-// ahead computes the same numbers as one that fetches each result.
+// ahead computes the same numbers as a caller that fetches each result.
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
@@ -21,7 +21,7 @@ namespace {
 constexpr int kMicrobatchesOfDeviations = 4;
 constexpr int kSteps = 5;
 
-// What the driver computes in one microbatch of one step.
+// Computes the driver's loss in one microbatch of one step.
 using Loss = std::function<at::Tensor(Rank& self, int step, int mb)>;
 
 struct Outcome {

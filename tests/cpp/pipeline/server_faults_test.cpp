@@ -1,4 +1,4 @@
-// What is left, and what people read, when a step ends early.
+// Tests what is left, and what people read, when a step ends early.
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/sparse_coo_tensor.h>

@@ -1,4 +1,4 @@
-// Tensors that travel over lanes: nobody reads one before its mark is over.
+// Tensors that travel over lanes: none is read before its mark is over.
 
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/equal.h>
@@ -22,7 +22,7 @@ namespace {
 constexpr int kMicrobatchesOfLanes = 6;
 constexpr int kStepsOfLanes = 3;
 
-// What a run leaves on each rank.
+// The numbers that a run leaves on each rank.
 struct Numbers {
   explicit Numbers(int size) : losses(size), grads(size), lanes(size) {}
   std::vector<std::vector<double>> losses;

@@ -44,7 +44,7 @@ at::Tensor filled(int64_t rows, const std::function<double(int64_t)>& value) {
   return tensor;
 }
 
-// What is read by mistake shows in the loss.
+// Makes handles of NaN: a value that is read by mistake shows in the loss.
 std::vector<at::Tensor> make_handles(const std::vector<TensorMeta>& metas,
                                      c10::Device device) {
   std::vector<at::Tensor> handles;

@@ -29,10 +29,10 @@ inline constexpr int64_t kTensorBytes = kRows * kWidth * 8;
 at::Tensor make_weight(int rank);
 /// Likewise for each microbatch; requires none.
 at::Tensor make_input(int mb);
-/// What module `rank` computes.
+/// Returns the result of the module of a rank that has this weight.
 at::Tensor compute(const at::Tensor& x, const at::Tensor& weight);
 
-/// What the ranks of a test have in common.
+/// Settings that the ranks of a test share.
 struct RankSettings {
   int size = 2;
   std::string policy = "interleaved";
@@ -79,7 +79,7 @@ class Rank {
   ~Rank();
 
   int size() const { return ranks_.settings.size; }
-  /// Where its tensors live.
+  /// Device on which the rank's tensors live.
   c10::Device device() const { return ranks_.settings.device_of(rank); }
 
   /// Calls a module where it lives.
@@ -103,7 +103,7 @@ class Rank {
   void step_of_chains(int num_microbatches) {
     step(num_microbatches, [this](int mb) { chain(mb); });
   }
-  /// That nothing of a step is left.
+  /// Expects that nothing of a step is left.
   void expect_empty() const;
 
   const int rank;

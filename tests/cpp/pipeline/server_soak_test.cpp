@@ -1,4 +1,4 @@
-// Nothing grows over many steps.
+// Tests that nothing grows over many steps.
 
 #include <ATen/ops/sum.h>
 #include <gtest/gtest.h>
@@ -24,8 +24,9 @@ constexpr bool kCountsMemory = false;  // freed memory is kept for a while
 constexpr bool kCountsMemory = true;
 #endif
 
-// Of one window. What leaks does so in each of them; a thread that comes late,
-// because the machine is busy, keeps some memory for its next requests once.
+// Growth in one window that may be noise. A leak grows in each window; a thread
+// that comes late, because the machine is busy, keeps some memory for its next
+// requests once.
 constexpr int64_t kNoiseBytes = 1 << 18;
 
 TEST(Soak, a_thousand_steps_leave_no_records_threads_or_memory) {

@@ -16,7 +16,7 @@
 namespace smp::pipeline {
 namespace {
 
-// What one process computes: losses, and gradients by rank.
+// The numbers that one process computes: losses, and gradients by rank.
 struct Plain {
   Plain(int size, int num_microbatches, int num_chunks = 1) {
     for (int r = 0; r < size; ++r) weights.push_back(make_weight(r));

@@ -1,4 +1,4 @@
-// Where data go, what is not sent, and which ranks do not wait.
+// Tests where data go, what is not sent, and which ranks do not wait.
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
@@ -88,7 +88,8 @@ TEST(Transfers, of_a_recorded_step_need_no_orders_and_fewer_messages) {
     EXPECT_EQ(pushes(1), 0);
     EXPECT_EQ(pushes(2), 0);
     if (self.rank != 0) {
-      // Its data, ends of bodies, and acknowledgements; at first also answers.
+      // The rank sends data, ends of bodies, and acknowledgements; in the first
+      // step also answers.
       const int64_t data = (self.rank == 2 ? 2 : 1) * kMicrobatchesOfTransfers;
       for (const int step : {1, 2}) {
         EXPECT_LE(headers(step), data + kMicrobatchesOfTransfers +

@@ -166,7 +166,8 @@ TEST(SplitBackward, what_two_functions_give_to_one_parameter) {
   });
 }
 
-// What was left is what cannot be told apart, so nothing is run.
+// Expects that a graph stays whole: its parts cannot be told apart, so nothing
+// is run.
 void expect_whole(const Forward& forward) {
   Model model;
   const at::Tensor out = forward(model);

@@ -131,7 +131,7 @@ TEST_F(TaskChoiceTest, a_forward_waits_for_all_of_the_backward_before_it) {
   ASSERT_TRUE(serves(Phase::kForward, 0, 1));
   ASSERT_TRUE(serves(Phase::kForward, 0, 2));
   ASSERT_TRUE(serves(Phase::kBackward, 0, 2));
-  // Nothing has told yet that there is another module.
+  // The choice has not been told yet that there is another module.
   ASSERT_TRUE(serves(Phase::kForward, 1, 1));
   ASSERT_TRUE(serves(Phase::kBackward, 0, 1));
   choice.end_backward(0);

@@ -1,5 +1,5 @@
-// Where the threads of a rank stand: on its device, in the order of the stream
-// that was the current one where the step was called.
+// Tests that the threads of a rank are on its device, in the order of the
+// stream that was the current one where the step was called.
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/abs.h>
@@ -42,8 +42,8 @@ std::string describe(const Use& use) {
 
 constexpr const char* kStepBegins = "the step begins";
 
-// What every thread asked of a device was asked on that device, on the stream
-// of the step that its rank ran. What a rank did before belongs to the test.
+// Expects that every thread asked for work on its rank's device, on the stream
+// of the rank's step. The work of a rank before its step belongs to the test.
 void expect_places(const std::map<int, int64_t>& streams, bool has_receivers) {
   std::set<std::string> threads;
   std::set<std::string> wrong;
@@ -99,7 +99,8 @@ TEST_P(ThreadDevice, is_that_of_the_rank_and_the_stream_that_of_the_step) {
         const std::lock_guard lock(mutex);
         streams[home] = stream.id();
       }
-      // As a script does, after smp.init, around its call of the step function.
+      // A script does this after smp.init, around its call of the step
+      // function.
       memory::enter_device(self.device());
       const c10::StreamGuard guard(stream);
       fake_device::note(kStepBegins, home);

@@ -1,5 +1,5 @@
-// What a trace shows of a device: when it did what tasks had asked for, and
-// when copies of lanes were over.
+// Tests what a trace shows of a device: when it did what tasks had asked for,
+// and when copies of lanes were over.
 
 #include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>
@@ -23,8 +23,8 @@ using DeviceKind = TimelineEvent::Kind;
 
 constexpr int64_t kOneMs = 1'000'000;
 
-// A rank whose device does nothing before somebody waits for it, and whose
-// clock goes on with its work only.
+// A rank whose device does nothing before it is waited for, and whose clock
+// goes on with its work only.
 class DeviceTimelineTest : public ::testing::Test {
  protected:
   DeviceTimelineTest() {

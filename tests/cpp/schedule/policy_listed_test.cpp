@@ -21,7 +21,7 @@ std::vector<ReadyTask> ready(const std::string& text) {
   return tasks;
 }
 
-// What a policy with this list picks, as text; "-" if it waits.
+// Returns what a policy with this list picks, as text; "-" if it waits.
 std::string picked(const std::string& list, const std::string& begun,
                    const std::string& offered,
                    const std::vector<int64_t>& ended = {}) {

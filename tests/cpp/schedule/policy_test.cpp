@@ -173,7 +173,7 @@ TEST(Policy, zero_bubble_puts_off_as_many_weight_gradients_as_its_depth) {
   EXPECT_FALSE(make_policy("interleaved")->splits_backward(0, 0));
 }
 
-// What fills a gap that is as long as a message takes costs more than it saves.
+// A task in a gap that is as long as a message takes costs more than it saves.
 TEST(Policy, zero_bubble_waits_for_a_backward_with_weight_gradients_at_hand) {
   const auto policy = make_policy("zero_bubble");
   const ActionList begun = parse_actions("F0 F1 B0 F2 B1");

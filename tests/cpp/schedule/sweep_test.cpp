@@ -93,7 +93,7 @@ void expect_rules(const SimulationInput& input, const SimulationResult& result,
     }
     expect_order(at(last, Phase::kForward), at(last, Phase::kBackward));
     if (mb >= input.active_microbatches) {
-      // Of all that came before, at most active - 1 are still in flight.
+      // At most active - 1 of all microbatches before are still in flight.
       int num_over = 0;
       for (int other = 0; other < mb; ++other) {
         num_over += times.at({0, Phase::kBackward, other}).end_ms <=

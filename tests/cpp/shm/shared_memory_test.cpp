@@ -84,7 +84,7 @@ class Limit {
   rlimit before_{};
 };
 
-// What rank 0 of two says while no memory can be shared.
+// Returns what rank 0 of two prints while no memory can be shared.
 std::string complaint(int64_t ring_bytes_of_rank_0) {
   testing::internal::CaptureStderr();
   comm::run_ranks(2, [&](int self, const comm::CommunicatorPtr& world) {

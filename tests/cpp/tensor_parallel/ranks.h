@@ -19,7 +19,7 @@ namespace smp::tensor_parallel {
 
 using Tensors = std::vector<at::Tensor>;
 
-/// What each rank got.
+/// The results of each rank.
 struct Outcome {
   Tensors outputs;
   std::vector<Tensors> grads;  ///< [rank][input]

@@ -22,7 +22,7 @@ at::Tensor sum_of(const Tensors& tensors) {
   return sum;
 }
 
-// How a dim of a tensor [4, 6, 12] is split over some ranks.
+// A way to split a dim of a tensor [4, 6, 12] over some ranks.
 struct Case {
   int size;
   int64_t dim;
@@ -504,7 +504,7 @@ TEST(Alone, NothingIsCommunicatedAndShapesAreRight) {
                 (std::vector<int64_t>{2, 2}));
       EXPECT_TRUE(reduce(group, x).equal(x));
     }
-    // Its backward does not look for the others either.
+    // The backward of `y` does not look for the others either.
     const Tensors grads = torch::autograd::grad({y.sum()}, {x});
     EXPECT_EQ(grads[0].sizes().vec(), x.sizes().vec());
     const at::Tensor meta = x.detach().to(at::kMeta);

@@ -70,7 +70,7 @@ struct Fiber {
   Site site = {"", 0};
   unsigned mask = 0;
   dim3 thread_idx;
-  // Of the last two exchanges: a lane may be one ahead of its warp.
+  // Values of the last two exchanges: a lane may be one ahead of its warp.
   uint64_t given[2] = {};
   int num_exchanges = 0;
   bool has_begun = false;
@@ -173,7 +173,7 @@ bool is_together(const Fiber& a, const Fiber& b) {
          (a.site.file == b.site.file && a.site.line == b.site.line);
 }
 
-// Whether all of these wait at one place; else that is an error.
+// Returns whether all of these wait at one place; else that is an error.
 bool are_together(const Fiber* first, int count, const char* what) {
   for (int i = 1; i < count; ++i) {
     if (!is_together(first[0], first[i])) {

@@ -17,7 +17,7 @@ struct dim3 {
   unsigned x, y, z;
 };
 
-/// Of the thread that runs.
+/// Places and sizes of the thread that runs.
 extern dim3 threadIdx;
 extern dim3 blockIdx;
 extern dim3 blockDim;
@@ -63,7 +63,8 @@ unsigned vote_in_warp(unsigned mask, bool vote, Site site);
 void run(dim3 blocks, dim3 threads, size_t shared_bytes, void (*kernel)(void*),
          void* arguments);
 
-/// What `kernel<<<blocks, threads, shared_bytes, stream>>>(...)` becomes.
+/// Launches a kernel. `kernel<<<blocks, threads, shared_bytes, stream>>>(...)`
+/// becomes a call of this function.
 template <typename Call>
 void launch(dim3 blocks, dim3 threads, size_t shared_bytes, void* /*stream*/,
             Call call) {

@@ -82,7 +82,7 @@ void sums_of_warps() {
   seen.push_back(static_cast<int>(sum));
 }
 
-// What is read after a barrier may already be written for the next one.
+// Memory that is read after a barrier may already be written for the next one.
 TEST(Fibers, WarpsRunAheadOfEachOther) {
   for (Order order : {Order::kForward, Order::kBackward}) {
     const InOrder in_order(order);

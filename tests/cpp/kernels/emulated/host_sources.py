@@ -29,7 +29,7 @@ def rewritten(text: str) -> str:
 
 
 def _kernel_begin(text: str, mark: int) -> int:
-    """Where the name of a launched kernel begins, with template arguments before ``mark``."""
+    """Finds where a launched kernel's name begins, with template arguments before ``mark``."""
     at = mark
     while text[at - 1].isspace():
         at -= 1

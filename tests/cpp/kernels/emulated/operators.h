@@ -9,12 +9,13 @@
 #include "tests/cpp/kernels/elements.h"
 #include "tests/cpp/kernels/emulated/emulated.h"
 
-// What the tests of operators share: sizes, both orders of threads, and the
-// comparison with the kernels of the CPU.
+// Code that the tests of operators share: sizes, both orders of threads, and
+// the comparison with the kernels of the CPU.
 
 namespace smp::kernels::emulated {
 
-// For a warp, for blocks of both sizes, and past what these take at once.
+// Columns for a warp, for blocks of both sizes, and past what these take at
+// once.
 constexpr int64_t kColumns[] = {1, 31, 33, 127, 1000, 1024, 4096, 8200, 16384};
 
 template <typename T>

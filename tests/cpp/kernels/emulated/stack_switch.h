@@ -11,14 +11,14 @@
 
 namespace smp::kernels::emulated {
 
-/// Where a stack goes on.
+/// Place where a stack goes on.
 using Place = void*;
 
 extern "C" void smp_switch_stack(void** from, void* to);
 
 inline void switch_to(Place* from, Place* to) { smp_switch_stack(from, *to); }
 
-/// Where `entry`, which does not return, begins on an empty stack.
+/// Prepares an empty stack on which `entry`, which does not return, begins.
 inline void begin_at(Place* place, char* stack, size_t bytes, void (*entry)()) {
   const auto end = reinterpret_cast<uintptr_t>(stack + bytes) & ~uintptr_t{15};
   auto* words = reinterpret_cast<uintptr_t*>(end) - 8;

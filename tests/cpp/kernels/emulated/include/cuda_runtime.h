@@ -7,8 +7,8 @@
 
 #include "tests/cpp/kernels/emulated/fibers.h"
 
-// Stands in for the CUDA runtime where the kernels are compiled for the host.
-// It has what they use; a kernel that needs more gets it here.
+// Replaces the CUDA runtime where the kernels are compiled for the host. It has
+// what they use; whatever else a kernel needs is added here.
 
 #define __global__
 #define __device__
@@ -17,7 +17,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__ &  // fibers share a parameter, too
 
-// As of a toolkit with large kernel parameters.
+// Values of a toolkit with large kernel parameters.
 #define CUDART_VERSION 13000
 #define __CUDA_ARCH_LIST__ 900
 
