@@ -4,8 +4,7 @@
 Only what a file of ``tests``, ``benchmarks`` or ``examples`` imports counts, or a program that a
 test gives to ``python -c``, or a package that such a file imports:
 smp itself has to get along without them, so its own failure to import one stays a failure.
-``libuv`` stands for the launcher, and the groups at an address, of a PyTorch that is built without
-it. Without the variable nothing is skipped.
+``libuv`` names the launcher, and the groups at an address, of a PyTorch that is built without it. Without the variable nothing is skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ABSENT = frozenset(filter(None, os.environ.get("SMP_TEST_WITHOUT", "").split(","
 # pytest indents what an assertion says from its second line on.
 _MISSING = re.compile(r"^E?\s*ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
 _FRAME = re.compile(r'File "([^"]+)", line \d+')
-# What pybind11 makes of an exception that another rank hears of.
+# An exception's text as pybind11 passes it to another rank.
 _TOLD = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'\s+At:\s+(\S+)\(\d+\): ")
 
 
@@ -51,7 +50,7 @@ def missing_package(text: str, absent: Iterable[str] = ABSENT) -> str | None:
 
 
 def missing_from(error: BaseException, absent: Iterable[str] = ABSENT) -> str | None:
-    """The same by an exception of this process, or by one that it was raised from."""
+    """Returns the missing package of an exception of this process, or of its causes."""
     raised: BaseException | None = error
     while raised is not None:
         if isinstance(raised, ModuleNotFoundError):

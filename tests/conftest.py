@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Also on a machine with GPUs; tests/gpu asks for them itself.
 os.environ.setdefault("SMP_DEVICE", "cpu")
 
-# Of the sample that tests/dist/grid runs; the report of each session names it.
+# Seed of the sample that tests/dist/grid runs; the report of each session names it.
 os.environ.setdefault("SMP_GRID_SEED", "1")
 
 for path in (str(REPO / "python"), str(REPO)):
@@ -89,7 +89,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is in no sample, unless somebody names single tests."""
+    """Leaves out tests that are in no sample, unless the command names single tests."""
     check_named(items)
     if any("::" in argument for argument in config.args):
         return

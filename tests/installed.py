@@ -1,4 +1,4 @@
-"""Which smp the processes that tests start import: the checkout's, or the installed one.
+"""Import paths of processes that tests start: the checkout's smp, or the installed one.
 
 `SMP_TEST_INSTALLED=1` asks for the installed one: of Debian's package, or of a wheel.
 """

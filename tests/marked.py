@@ -19,7 +19,7 @@ MARKERS = ("waits", "alone", "sample")
 
 
 def lacks_marks(path: Path, config: pytest.Config) -> bool:
-    """Whether a file of tests, not named by the user, has nothing for a session to run."""
+    """Returns whether a file that the user did not name has no tests for a session."""
     if not (path.name.startswith("test_") and path.suffix == ".py"):
         return False
     named = [argument.partition("::") for argument in config.args]

@@ -29,7 +29,7 @@ if SAMPLES not in ("some", "others", "all"):
 
 
 def part_of(items: Sequence[T], num_some: int) -> list[T]:
-    """For a test that divides its work itself: the first ones, or the others."""
+    """Returns the first items or the others, for a test that divides its work itself."""
     return {
         "some": list(items[:num_some]),
         "others": list(items[num_some:]),
@@ -44,7 +44,7 @@ def spread(rows: Sequence[Row], num_rows: int) -> list[Row]:
 
 
 def completing(rows: Sequence[Row], shown: Sequence[Row]) -> list[Row]:
-    """Of the rows, those that show the values of columns which the shown ones do not."""
+    """Returns rows that show the values of columns which the shown ones do not."""
     missing = _values(rows) - _values(shown)
     chosen = []
     while missing:
@@ -59,7 +59,7 @@ def _values(rows: Iterable[Row]) -> set[tuple[int, Hashable]]:
 
 
 def to_run(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What of a session's tests the environment asks for."""
+    """Returns those of a session's tests that the environment asks for."""
     chosen = set(items) - _beyond_covering(items)
     some = chosen - _beyond_samples(item for item in items if item in chosen)
     if SAMPLES == "some":

@@ -1,6 +1,6 @@
-"""What PyTorch offers in some releases from 2.6 on and not in others.
+"""Features that PyTorch has in some releases from 2.6 on and not in others.
 
-Nothing else of the package asks which release is installed (``tests/lint`` sees to it). What can be
+No other module of the package asks which release is installed (``tests/lint`` sees to it). What can be
 asked for by name is, since numbers of releases are those of the day on which this was written;
 the C++ core has ``csrc/common/torch_releases.h``.
 """
@@ -39,19 +39,21 @@ def tcp_store(host: str, port: int, world_size: int, is_master: bool, **options:
 
 
 def known(settings: Mapping[str, Any], module: Any) -> dict[str, Any]:
-    """Those of ``settings`` that a module of configuration has: ``torch._functorch.config``."""
+    """Returns the settings that a configuration module has, such as ``torch._functorch.config``."""
     return {name: value for name, value in settings.items() if hasattr(module, name)}
 
 
 def is_recompile_limit(error: BaseException) -> bool:
-    """Has PyTorch compiled a code for as many kinds of arguments as it does?"""
+    """Returns whether PyTorch refused to compile a function for further kinds of arguments."""
     names = ("FailOnRecompileLimitHit", "RecompileLimitExceeded")  # by release
     return isinstance(error, tuple(getattr(torch._dynamo.exc, name, ()) for name in names))
 
 
 def keep_device_guard() -> None:
-    """Without a CUDA device: makes the guard that the first tensor without memory would make, in
-    the thread of the caller, where this release has one."""
+    """Creates, in the caller's thread, the guard that the first meta tensor would create.
+
+    It does nothing with a CUDA device, or in a release without such a guard.
+    """
     if hasattr(torch._C, "_ensureCUDADeviceGuardSet") and not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()
 
@@ -63,11 +65,11 @@ def limit_ctas(options: Any, max_ctas: int) -> None:
 
 
 def abort_of(backend: Any, base: type = Backend) -> Callable[[], None] | None:
-    """What ends the kernels of a group's backend, where C++ cannot ask the base class for it.
+    """Returns a function that ends the kernels of a backend, or None if C++ can call the base's.
 
     Args:
-        backend: of NCCL, whose class has had it before the base class, which has it from 2.7 on.
-        base: of backends.
+        backend: NCCL's backend; its class had the method before the base class (2.7).
+        base: base class of backends.
     """
     if hasattr(base, "abort"):
         return None

@@ -1,4 +1,4 @@
-"""What a run has done, in numbers."""
+"""Figures of a run."""
 
 from smp.observe.metrics import (
     Counters,

@@ -72,7 +72,7 @@ def dispatch(
 
     Args:
         spread: distribution of the experts.
-        tensors: what is sent, ``[tokens, *]`` each; integers have no gradient.
+        tensors: tensors to send, ``[tokens, *]`` each; integers have no gradient.
         experts: int64 ``[tokens, k]``, numbers of experts of the whole layer.
         compute: function that runs this rank's experts.
 

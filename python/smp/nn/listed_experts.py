@@ -299,7 +299,7 @@ def _rows_of(calls: _Calls, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def _compute(listed: Listed, kind: _Kind, came: Sequence[Tensor], routes: _C.TokenRoutes) -> Tensor:
     """Returns the results of this rank's experts for the rows that it received.
 
-    Rows that stand for calls without rows give zeros.
+    Rows in place of calls without rows give zeros.
     """
     rows, codes = came[0], came[1] - 2 * listed.begin
     limit = pairs_at_a_time(routes, 1)

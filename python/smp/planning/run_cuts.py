@@ -64,7 +64,7 @@ def decided(root: nn.Module, traced: Trace, run: Run) -> Decision:
 
     Args:
         root: the model.
-        traced: its costs, as `scaled` returns them.
+        traced: the model's costs, as `scaled` returns them.
         run: the run.
     """
     config = run.config

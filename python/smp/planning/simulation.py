@@ -96,7 +96,7 @@ def prove(
     last: dict[int, str] = {}
     order = []
     in_flight = 0
-    # Of actions that begin together the ones without duration are first.
+    # Actions without duration come before others that begin at the same time.
     entries = sorted(
         simulation.timeline,
         key=lambda e: (e.start_ms, e.end_ms, "FBW".index(e.action[0]), e.rank),

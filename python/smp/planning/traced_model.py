@@ -187,7 +187,7 @@ class TracedModel:
 
     @cached_property
     def _has_tail(self) -> bool:
-        """Whether the last part reads a parameter of the first one."""
+        """Returns whether the last part reads a parameter of the first one."""
         early = {p for idx in self._groups[0].idxs for p in self._own(idx)}
         late = {p for idx in self._groups[-1].idxs for p in self._own(idx)}
         return len(self._groups) > 1 and not early.isdisjoint(late)
