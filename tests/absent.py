@@ -4,7 +4,8 @@
 Only what a file of ``tests``, ``benchmarks`` or ``examples`` imports counts, or a program that a
 test gives to ``python -c``, or a package that such a file imports:
 smp itself has to get along without them, so its own failure to import one stays a failure.
-``libuv`` names the launcher, and the groups at an address, of a PyTorch that is built without it. Without the variable nothing is skipped.
+``libuv`` names the launcher, and the groups at an address, of a PyTorch that is built without it.
+Without the variable nothing is skipped.
 """
 
 from __future__ import annotations

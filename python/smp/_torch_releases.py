@@ -1,8 +1,8 @@
 """Features that PyTorch has in some releases from 2.6 on and not in others.
 
-No other module of the package asks which release is installed (``tests/lint`` sees to it). What can be
-asked for by name is, since numbers of releases are those of the day on which this was written;
-the C++ core has ``csrc/common/torch_releases.h``.
+No other module of the package asks which release is installed (``tests/lint`` checks it). Features
+are found by name where possible, because numbers of later releases are not known. The C++ core has
+``csrc/common/torch_releases.h``.
 """
 
 from __future__ import annotations
