@@ -72,7 +72,7 @@ SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold":
 SHARDED |= {"sdp_gradient_clipping": 1e9}
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "config",

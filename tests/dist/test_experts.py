@@ -14,6 +14,7 @@ from tests.reference.expert_families import EXPERT_FAMILIES, build_experts, make
 FAMILIES = sorted(EXPERT_FAMILIES)
 
 
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_two_ranks_share_the_experts_of_a_family(pool: Pool, case: str) -> None:
     check_runs(pool, [ExpertRun(case, 2, prescaled=prescaled) for prescaled in (False, True)])

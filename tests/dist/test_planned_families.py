@@ -26,7 +26,7 @@ from tests.reference.split_families import (
 from tests.reference.tolerances import assert_close
 
 
-@pytest.mark.sample(keep=2)
+@pytest.mark.sample(keep=1)
 @pytest.mark.covering(times=1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "pp{}-tp{}-rdp{}".format(*layout))
 @pytest.mark.parametrize("case", PLANNED_FAMILIES)

@@ -332,6 +332,7 @@ def test_code_from_the_cache_keeps_its_graph(folder: Path) -> None:
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1, counters["aot_autograd"]
 
 
+@pytest.mark.sample(keep=0)
 def test_attention_of_the_cpu_in_float64_runs(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

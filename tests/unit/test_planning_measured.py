@@ -45,7 +45,7 @@ def jobs(benchmark: ModuleType) -> Iterator[dict[int, Job]]:
         yield found
 
 
-@pytest.mark.sample(keep=3)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("line", MEASURED, ids=lambda line: line["contender"])
 def test_peaks_of_the_fullest_rank_are_the_measured_one_within_a_tenth(
     line: dict[str, Any], benchmark: ModuleType, jobs: dict[int, Job]
