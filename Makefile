@@ -69,6 +69,8 @@ ZOO ?= 32
 
 .PHONY: test-all
 test-all: transformers  ## what `make test` leaves out: larger samples of the same claims
+	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY)
+	$(WITH_VENV) ctest --test-dir $(BUILD) --output-on-failure -L others --parallel 2
 	$(RUN) SMP_SAMPLES=others scripts/pytest.sh $(PY) $(PYTEST_ARGS)
 	$(RUN) OMP_NUM_THREADS=1 $(PY) -m tests.zoo --mode pp2 --sample $(ZOO) --jobs 2 --check
 

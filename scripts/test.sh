@@ -17,7 +17,7 @@ scripts/build.sh "$build" "$python" > "$log" 2>&1 || {
 }
 
 echo "=== C++ tests, beside Python tests and shown afterwards"
-ctest --test-dir "$build" --output-on-failure --parallel 2 > "$log" 2>&1 &
+ctest --test-dir "$build" --output-on-failure --parallel 2 -LE others > "$log" 2>&1 &
 compiled=$!
 trap 'kill "$compiled" 2> /dev/null || true' EXIT
 SMP_TEST_MARKS="not alone" scripts/pytest.sh "$python" "$@" || status=$?
