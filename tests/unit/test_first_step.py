@@ -76,6 +76,15 @@ def test_gradient_that_comes_on_one_side_only_is_a_difference() -> None:
     assert "the gradient of 'bias' differs: 1 instead of 0" in str(judge([rank]).difference)
 
 
+def test_gradients_of_the_scripts_own_backward_are_no_difference_and_not_called_equal() -> None:
+    (rank,) = ranks(1.0)
+    rank.one = OneProcess(Stage(), has_backward=False)
+    verdict = judge([rank])
+    assert verdict.difference is None and "gradients were not compared" in str(verdict.reason)
+    rank.gradients["weight"] = None  # an evaluation
+    assert judge([rank]) == Verdict()
+
+
 def test_output_that_is_not_fetched_is_compared_by_the_result_of_its_module() -> None:
     (rank,) = ranks(1.0)
     assert rank.one is not None

@@ -126,7 +126,7 @@ def differences(
     Args:
         real: stage of the run.
         base: stage that it should be equal to. Gradients and the like are zero where they are not
-            recorded, if the base has any; other quantities are passed over.
+            recorded; other quantities are passed over.
         rule: limits of rounding.
         third: stage whose distance from `base` is the effect of rounding.
         largest: dict that gets the largest share by kind.
@@ -139,10 +139,7 @@ def differences(
     floors: dict[str, float] = {}
     for (kind, _), value in base.items.items():
         floors[kind] = max(floors.get(kind, 0.0), _FLOOR * _norm(value))
-    # Without any gradient the base saw no backward: `loss.backward()` in a first step.
-    saw_backward = any(kind == "gradient" for kind, _ in base.items)
-    extra = [key for key in real.items if saw_backward and key[0] == "gradient"]
-    for key in dict.fromkeys((*base.items, *extra)):
+    for key in dict.fromkeys((*base.items, *(k for k in real.items if k[0] == "gradient"))):
         kind, sides = key[0], (real.items.get(key), base.items.get(key))
         if sides[0] is None and kind not in _SUMS:
             continue

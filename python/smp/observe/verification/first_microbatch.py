@@ -156,6 +156,7 @@ class FirstMicrobatch:
             rows=reference.recorder.take(),
             limit=judging.limit_of(dtypes),
             is_certain=reference.is_certain,
+            has_backward=has_backward,
         )
 
     @contextlib.contextmanager
@@ -201,7 +202,7 @@ class FirstMicrobatch:
         reference, found = self._reference, self._found
         if reference is None or found is None:
             return None, None
-        moved, has_backward = None, any(kind == "gradient" for kind, _ in found.stage.items)
+        moved, has_backward = None, found.has_backward
         with self._or_reason(), torch.enable_grad():
             if not judging.agrees(found, self._computed(reference.again(), has_backward)):
                 raise Inconclusive("one process does not compute the same twice")

@@ -25,6 +25,10 @@ _LIMITS = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4}
 _HALF_LIMIT = 3e-2
 # A pipeline rounds in other places than one process with other last digits in its parameters.
 _MARGIN = 10.0
+_OWN_BACKWARD = (
+    "the outputs are equal, but gradients were not compared: the step calls loss.backward() in "
+    "place of model.backward(loss)"
+)
 
 
 @dataclass
@@ -38,12 +42,15 @@ class OneProcess:
         is_certain: whether the gradients that flow into the model are known one by one. If not,
             one output is, or is computed from, another one, and views and copies may separate them
             on one side only. Equal gradients are a result even then.
+        has_backward: whether it ran a backward; not after `loss.backward()` of the script, whose
+            gradients into the model are not known.
     """
 
     stage: Stage
     rows: Rows = field(default_factory=dict)
     limit: float = 1e-4
     is_certain: bool = True
+    has_backward: bool = True
 
 
 @dataclass
@@ -122,7 +129,7 @@ def _judge(
     for own in peers:  # a parameter that was frozen by mistake is on no rank
         for name, value in own.gradients.items():
             places.setdefault(name, own.place)
-            if value is not None:
+            if value is not None and one.has_backward:
                 real.items.setdefault(("gradient", name), value)
     for key, expected in one.stage.items.items():
         is_missing = key[0] == "output" and key not in real.items
@@ -132,7 +139,9 @@ def _judge(
     found = list(differences(real, one.stage, Rule(one.limit, _MARGIN), third))
     found.sort(key=Difference.order)
     if not found:
-        return Verdict()
+        came = any(g is not None for own in peers for g in own.gradients.values())
+        unknown = came and not one.has_backward
+        return Verdict(_OWN_BACKWARD if unknown else None)
     if not all(bool(value.isfinite().all()) for value in one.stage.items.values()):
         return Verdict(reason="what one process computes is not finite")
     first, count = first_of(found, one.rows)
