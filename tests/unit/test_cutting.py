@@ -128,11 +128,8 @@ def test_a_part_of_a_batch_is_read_as_the_batch_is() -> None:
     found = {name: pieces[1] for name, pieces in part.pieces(2).items()}
     assert found["pair"][0].tolist() == [3] and found["pair"][1].shape == (1, 2)
     assert found["texts"] == ["d"] and found["weights"] is weights
-    assert [(name, axis) for name, _, axis in part.tensors()] == [
-        ("pair.0", 0),
-        ("pair.1", 0),
-        ("y", 0),
-    ]
+    paths = [(path, axis) for path, _, axis in part.along()]
+    assert paths == [(("pair", "0"), 0), (("pair", "1"), 0), (("y",), 0)]
 
 
 def test_several_entries_for_each_sample_stay_with_their_sample() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import smp
 from smp.world import rendezvous, runtime
 from smp.world.launch import Rendezvous, read_launch
+from smp.world.observers import StepObserver
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SM_HP_MP_PARAMETERS", "SLURM_PROCID")
 
@@ -122,12 +123,10 @@ def test_local_rank_before_init_is_that_of_the_launcher(monkeypatch: pytest.Monk
 def test_nested_steps_are_refused() -> None:
     smp.init()
     current = runtime.current()
-    with current.steps.exclusive("outer"):
-        with pytest.raises(RuntimeError, match="'inner' was called inside step 'outer'"):
-            with current.steps.exclusive("inner"):
-                pass
-    with current.steps.exclusive("next"):
-        pass
+    current.steps.begin("outer")
+    with pytest.raises(RuntimeError, match="'inner' was called inside step 'outer'"):
+        current.steps.begin("inner")
+    assert current.steps.running == "outer"
 
 
 def test_shutdown_inside_a_step_is_refused() -> None:
@@ -147,11 +146,25 @@ def test_shutdown_inside_a_step_is_refused() -> None:
 
 
 def test_finished_steps_are_counted_and_announced() -> None:
-    smp.init()
-    durations: list[float] = []
-    runtime.current().steps.on_finished(durations.append)
-    runtime.current().steps.finished(0.5)
-    assert (runtime.current().steps.num_finished, durations) == (1, [0.5])
+    smp.init({"microbatches": 2})
+    current, seen = runtime.current(), []
+
+    class Seeing(StepObserver):
+        def step_returned(self, duration_s: float, *, trains: bool, num_samples: int) -> None:
+            seen.append((current.steps.num_finished, trains, num_samples, duration_s > 0))
+
+    @smp.step
+    def step(x: torch.Tensor) -> None:
+        if x.sum() < 0:
+            raise ValueError("negative")
+
+    current.observers.add(Seeing())
+    step(torch.ones(4))
+    with pytest.raises(ValueError, match="negative"):
+        step(-torch.ones(4))
+    assert current.steps.running is None
+    step(torch.ones(4))
+    assert seen == [(1, True, 4, True), (2, True, 4, True)]
 
 
 def test_shutdown_runs_every_callback_last_first_whatever_they_raise() -> None:

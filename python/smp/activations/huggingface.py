@@ -36,18 +36,21 @@ class HonouredModules:
 
     Args:
         root: the user's model.
+
+    Attributes:
+        modules: these modules; their layers are among them.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules = [module for module in root.modules() if hasattr(module, _FLAG)]
-        self._layers = [module for module in self._modules if _is_layer(module)]
+        self.modules = [module for module in root.modules() if hasattr(module, _FLAG)]
+        self._layers = [module for module in self.modules if _is_layer(module)]
         self._settled: list[tuple[nn.Module, bool]] = []
         self._undo: list[Callable[[], None]] = []
 
     @property
     def is_enabled(self) -> bool:
         """Returns whether any of the modules is to be checkpointed."""
-        return any(getattr(module, _FLAG) for module in self._modules)
+        return any(getattr(module, _FLAG) for module in self.modules)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -56,7 +59,7 @@ class HonouredModules:
 
     def honour(self) -> None:
         """Replaces their function by ours; cheap where that has happened."""
-        for module in self._modules:
+        for module in self.modules:
             theirs = module.__dict__.get(_FUNCTION)
             if theirs is None or type(theirs) is _Checkpoint:
                 continue

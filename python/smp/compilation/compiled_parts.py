@@ -14,7 +14,13 @@ from smp.compilation.backend import prepare_threads
 from smp.compilation.compiled_forward import CompiledForward
 from smp.compilation.notes import CompilationNotes
 from smp.compilation.units import Chooser, Left, Unit, has_hooks, is_recorded
-from smp.modules.compiled import CompileRequest, take_calls, take_compiled
+from smp.modules.compiled import (
+    COMPILED_CALL,
+    PLAIN_FORWARD,
+    CompileRequest,
+    take_calls,
+    take_compiled,
+)
 from smp.modules.forwards import Forward, WrapperKind, num_changes, wrap_forward
 from smp.partition.decision import Decision
 from smp.world import comm
@@ -70,7 +76,6 @@ class CompiledParts:
         self._units: dict[nn.Module, Unit] = {}
         self._undo: dict[nn.Module, Callable[[], None]] = {}
         self._notes = CompilationNotes()
-        self._num_steps = 0
 
     @property
     def units(self) -> list[str]:
@@ -120,14 +125,17 @@ class CompiledParts:
         if not self._is_placed:
             take_compiled(self._root, found)
         else:
-            take_calls(self._modules, found)
+            for module in self._modules:
+                own = module.__dict__
+                if COMPILED_CALL in own or hasattr(own.get("forward"), PLAIN_FORWARD):
+                    take_calls((module,), found)
         for module, request in found.items():
             self.request(module, request)
 
     def settle(self) -> None:
         """Compiles all requested modules. Runs between steps, or without a step."""
         self.take()
-        if not self._is_placed or not self.is_on:
+        if not (self._is_placed and (self._by_stage or self._requests)):
             return
         hooked = tuple(id(module) for module in self._modules if has_hooks(module))
         now = (num_changes(), hooked, len(self._failed), dict(self._requests))
@@ -205,14 +213,12 @@ class CompiledParts:
         if self._rank.sizes["pp"] == 1:
             self._tell()
 
-    def end_step(self) -> None:
+    def exchange_notes(self) -> None:
         """Logs on the first rank of each pipeline what could not be compiled anywhere in it.
 
-        Collective over the pipeline after steps 1, 2, 4, 8 and so on.
+        Collective over the pipeline.
         """
-        self._num_steps += 1
-        is_asked = self._num_steps & (self._num_steps - 1) == 0
-        if self._rank.sizes["pp"] == 1 or not is_asked:
+        if self._rank.sizes["pp"] == 1:
             return
         for notes in comm.allgather(self._notes.take(), comm.PP_GROUP):
             self._notes.add(notes)

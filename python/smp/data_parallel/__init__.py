@@ -6,10 +6,6 @@ from smp.data_parallel.bucket_size import DEFAULT_MB as DEFAULT_MB
 from smp.data_parallel.bucket_size import bucket_cap_bytes as bucket_cap_bytes
 from smp.data_parallel.comm_hook import CommHook as CommHook
 from smp.data_parallel.comm_hook import refuse_comm_hook as refuse_comm_hook
-from smp.data_parallel.frozen import FrozenParameters as FrozenParameters
-from smp.data_parallel.frozen import refuse_thawed as refuse_thawed
-from smp.data_parallel.kept_gradients import KeptGradients as KeptGradients
-from smp.data_parallel.reduction import KeptDtypes as KeptDtypes
 from smp.data_parallel.reduction import Reduction as Reduction
 from smp.data_parallel.reduction import broadcast_from_first as broadcast_from_first
 from smp.data_parallel.reduction import gather_numbers as gather_numbers

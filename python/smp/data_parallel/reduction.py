@@ -208,35 +208,6 @@ def make_reducers(
     return reducers
 
 
-class KeptDtypes:
-    """The dtypes for which gradients were laid out.
-
-    A parameter of another dtype has another node in autograd, whose gradients the reducers do not
-    get: they would be neither averaged over microbatches nor summed over replicas.
-
-    Args:
-        parameters: names in the whole model, and trained parameters of this rank.
-    """
-
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self._laid_out = [(name, parameter, parameter.dtype) for name, parameter in parameters]
-
-    def check(self) -> None:
-        """Raises a ValueError if a parameter's dtype has changed since."""
-        for name, parameter, dtype in self._laid_out:
-            if parameter.dtype != dtype:
-                module = name.rpartition(".")[0]
-                raise ValueError(
-                    f"{_C.rank_prefix()}parameter '{name}' has dtype {parameter.dtype}, and had "
-                    f"{dtype} when its gradients were laid out: code of the model has converted "
-                    f"it since, as routers do with self.{module.rpartition('.')[2]}.to(...). Its "
-                    "gradients would be wrong. Convert the module before "
-                    f"smp.DistributedModel(...): model.get_submodule('{module}')"
-                    f".to({parameter.dtype}); with bf16 or fp16 in the configuration "
-                    "parameters have to keep the dtype that training gives them"
-                )
-
-
 def gather_numbers(
     rank: Rank, communicator: _C.Communicator, values: Sequence[float], what: str
 ) -> list[list[float]]:

@@ -19,12 +19,16 @@ class ReplicaBuffers:
     Args:
         rank: rank of this process.
         root: the user's model.
-        broadcasts: whether buffers are broadcast.
+        broadcasts: whether buffers are broadcast, if there are several replicas.
+
+    Attributes:
+        is_open: whether a step has begun at whose end buffers are broadcast.
     """
 
     def __init__(self, rank: Rank, root: nn.Module, broadcasts: bool) -> None:
-        self._rank, self._root, self._broadcasts = rank, root, broadcasts
-        self._is_open = False
+        self._rank, self._root = rank, root
+        self._broadcasts = broadcasts and rank.sizes["dp"] > 1
+        self.is_open = False
         self._before: dict[str, Tensor] | None = None  # values, in a step that looks for writes
         self._written: set[str] = set()  # names that some replica has written
         self._num_steps = 0
@@ -42,9 +46,9 @@ class ReplicaBuffers:
             ends: whether all replicas take part in the end of this step.
         """
         data_parallel.broadcast_from_first(self._rank, list(self._root.buffers()), first=first)
-        if not ends or self._rank.sizes["dp"] == 1:
+        if not ends:
             return
-        self._is_open = True
+        self.is_open = True
         self._num_steps += 1
         # Some buffers are first written in a later step. The search takes copies and an exchange
         # between replicas, so it becomes rare. PyTorch counts no version of running statistics.
@@ -53,8 +57,6 @@ class ReplicaBuffers:
 
     def end_step(self) -> None:
         """Broadcasts the buffers that forwards write. Collective over the replicas."""
-        if not self._is_open:
-            return
         now = dict(self._root.named_buffers())
         if self._before is not None and now:
             own = [n for n, b in now.items() if not _is_same(self._before.get(n), b)]
@@ -65,7 +67,7 @@ class ReplicaBuffers:
 
     def abandon_step(self) -> None:
         """Forgets a step that is over or has failed. Not collective."""
-        self._is_open, self._before = False, None
+        self.is_open, self._before = False, None
 
 
 def _is_same(before: Tensor | None, buffer: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -23,7 +22,6 @@ from smp.model.pipeline_place import PipelinePlace
 from smp.model.plain_states import guard_states
 from smp.model.whole_state import WholeState
 from smp.modules.compiled import CompileRequest
-from smp.modules.watching import unwatched
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
 from smp.partition.trace_choice import TraceOptions
@@ -74,6 +72,7 @@ class Engine:
         uneven: handler of uneven batches inside of `smp.join`, or None.
         on_next_call: receives the arguments of the next call of the model.
         joins_step: whether a step of this model has begun and not ended.
+        running_mb: microbatch whose body runs without a pipeline, or None.
         shows_whole: whether parameters have the values of other ranks (`smp.whole_parameters`).
     """
 
@@ -123,9 +122,9 @@ class Engine:
         self.on_next_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self.joins_step = False
         self.shows_whole = False
-        self._unwatched = contextlib.ExitStack()
-        self._inside_step = False
-        self._running_mb = 0
+        self._num_steps = 0
+        self._has_failed = False  # whether the last step has failed
+        self.running_mb: int | None = None
         self._has_updated = False
 
     @property
@@ -149,7 +148,7 @@ class Engine:
         return {} if self.storage is None else self.storage.holdings
 
     def in_step(self) -> bool:
-        return bool(_C.in_context()) if self.pipeline is not None else self._inside_step
+        return bool(_C.in_context()) if self.pipeline is not None else self.running_mb is not None
 
     # ---- partition
 
@@ -181,6 +180,7 @@ class Engine:
         )
         if storage.mixes_dtypes:
             self.operands.begin()
+        current.wrapped.has_holdings |= bool(storage.holdings)
         self._finish_on_shutdown(storage)
         self.lay_out_gradients()
         if current.rank.sizes["pp"] > 1:
@@ -192,7 +192,7 @@ class Engine:
         self.compiled.place(decision, pp_rank)
         if self.pipeline is not None or not storage.shows_values:
             guard_states(self._root)
-        current.wrapped.partitioned.add(self.idx)
+        current.wrapped.add_engine(self.idx, self)
         _C.release_host_memory()  # whole values are not needed any more
 
     def _finish_on_shutdown(self, storage: Storage) -> None:
@@ -222,7 +222,7 @@ class Engine:
             ValueError: the tensors that the optimizer updates were laid out without them.
             RuntimeError: gradients of several steps are being added up.
         """
-        if self.storage is None or self.gradients.in_step:
+        if self.storage is None or not self.gradients.has_frozen or self.gradients.in_step:
             return
         name = self.gradients.thawed()
         if name is not None:
@@ -272,6 +272,7 @@ class Engine:
         """Drops the model, and references to it elsewhere. May be called twice."""
         for see in self._current.observers.model_closed:
             see(self)
+        self._current.wrapped.engines.pop(self.idx, None)
         self.compiled.close()
         self.operands.close()
         self.mask_places.leave()
@@ -312,21 +313,22 @@ class Engine:
         """
         self.refuse_whole()
         self.joins_step = True
-        if self.pipeline is not None:  # else done around forwards, which do not overlap
-            self._unwatched.enter_context(unwatched())
-        self.honour_checkpointing()
-        self.compiled.settle()
+        if self.pipeline is not None:
+            self.pipeline.modules.mode = ""
+            if self._has_failed:
+                self.pipeline.modules.forget_step()
+        self._has_failed = False
         if trains:
             self.lay_out_thawed()
-        if self.storage is not None:
+        if self.storage is not None and self.storage.has_steps:
             self.storage.begin_step(num_microbatches, trains)
-        if not trains:
-            return
-        syncs = self._buffers.is_on
-        first = 0 if self.uneven is None else self.uneven.announce(syncs)
-        if syncs:
-            self._buffers.begin_step(first, ends=self.uneven is None)
-        self.gradients.begin_step(num_microbatches, may_overlap)
+        if trains:
+            syncs = self._buffers.is_on
+            first = 0 if self.uneven is None else self.uneven.announce(syncs)
+            if syncs:
+                self._buffers.begin_step(first, ends=self.uneven is None)
+            self.gradients.begin_step(num_microbatches, may_overlap)
+        self.settle()
 
     def refuse_whole(self) -> None:
         """Raises if the model is to run while its parameters have values of other ranks.
@@ -340,51 +342,34 @@ class Engine:
                 "its parameters have the values of other ranks; leave the context first"
             )
 
-    def honour_checkpointing(self) -> None:
-        """Takes over the settings of gradient checkpointing in transformers."""
-        self._honoured.honour()
+    def settle(self) -> None:
+        """Takes over what the script has set on modules: checkpointing and compilation."""
+        if self._honoured.modules:
+            self._honoured.honour()
+        self.compiled.settle()
 
     def checkpoints(self) -> bool:
         """Returns whether a part of this model is known to be checkpointed before it runs."""
         return self._honoured.is_enabled or any(map(activations.is_marked, self._root.modules()))
 
-    def reading(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for a body of a step, which may read parameters outside of forwards."""
-        return contextlib.nullcontext() if self.storage is None else self.storage.reading()
-
-    def begin_body(self, mb: int) -> None:
-        """Begins a body without a pipeline."""
-        self._inside_step = True
-        self._running_mb = mb
-
-    def begin_backward_alone(self) -> None:
-        """Begins the backward of a body without a pipeline: another box in the timeline."""
-        timeline = self._current.timeline
-        if self._inside_step and timeline.is_on:
-            timeline.end_run()
-            timeline.begin_run(True, self._running_mb)
-
-    def leave_bodies(self) -> None:
-        """Notes that no body runs any more, without a pipeline."""
-        self._inside_step = False
-
     def end_step(self, trains: bool) -> None:
         """Waits for the reduction of the step's gradients."""
         self.joins_step = False
-        self._unwatched.close()
-        if self.storage is not None:
+        if self.storage is not None and self.storage.has_steps:
             self.storage.end_step()
-        if self.pipeline is not None:
-            self.pipeline.modules.end_step()
+        if self.pipeline is not None and self.pipeline.modules.swaps.swapped:
+            self.pipeline.modules.swaps.refuse_left()
         if trains:
             self.gradients.end_step()
-            self._buffers.end_step()
-        self.compiled.end_step()
+            if self._buffers.is_open:
+                self._buffers.end_step()
+        self._num_steps += 1
+        if self._num_steps & (self._num_steps - 1) == 0:
+            self.compiled.exchange_notes()
 
     def abandon_step(self) -> None:
         """Closes a step that failed; its gradients are lost. Not collective."""
-        self.joins_step = False
-        self._unwatched.close()
+        self.joins_step, self._has_failed = False, True
         if self.storage is not None:
             self.storage.abandon_step()
         self.gradients.abandon_step()

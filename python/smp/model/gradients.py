@@ -8,6 +8,7 @@ from torch import nn
 
 import smp._C as _C
 from smp import data_parallel
+from smp.model.laid_out import LaidOutParameters
 from smp.precision.holdings import master_of
 from smp.storage.choose import lockstep_of
 from smp.storage.protocol import Storage
@@ -46,10 +47,9 @@ class GradientReduction:
         self.reducers: list[_C.Reducer] = []
         self.trainable_bytes = 0
         self._past_reductions = 0  # counted by reducers that were replaced
-        self._dtypes = data_parallel.KeptDtypes([])
-        self._kept = data_parallel.KeptGradients([], master_of)
-        self._frozen = data_parallel.FrozenParameters([])
+        self._laid_out = LaidOutParameters()
         self._hook: data_parallel.CommHook | None = None
+        self._is_ahead = False  # whether collectives of a device run ahead of the host
         self._has_begun = False  # whether a training step has begun
 
     def lay_out(self, local: Sequence[tuple[str, nn.Parameter]], storage: Storage) -> None:
@@ -63,9 +63,8 @@ class GradientReduction:
         """
         trainable = [(name, p) for name, p in local if p.requires_grad]
         self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
-        self._dtypes = data_parallel.KeptDtypes(trainable)
-        self._kept = data_parallel.KeptGradients(trainable, master_of)
-        self._frozen = data_parallel.FrozenParameters(local)
+        self._laid_out = LaidOutParameters(local)
+        self._is_ahead = any(group.is_stream_ordered for group in self._rank.comms.made)
         self._past_reductions = self.num_reductions
         self.reducers = []  # the former reducers drop their references to the parameters
         self.reducers = data_parallel.make_reducers(
@@ -97,6 +96,11 @@ class GradientReduction:
         return self._past_reductions + now
 
     @property
+    def has_frozen(self) -> bool:
+        """True if gradients were laid out without some parameters, which may be thawed."""
+        return bool(self._laid_out.frozen)
+
+    @property
     def in_step(self) -> bool:
         """True while gradients are being reduced."""
         return any(reducer.in_step for reducer in self.reducers)
@@ -107,7 +111,7 @@ class GradientReduction:
         Raises:
             RuntimeError: gradients of several steps are being added up, and some exist already.
         """
-        name = self._frozen.thawed()
+        name = self._laid_out.thawed()
         if name is not None and self._passes_per_reduction > 1 and self._has_begun:
             raise RuntimeError(
                 f"{_C.rank_prefix()}parameter '{name}' was thawed (requires_grad_(True)) after "
@@ -156,16 +160,14 @@ class GradientReduction:
     def begin_step(self, num_microbatches: int, may_overlap: bool = True) -> None:
         """Begins a training step. Collective over the replicas."""
         self._has_begun = True
-        self._frozen.begin_step()
         # Two reducers have no common order on two replicas before the end of a step; on a device
         # their sums would wait for each other. There only the last one overlaps: it has the split
         # layers, which are most of a model.
-        is_ahead = any(group.is_stream_ordered for group in self._rank.comms.made)
         for reducer in self.reducers:
             is_last = reducer is self.reducers[-1]
-            overlaps = may_overlap and (is_last or not is_ahead)
-            reducer.begin_step(num_microbatches, overlaps, not self.is_hooked)
-        self._kept.begin_step()
+            overlaps = may_overlap and (is_last or not self._is_ahead)
+            reducer.begin_step(num_microbatches, overlaps, self._hook is None)
+        self._laid_out.begin_step()
 
     def shadow_step(self) -> None:
         """Takes part in a step of other replicas with nothing to add. Collective over them."""
@@ -182,15 +184,13 @@ class GradientReduction:
 
     def end_step(self) -> None:
         """Waits until the gradients of the step are reduced."""
-        self._dtypes.check()
-        self._frozen.check()
-        self._kept.check()
+        self._laid_out.check()
         for reducer in reversed(self.reducers):  # the overlapping one comes first
             reducer.end_step()
 
     def abandon_step(self) -> None:
         """Abandons a step that has failed; its gradients are lost. Not collective."""
-        self._kept.forget()
+        self._laid_out.forget()
         for reducer in self.reducers:
             if reducer.in_step:
                 reducer.cancel_step()

@@ -61,9 +61,8 @@ class ModelCalls:
 
     def _forward_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._engine.refuse_whole()
-        self._engine.honour_checkpointing()
         if not self._engine.joins_step:
-            self._engine.compiled.settle()
+            self._engine.settle()
             if torch.is_grad_enabled():
                 self._engine.lay_out_thawed()
         with unwatched(), self._engine.mask_places.outside_of_steps():
@@ -139,7 +138,10 @@ class ModelCalls:
     def _backward_alone(
         self, tensors: list[Tensor], grad_tensors: list[Tensor | None] | None
     ) -> None:
-        self._engine.begin_backward_alone()
+        timeline = self._runtime.timeline
+        if timeline.is_on and self._engine.running_mb is not None:  # another box in the timeline
+            timeline.end_run()
+            timeline.begin_run(True, self._engine.running_mb)
         factor = self._engine.loss.at_root()
         if self._engine.loss.skips(factor):
             return

@@ -14,9 +14,11 @@ AutocastState = tuple[tuple[str, torch.dtype], ...]
 def capture(device: torch.device) -> AutocastState:
     """Returns the autocast state of the calling thread, for CPU and the type of ``device``."""
     types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind)
-    )
+    state: AutocastState = ()
+    for kind in types:
+        if torch.is_autocast_enabled(kind):
+            state += ((kind, torch.get_autocast_dtype(kind)),)
+    return state
 
 
 @contextlib.contextmanager

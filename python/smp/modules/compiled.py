@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+COMPILED_CALL = "_compiled_call_impl"  # attribute of a module with a compiled call
+PLAIN_FORWARD = "_torchdynamo_orig_callable"  # attribute of a compiled forward
 _MAX_FRAMES = 16  # frames from a module to the compiled one around it
 
 
@@ -86,14 +88,14 @@ def take_calls(
     """Removes compiled calls as `take_compiled` does, but replaces no modules."""
     for module in modules:
         attributes = module.__dict__
-        call = attributes.get("_compiled_call_impl")
+        call = attributes.get(COMPILED_CALL)
         if call is not None:
             _note(requests, module, _of_context(_context_behind(call)))
-            del attributes["_compiled_call_impl"]
+            del attributes[COMPILED_CALL]
         forward: Any = attributes.get("forward")
-        if getattr(forward, "_torchdynamo_orig_callable", None) is not None:
+        if getattr(forward, PLAIN_FORWARD, None) is not None:
             context = _context_behind(forward)
-            if context is None or not _is_own(module, forward._torchdynamo_orig_callable):
+            if context is None or not _is_own(module, getattr(forward, PLAIN_FORWARD)):
                 continue  # a forward of another object, or a wrapper of the library
             _note(requests, module, _of_context(context))
             del attributes["forward"]

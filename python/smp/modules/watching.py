@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_kinds: list[tuple[type[Tensor], Callable[..., Any]]] = []
+_kinds: list[tuple[type[Tensor], classmethod[Any, Any, Any]]] = []
 _depth = [0]
 
 
 def watch(kind: type[Tensor], function: Callable[..., Any]) -> None:
     """Calls ``function`` as the ``__torch_function__`` of a class, except in `unwatched` code."""
-    _kinds.append((kind, function))
-    _set(kind, function)
+    _kinds.append((kind, classmethod(function)))
+    kind.__torch_function__ = _kinds[-1][1]  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
@@ -32,8 +32,4 @@ def unwatched() -> Iterator[None]:
         _depth[0] -= 1
         if _depth[0] == 0:
             for kind, function in _kinds:
-                _set(kind, function)
-
-
-def _set(kind: type[Tensor], function: Callable[..., Any]) -> None:
-    kind.__torch_function__ = classmethod(function)  # type: ignore[assignment]
+                kind.__torch_function__ = function  # type: ignore[assignment]

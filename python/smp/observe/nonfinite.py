@@ -117,12 +117,6 @@ class NonFiniteObserver(StepObserver):
         elif isinstance(self._current.detection, _Detection):
             self._current.detection.watch(model)
 
-    def backward(self, engine: Any, losses: Sequence[Tensor]) -> None:
-        if isinstance(self._current.detection, _Detection):
-            self._current.detection.check(
-                losses, "(root)", "forward", "the loss made of its output"
-            )
-
 
 def _detection_of(current: runtime.Runtime) -> _Detection:
     if current.detection is None:
@@ -150,7 +144,7 @@ class _Watched:
         return self.makers[-1], "the gradient that comes back to its output"
 
 
-class _Detection:
+class _Detection(StepObserver):
     """Looks at the models of a runtime.
 
     Attributes:
@@ -168,11 +162,12 @@ class _Detection:
         self._undo = weakref.WeakKeyDictionary()
         self._own: NonFinite | None = None  # first entry of this rank in this step
         self._running = threading.local()
-        current.steps.on_finished(self._step_done)
         current.on_shutdown(self.stop)
 
     def start(self) -> None:
         """Begins to watch all models that are partitioned."""
+        if not self.is_on:
+            self._current.observers.add(self)
         self.is_on = True
         for model in self._current.wrapped.models:
             self.watch(model)
@@ -198,6 +193,7 @@ class _Detection:
     def stop(self) -> None:
         """Removes all wrappers and hooks from the models."""
         self.is_on, self._own = False, None
+        self._current.observers.remove(self)
         for functions in self._undo.values():
             for undo in functions:
                 undo()
@@ -229,6 +225,9 @@ class _Detection:
             return result
 
         return functools.update_wrapper(checked, forward)
+
+    def backward(self, engine: Any, losses: Sequence[Tensor]) -> None:
+        self.check(losses, "(root)", "forward", "the loss made of its output")
 
     def _callers(self) -> list[str]:
         """Returns the modules whose forward this thread runs now, the innermost last."""
@@ -310,7 +309,7 @@ class _Detection:
 
     # ---- end of a step
 
-    def _step_done(self, _: float) -> None:
+    def step_returned(self, duration_s: float, *, trains: bool, num_samples: int) -> None:
         """Finds the first entry over the ranks of a replica. Collective over them."""
         if not self.is_on:
             return

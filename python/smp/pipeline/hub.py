@@ -62,22 +62,6 @@ class PipelineHub:
         self._modules_of.pop(modules.first_id, None)
         modules.disconnect()
 
-    def begin_step(self, name: str, num_microbatches: int, words: str) -> tuple[int, str]:
-        """Opens a step on all ranks of the replica.
-
-        Args:
-            name: name of the step function.
-            num_microbatches: number of microbatches of this rank.
-            words: text of this rank; the driver's is sent to the other ranks.
-
-        Returns:
-            the driver's number of microbatches and text.
-        """
-        begun = self.server.begin_step(name, num_microbatches, words)
-        for modules in list(self._modules_of.values()):
-            modules.begin_step()
-        return begun
-
     def keep_first_apart(self, apart: bool) -> None:
         """Sets whether calls of microbatch 0, which is observed then, are predicted apart."""
         for modules in (self._functions, *self._modules_of.values()):

@@ -73,6 +73,17 @@ class RemoteModules:
             belong to a later stage of this rank; the body sends requests for them to its own
             rank, so that it can run ahead.
         writes: writes of forwards to attributes of modules.
+
+    Attributes:
+        first_id: id of the root among the modules of all models.
+        mode: name for what results depend on in this step besides arguments; empty: no call has
+            needed it yet.
+        swaps: tensors that code of the step has put in the place of parameters and buffers.
+        first_apart: whether results of calls in microbatch 0 predict only those of microbatch 0.
+        guard: guard around served calls; results of guarded calls predict only those of guarded
+            calls.
+        samples_of: returns the samples of a microbatch, where masks of dropout depend on them.
+        look_at: receives the tensors of a call before it is served.
     """
 
     def __init__(
@@ -94,15 +105,11 @@ class RemoteModules:
         self._codec = Codec(modules, device)
         self.device = device
         self._server: Server | None = None
-        self.first_id = 0  # id of the root among the modules of all models
-        self._mode = ""
-        #: whether results of calls in microbatch 0 predict only those of microbatch 0
+        self.first_id = 0
+        self.mode = ""
         self.first_apart = False
-        #: guard around served calls; results of guarded calls predict only those of guarded calls
         self.guard: Guard | None = None
-        #: returns the samples of a microbatch, where masks of dropout depend on them
         self.samples_of: Callable[[int], Samples] | None = None
-        #: receives the tensors of a call before it is served
         self.look_at: Callable[[Any], None] | None = None
         self._filled: dict[int, tuple[Any, int]] = {}
         self._undo: list[Callable[[], None]] = []
@@ -118,6 +125,7 @@ class RemoteModules:
             away[0] = owners[0]
         writes = writes or ModuleWrites()
         self._state = CallState(modules, names, writes, away, global_rank)
+        self.swaps = self._state.swaps
 
     @property
     def server(self) -> Server:
@@ -138,22 +146,20 @@ class RemoteModules:
             self._undo.append(wrap_forward(self._modules[module_id], WrapperKind.REMOTE, stub))
         self._state.open()
 
-    def begin_step(self) -> None:
-        """Notes what results depend on besides arguments: frozen parameters and modes."""
-        self._filled.clear()  # entries of a step that failed
-        self._state.swaps.forget()
-        flags = [p.requires_grad for p in self._root.parameters()]
-        flags += [module.training for module in self._modules]
-        self._mode = f"{hash(tuple(flags)):x}"
+    def forget_step(self) -> None:
+        """Forgets what a step that has failed has left."""
+        self._filled.clear()
+        self.swaps.forget()
 
     def _kind_of_calls(self) -> str:
         """Returns a name for the calls that the server may expect to be like this one."""
+        if not self.mode:  # frozen parameters and modes count
+            flags = [p.requires_grad for p in self._root.parameters()]
+            flags += [module.training for module in self._modules]
+            self.mode = f"{hash(tuple(flags)):x}"
         guarded = ":guarded" if self.guard is not None else ""
-        return self._mode + guarded + (":first" if self._is_apart() else "")
-
-    def end_step(self) -> None:
-        """Raises when code of the step has left other tensors in the place of parameters."""
-        self._state.swaps.refuse_left()
+        apart = self.first_apart and _C.current_microbatch() == 0
+        return self.mode + guarded + (":first" if apart else "")
 
     def disconnect(self) -> None:
         """Restores every module's own ``forward``."""
@@ -248,9 +254,6 @@ class RemoteModules:
                     f"and so has a module in microbatch {other}, which is not done yet: they would "
                     "mix. Make a new one in each call of the model, or set active_microbatches=1"
                 )
-
-    def _is_apart(self) -> bool:
-        return self.first_apart and _C.current_microbatch() == 0
 
     def _seeds_of(self, server: Server, request: Request) -> Tensor | None:
         """Returns seeds of modules that run together, as if they ran one by one; None for one.

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import smp._C as _C
+from smp.step.cutting import Cutting
 from smp.world import comm, runtime
 from smp.world.log import first_rank_log
-from smp.world.terms import terms_now
+from smp.world.terms import Terms
 
 _log = logging.getLogger("smp")
 _SAMPLE_BYTES = 1 << 16
@@ -33,25 +33,30 @@ class Agreement:
     Args:
         current: the runtime.
         name: name of the step function.
-        batch: arguments of the step function that are cut, by name; empty to compare none.
+        cutting: arguments of the step function, or None to compare none.
         trains: whether the step trains, so that gradients of the step before are not used any more.
+
+    Attributes:
+        words: text for the other ranks of the pipeline.
     """
 
     def __init__(
-        self, current: runtime.Runtime, name: str, batch: Mapping[str, Any], trains: bool
+        self, current: runtime.Runtime, name: str, cutting: Cutting | None, trains: bool
     ) -> None:
         self._current = current
         self._name = name
-        if trains:
+        shows = trains and cutting is not None and current.rank.sizes["pp"] > 1
+        self._batch = self._shapes_of(cutting) if shows and cutting is not None else {}
+        if trains and current.steps.missed_at is not None:
             current.steps.refuse_missed()
-        self._terms = terms_now(current, f"'{name}'")
-        if trains and current.part_gradients is not None:
-            current.part_gradients.step_begins()
-        self._batch = self._shapes_of(batch) if current.rank.sizes["pp"] > 1 else {}
-
-    def words(self) -> str:
-        """Returns a text for the other ranks of the pipeline."""
-        return json.dumps({"terms": self._terms.words(), "batch": self._batch})
+        keeper = current.part_gradients
+        scaling = None
+        if keeper is not None and not keeper.is_idle:
+            scaling = keeper.scaling()
+            if trains:
+                keeper.step_begins()
+        self._terms = Terms(current, f"'{name}'", scaling)
+        self.words = json.dumps({"terms": self._terms.words, "batch": self._batch})
 
     def digests(self) -> list[int]:
         """Returns two numbers whose maxima over ranks belong together only if the ranks agree."""
@@ -67,7 +72,7 @@ class Agreement:
             ValueError: they differ in a value on which ranks of one model have to agree.
         """
         rank, first = self._current.rank, json.loads(words)
-        told = {rank.groups["pp"][0]: first["terms"], rank.global_rank: self._terms.words()}
+        told = {rank.groups["pp"][0]: first["terms"], rank.global_rank: self._terms.words}
         self._terms.compare(told)
         self._tell_of_batch(first["batch"])
 
@@ -81,23 +86,20 @@ class Agreement:
             ValueError: on every rank, if they differ in a value on which ranks have to agree.
         """
         if maxima[0] != -maxima[1]:
-            told = comm.allgather(self._terms.words(), comm.CommGroup.DP_GROUP)
+            told = comm.allgather(self._terms.words, comm.CommGroup.DP_GROUP)
             self._terms.compare(dict(zip(self._current.rank.groups["dp"], told, strict=True)))
 
     # ---- the batch
 
-    def _shapes_of(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def _shapes_of(self, cutting: Cutting) -> dict[str, Any]:
         """Returns shapes of tensors by place; in the first step also digests of values."""
-        leaves = [
-            (name + pytree.keystr(path), leaf)
-            for name, value in batch.items()
-            for path, leaf in pytree.tree_flatten_with_path(value)[0]
-            if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout == torch.strided
-        ][:_MOST_TENSORS]
+        shapes: dict[str, Any] = {}
         with_values = not self._current.steps.has_trained
-        return {
-            place: [list(leaf.shape), _digest(leaf) if with_values else 0] for place, leaf in leaves
-        }
+        for path, tensor, _ in cutting.along():
+            if tensor.numel() and tensor.layout == torch.strided and len(shapes) < _MOST_TENSORS:
+                digest = _digest(tensor) if with_values else 0
+                shapes[".".join(path)] = [list(tensor.shape), digest]
+        return shapes
 
     def _tell_of_batch(self, first: Mapping[str, Any]) -> None:
         """Logs once if the batch of this rank differs from that of the first rank."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
+import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,13 +37,12 @@ class Cutting:
         self._rules = rules
         self._readings = read(arguments, rules)
         self.num_samples = self._readings.num_samples
-        self._along = list(self._tensors(arguments, ()))
         self._fixed = self._take_fixed()
 
     def _take_fixed(self) -> list[Path]:
         """Returns tensors that are cut and have not changed since the last call, if others have."""
         seen, fixed, shapes = self._rules.seen, [], self._readings.shapes
-        for path, tensor, _ in self._along:
+        for path, tensor, _ in self.along() if shapes else ():
             if path not in shapes:
                 continue
             version = 0 if tensor.is_inference() else tensor._version
@@ -59,46 +61,42 @@ class Cutting:
 
     def count(self, microbatches: int) -> int:
         """Returns how many microbatches there are: fewer when there are fewer samples."""
-        return min(microbatches, max(self.num_samples, 1)) if self._is_cut() else microbatches
+        is_cut = self._readings.is_cut
+        return min(microbatches, max(self.num_samples, 1)) if is_cut else microbatches
 
-    def _is_cut(self) -> bool:
-        readings = self._readings
-        return bool(readings.dims) or Reading.ENTRIES in readings.by_path.values()
-
-    def samples_by_microbatch(self, count: int) -> list[float]:
+    def samples_by_microbatch(self, count: int) -> Sequence[float]:
         """Returns how many samples each microbatch has; 1 each if nothing is cut."""
-        if not self._is_cut() or not self.num_samples:
+        if not self._readings.is_cut or not self.num_samples:
             return [1.0] * count
-        edges = _edges(self.num_samples, count)
-        return [float(end - begin) for begin, end in zip(edges, edges[1:], strict=False)]
+        edges = _edges(self.num_samples, count, self.num_samples)
+        return list(map(float, map(operator.sub, edges[1:], edges)))
 
-    def pieces(self, count: int) -> dict[str, list[Any]]:
+    def pieces(self, count: int) -> dict[str, Sequence[Any]]:
         """Returns ``count`` pieces of each argument, by name; containers are rebuilt."""
-        return {n: self._pieces(value, (n,), count) for n, value in self.arguments.items()}
+        pieces = {}
+        for name, value in self.arguments.items():
+            pieces[name] = self._pieces(value, (name,), count)
+        return pieces
 
     def part(self, count: int, number: int) -> Cutting:
         """Returns one of so many parts of the batch, as a batch that is read in the same way."""
         part = copy.copy(self)
         part.arguments = {name: pieces[number] for name, pieces in self.pieces(count).items()}
-        part._along = list(part._tensors(part.arguments, ()))
-        edges = _edges(self.num_samples, count)
+        edges = _edges(self.num_samples, count, self.num_samples)
         part.num_samples = edges[number + 1] - edges[number]
         return part
 
-    def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
-        """Yields tensors that are cut along a dimension, with their names."""
-        for path, tensor, axis in self._along:
-            yield ".".join(path), tensor, axis
+    def along(self) -> list[tuple[Path, Tensor, int]]:
+        """Returns tensors that are cut along a dimension, with their paths and the dimension."""
+        found = []
+        for path, keys, axis in self._readings.along:
+            value: Any = self.arguments
+            for key in keys:
+                value = list(value)[key] if isinstance(value, set | frozenset) else value[key]
+            found.append((path, value, axis))
+        return found
 
-    def _tensors(self, value: Any, path: Path) -> Iterator[tuple[Path, Tensor, int]]:
-        by_path = self._readings.by_path
-        for entry, below in entries(value, path):
-            if by_path[below] is Reading.INSIDE:
-                yield from self._tensors(entry, below)
-            elif by_path[below] is Reading.ALONG and isinstance(entry, Tensor):
-                yield below, entry, self._rules.axis(below) or 0
-
-    def _pieces(self, value: Any, path: Path, count: int) -> list[Any]:
+    def _pieces(self, value: Any, path: Path, count: int) -> Sequence[Any]:
         reading = self._readings.by_path[path]
         if reading is Reading.WHOLE:
             if hasattr(value, "smp_slice") and not self._rules.is_whole(path):
@@ -112,30 +110,32 @@ class Cutting:
                 return [rebuild_dict(value, dict(zip(value, r, strict=True))) for r in rows]
             return [rebuild_sequence(value, row) for row in rows]
         if reading is Reading.ENTRIES:
-            spans = self._spans(len(value), count, path)
-            return [rebuild_sequence(value, value[begin:end]) for begin, end in spans]
+            edges = self._edges_of(len(value), count, path)
+            return [rebuild_sequence(value, value[b:e]) for b, e in itertools.pairwise(edges)]
+        axis = self._rules.axis(path) or 0
+        if isinstance(value, Tensor):
+            edges = self._edges_of(value.shape[axis], count, path)
+            return torch.tensor_split(value, edges[1:-1], dim=axis)
         extent = extent_of(value, path, self._rules)
         assert extent is not None  # since it is cut along a dimension
-        return _cut(value, self._spans(extent, count, path), self._rules.axis(path) or 0)
+        return _cut(value, self._edges_of(extent, count, path), axis)
 
-    def _spans(self, extent: int, count: int, path: Path) -> list[tuple[int, int]]:
-        """Returns the rows of each microbatch, for a tensor with ``extent`` rows.
+    def _edges_of(self, extent: int, count: int, path: Path) -> Sequence[int]:
+        """Returns the boundaries of the microbatches in a tensor with ``extent`` rows.
 
         Raises:
             ValueError: the rows of a sample would be in two microbatches.
         """
         size = self.num_samples
-        edges = _edges(size, count)
-        if extent != size:
-            if any(edge * extent % max(size, 1) for edge in edges):
-                raise ValueError(
-                    f"argument '{'.'.join(path)}' of the step function has {extent} entries along "
-                    f"its batch dimension, and the batch has {size} samples, so that {count} "
-                    "microbatches cannot have whole samples of both; use a batch that microbatches "
-                    "divide, or name the argument in non_split_inputs"
-                )
-            edges = [edge * extent // max(size, 1) for edge in edges]
-        return list(zip(edges, edges[1:], strict=False))
+        edges = _edges(size, count, extent)
+        if not edges:
+            raise ValueError(
+                f"argument '{'.'.join(path)}' of the step function has {extent} entries along "
+                f"its batch dimension, and the batch has {size} samples, so that {count} "
+                "microbatches cannot have whole samples of both; use a batch that microbatches "
+                "divide, or name the argument in non_split_inputs"
+            )
+        return edges
 
     # ---- remarks
 
@@ -187,22 +187,35 @@ class Cutting:
 # ---- parts
 
 
-def _edges(size: int, count: int) -> list[int]:
-    """Returns the boundaries of microbatches; the first ones have one sample more."""
+@functools.lru_cache(maxsize=256)
+def _edges(size: int, count: int, extent: int) -> tuple[int, ...]:
+    """Returns the boundaries of microbatches; the first ones have one sample more.
+
+    Args:
+        size: number of samples.
+        count: number of microbatches.
+        extent: number of rows that are cut.
+
+    Returns:
+        ``count + 1`` rows; none if the rows of a sample would be in two microbatches.
+    """
     base, more = divmod(size, count)
-    return [mb * base + min(mb, more) for mb in range(count + 1)]
+    edges = [mb * base + min(mb, more) for mb in range(count + 1)]
+    if extent == size:
+        return tuple(edges)
+    is_whole = all(edge * extent % max(size, 1) == 0 for edge in edges)
+    return tuple(edge * extent // max(size, 1) for edge in edges) if is_whole else ()
 
 
-def _cut(value: Any, spans: Sequence[tuple[int, int]], axis: int) -> list[Any]:
-    if isinstance(value, Tensor):
-        return list(torch.tensor_split(value, [end for _, end in spans[:-1]], dim=axis))
+def _cut(value: Any, edges: Sequence[int], axis: int) -> list[Any]:
     if not isinstance(value, PackedSequence):
-        return [value[(slice(None),) * axis + (slice(*span),)] for span in spans]
+        spans = itertools.starmap(slice, itertools.pairwise(edges))
+        return [value[(slice(None),) * axis + (span,)] for span in spans]
     padded, lengths = pad_packed_sequence(value)
     is_sorted = value.sorted_indices is None
     return [
         pack_padded_sequence(padded[:, begin:end], lengths[begin:end], enforce_sorted=is_sorted)
-        for begin, end in spans
+        for begin, end in itertools.pairwise(edges)
     ]
 
 

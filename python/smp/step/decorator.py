@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from smp.data_parallel import BatchWeights
-from smp.dropout import places
-from smp.dropout.places import Place
-from smp.model import DistributedModel, engine_of
 from smp.model.engine import Engine
-from smp.model.share import Share, set_share
-from smp.modules import autocast
-from smp.pipeline import begin_context
 from smp.step import microbatch
-from smp.step.batches import Batch, MicrobatchArguments, MicrobatchRunner, TrainedStep, make_bodies
+from smp.step.batches import Batch, TrainedStep
+from smp.step.bodies import Bodies, BodiesOfRanks, MicrobatchRunner
 from smp.step.cutting import Cutting
-from smp.step.differentiation import explaining_derivatives
 from smp.step.first_use import partition_used
 from smp.step.microbatch import StepOutput as StepOutput
 from smp.step.readings import Reading, Rules
@@ -58,14 +52,18 @@ class StepFunction:
         self._name = f"{function.__module__}.{function.__qualname__}"
         self._non_split = frozenset(non_split_inputs or ())
         self._axes = dict(input_split_axes or {})
-        self._rules: weakref.WeakKeyDictionary[runtime.Runtime, Rules] = weakref.WeakKeyDictionary()
+        kinds = {p.kind: p.name for p in self._signature.parameters.values()}
+        self._var_keyword = kinds.get(inspect.Parameter.VAR_KEYWORD)
+        self._var_positional = kinds.get(inspect.Parameter.VAR_POSITIONAL)
+        self._known: weakref.WeakKeyDictionary[runtime.Runtime, _Known]
+        self._known = weakref.WeakKeyDictionary()  # ends with the runtime
         self._detach_outputs = detach_outputs
         self._rule = WeightRule(weight, self._name)
         self._check_names()
 
     def _check_names(self) -> None:
         parameters = self._signature.parameters
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        if self._var_keyword is not None:
             return  # any name may come
         for option, names in (
             ("non_split_inputs", self._non_split),
@@ -83,217 +81,163 @@ class StepFunction:
         current = runtime.current()
         if current.steps.running is None:
             preemption.before_step(current)
-        with current.steps.exclusive(self._name), current.rank.reporting(f"step '{self._name}'"):
-            return self._run(current, args, kwargs)
+        current.steps.begin(self._name)
+        try:
+            current.wrapped.spread_written()
+            # The models are kept until the step is over: garbage is collected at any time.
+            return self._run(current, current.wrapped.models, args, kwargs)
+        except BaseException as error:  # sys.exit and Ctrl-C, too
+            current.rank.report_raised(f"step '{self._name}'", error)
+            raise
+        finally:
+            current.steps.running = None
 
-    def _run(self, current: runtime.Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        started_s = time.perf_counter()
-        current.steps.inject_fault(current.steps.num_begun)
-        current.wrapped.spread_written()
-        # Keep the models until the step is over: garbage is collected at any time.
-        models = [model for model in current.wrapped.models if isinstance(model, DistributedModel)]
-        trains, seed = torch.is_grad_enabled(), torch.initial_seed() & (2**64 - 1)
-        verification = current.verification
-        calls = [(args, kwargs)] if verification is None else verification.calls(args, kwargs)
-        batches = [
-            self._batch(current, call, part if len(calls) > 1 else None)
-            for part, call in enumerate(calls)
-        ]
-        self._tell_of_cuts(current, batches[0])
-        count = sum(batch.count for batch in batches)
-        current.steps.samples = sum(batch.num_samples for batch in batches)
+    def _run(
+        self,
+        current: runtime.Runtime,
+        models: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs one step. Numbers are those of "One training step" in ARCHITECTURE.md."""
+        started_s, trains = time.perf_counter(), torch.is_grad_enabled()
+        steps, wrapped, is_driver = current.steps, current.wrapped, current.rank.ranks["pp"] == 0
+        if steps.has_faults:
+            steps.inject_fault(steps.num_begun)
+        # 4. The arguments are read; every rank knows the number of its microbatches.
+        batches, count = self._batches(current, args, kwargs)
 
-        def bodies_of(num_microbatches: int, weights: BatchWeights | None) -> MicrobatchRunner:
-            make = functools.partial(self._bodies, current, weights)
-            return make_bodies(current, batches, num_microbatches, seed, make)
+        def run_first_body() -> None:
+            self._bodies(current, batches, count)(0)
 
-        def begin_body() -> None:
-            bodies_of(count, None)(0)
-
-        with _explaining(current, "the partition of a model"):
-            partition_used(current, models, self, begin_body)
-        used = [model for model in models if model.partitioned]
-        engines = [engine_of(model) for model in used]
+        # 3. The models that are used for the first time are partitioned.
+        if len(wrapped.partitioned) < wrapped.num_wrapped:
+            partition_used(current, models, self, run_first_body)
+        engines = list(wrapped.engines.values())
         step_run = StepRun(current, engines, self._name, trains)
-        with _explaining(current, f"step '{self._name}'", step_run.abandon):
+        try:
+            # 4. Microbatches are weighed, and the ranks agree on the number of those of the driver.
             weights = None
-            if current.rank.ranks["pp"] == 0:  # others may have dummies of any shape
-                self._rule.look_for_labels(current, used, batches[0], begin_body)
+            if is_driver:  # others may have dummies of any shape
+                if not self._rule.has_looked:
+                    used = [model for model in models if model.partitioned]
+                    self._rule.look_for_labels(current, used, batches[0], run_first_body)
                 weights = self._rule.weigh(current, engines, batches)
-            step_run.number_samples(batches)
-            cut = {name: tensor for name, tensor, _ in batches[0].cutting.tensors()}
-            count = step_run.begin(count, weights, cut)
-            bodies = bodies_of(count, weights)
+            if current.rank.config.layout_independent_dropout:
+                step_run.number_samples(batches)
+            count = step_run.begin(count, weights, batches[0].cutting)
+            # 5. to 7. The function runs once for each microbatch.
+            bodies = self._bodies(current, batches, count, weights)
             if models:
                 step_run.run(count, bodies)
             else:
                 run_without_model(current, self._name, count, bodies, trains=trains)
+            # 8. The reduction of gradients ends.
             step_run.end()
+        except BaseException as error:
+            step_run.fail(error)
+            raise
+        # 9. Every rank has the values of all microbatches.
+        result = microbatch.join(
+            bodies.results,
+            self._detach_outputs,
+            bodies.weights if set(bodies.weights) != {1.0} else None,
+        )
         if trains:
             self._show_trained(current, engines, batches[0])
-            current.steps.has_gradients = True
-            for optimizer in current.wrapped.optimizers:
+            steps.has_gradients = True
+            for optimizer in list(wrapped.numbered_optimizers.values()):
                 optimizer._step_done()
         for model in models:
-            model.run_post_step_hooks()
-        result = microbatch.join(
-            [bodies.results[mb] for mb in range(count)],
-            self._detach_outputs,
-            bodies.output_weights(),
-        )
-        if verification is not None:
+            if model._post_step_hooks:
+                model.run_post_step_hooks()
+        if current.verification is not None:
             counts = [batch.count for batch in batches] if len(batches) > 1 else [count]
-            verification.step_done(trains, result, counts)
-        samples = current.steps.samples if current.rank.ranks["pp"] == 0 else 0
+            current.verification.step_done(trains, result, counts)
+        steps.num_finished += 1
         duration_s = time.perf_counter() - started_s
-        current.steps.finished(duration_s)
         for see in current.observers.step_returned:
-            see(duration_s, trains=trains, num_samples=samples)
+            see(duration_s, trains=trains, num_samples=steps.samples if is_driver else 0)
         return result
 
-    def _batch(
-        self,
-        current: runtime.Runtime,
-        call: tuple[tuple[Any, ...], dict[str, Any]],
-        part: int | None,
-    ) -> Batch:
-        args, kwargs = call
-        bound = self._signature.bind(*args, **kwargs)
-        return Batch.of(current, bound, Cutting(_named(bound), self._rules_in(current)), part)
-
-    def _rules_in(self, current: runtime.Runtime) -> Rules:
-        """Returns the rules by which arguments are cut; readings of calls end with the runtime."""
-        if current not in self._rules:
-            parameters = self._signature.parameters.values()
-            known: dict[tuple[str, ...], Reading] = {
-                (parameter.name,): Reading.INSIDE
-                for parameter in parameters
-                if parameter.kind is parameter.VAR_POSITIONAL
-            }
-            self._rules[current] = Rules(self._non_split, self._axes, known)
-        return self._rules[current]
-
-    def _tell_of_cuts(self, current: runtime.Runtime, batch: Batch) -> None:
-        """Logs remarks about the cutting, once each."""
-        if batch.count == 1 or current.rank.global_rank != 0:
-            return
-        for kind, text in batch.cutting.remarks(batch.count).items():
-            if first_rank_log.is_new((self, kind)):
-                first_rank_log.warning("smp: step '%s' %s", self._name, text)
+    def _batches(
+        self, current: runtime.Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Batch], int]:
+        """Returns the batches that this process reads, and the number of their microbatches."""
+        known = self._known.get(current)
+        if known is None:
+            known = self._known[current] = _Known(Rules(self._non_split, self._axes))
+            if self._var_positional is not None:
+                known.rules.known[self._var_positional,] = Reading.INSIDE
+        verification = current.verification
+        calls = [(args, kwargs)] if verification is None else verification.calls(args, kwargs)
+        batches, total, num_samples = list[Batch](), 0, 0
+        for part, (own_args, own_kwargs) in enumerate(calls):
+            bound = self._signature.bind(*own_args, **own_kwargs)
+            named = dict(bound.arguments)
+            if self._var_keyword is not None:
+                named |= named.pop(self._var_keyword, {})
+            cutting = Cutting(named, known.rules)
+            count = cutting.count(current.rank.config.microbatches)
+            batches.append(Batch(bound, cutting, count, part if len(calls) > 1 else None))
+            total += count
+            num_samples += cutting.num_samples
+        if batches[0].count > 1 and current.rank.global_rank == 0:
+            for kind, text in batches[0].cutting.remarks(batches[0].count).items():
+                if first_rank_log.is_new((self, kind)):
+                    first_rank_log.warning("smp: step '%s' %s", self._name, text)
+        current.steps.samples = num_samples
+        return batches, total
 
     def _bodies(
         self,
         current: runtime.Runtime,
-        weights: BatchWeights | None,
-        batch: Batch,
+        batches: Sequence[Batch],
         count: int,
-        first_mb: int,
-    ) -> _Bodies:
-        shares = [Share(weights, first_mb + mb) for mb in range(count)]
-        function = self._function
+        weights: BatchWeights | None = None,
+    ) -> MicrobatchRunner:
+        """Makes the bodies of a step, which has ``count`` microbatches."""
+        function, draws = self._function, current.dropout
         if current.verification is not None:
             function = current.verification.around(function)
-        place_of = None
-        if current.dropout is not None and current.dropout.is_open:
-            place_of = functools.partial(current.dropout.body, part=batch.part)
-        return _Bodies(current, function, batch.pieces(count), shares, place_of)
+        if draws is not None and not draws.is_open:
+            draws = None
+        if len(batches) == 1:
+            return Bodies(current, function, batches[0], count, weights, 0, draws)
+        parts, first_mb = [], 0
+        for batch in batches:
+            parts.append(Bodies(current, function, batch, batch.count, weights, first_mb, draws))
+            first_mb += batch.count
+        return BodiesOfRanks(current, parts)
 
     def _show_trained(
         self, current: runtime.Runtime, engines: Sequence[Engine], batch: Batch
     ) -> None:
-        """Shows a step that has trained to observers, which may run its function again."""
+        """Shows a step to the observers, which may run its function again, until they know it."""
+        known, observers = self._known[current], current.observers
+        step = observers.version, [(engine.idx, engine.uneven is None) for engine in engines]
+        if step == known.shown:
+            return
 
-        def make(own: Batch) -> MicrobatchRunner:
-            shares = [Share(None, mb) for mb in range(own.count)]
-            return _Bodies(current, self._function, own.pieces(own.count), shares, None)
+        def make(own: Batch) -> Bodies:
+            return Bodies(current, self._function, own, own.count)
 
-        step = TrainedStep(engines, self._name, self._function, batch, self._rule, make)
-        for see in current.observers.step_trained:
-            see(step)
+        trained = TrainedStep(engines, self._name, self._function, batch, self._rule, make)
+        if not any([see(trained) for see in observers.step_trained]):
+            known.shown = step
 
 
-class _explaining:
-    """Lets observers explain an error of the block, and ends unfinished work.
+@dataclass
+class _Known:
+    """The knowledge of a step function in one runtime.
 
-    Args:
-        current: the runtime.
-        doing: description of the work of the block.
-        abandon: ends the work after an error, also after one of the interpreter.
+    Attributes:
+        rules: rules by which arguments are cut, and readings of earlier calls.
+        shown: version of the observers, and models, for which none wants to see another step.
     """
 
-    def __init__(
-        self, current: runtime.Runtime, doing: str, abandon: Callable[[], None] | None = None
-    ) -> None:
-        self._current, self._doing, self._abandon = current, doing, abandon
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is None:
-            return
-        try:
-            for see in self._current.observers.failed:
-                see(self._doing, error)
-        finally:
-            if self._abandon is not None:
-                self._abandon()
-
-
-def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(value)
-        else:
-            named[name] = value
-    return named
-
-
-class _Bodies:
-    """Runs the function for one microbatch after the other, in the calling thread."""
-
-    def __init__(
-        self,
-        current: runtime.Runtime,
-        function: Callable[..., Any],
-        pieces: MicrobatchArguments,
-        shares: Sequence[Share],
-        place_of: Callable[[int], Place] | None,
-    ) -> None:
-        self._current = current
-        self._device = current.rank.device
-        self._function = function
-        self._pieces = pieces
-        self._shares = shares
-        self._place_of = place_of
-        self._autocast = autocast.capture(self._device)
-        self._context = contextvars.copy_context()
-        self.results: dict[int, Any] = {}
-
-    def __call__(self, mb: int) -> None:
-        own = self._pieces.of(mb)
-
-        def run() -> Any:
-            current = self._current
-            current.steps.inject_fault(current.steps.num_begun - 1, mb)
-            set_share(self._shares[mb])
-            begin_context({})
-            if self._place_of is not None:
-                places.enter(self._place_of(mb))  # affects a copy of the context only
-            with autocast.apply(self._autocast), explaining_derivatives(current):
-                return self._function(*own.args, **own.kwargs)
-
-        try:
-            self.results[mb] = self._context.copy().run(run)
-        finally:
-            self._shares[mb].outputs.clear()  # the graph may keep the context of its forward
-
-    def output_weights(self) -> list[float] | None:
-        """Returns weights of the microbatches' outputs, if they differ; after they have run."""
-        weights = [share.weight for share in self._shares]
-        return weights if any(weight != 1.0 for weight in weights) else None
+    rules: Rules
+    shown: object = None
 
 
 def step(

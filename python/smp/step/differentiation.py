@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import smp._C as _C
 from smp.world.runtime import Runtime
 
@@ -13,19 +10,18 @@ _NOT_HERE = "appears to not have been used in the graph"
 _NO_GRAPH = "create_graph=True is not supported through a module on another rank"
 
 
-@contextmanager
-def explaining_derivatives(current: Runtime) -> Iterator[None]:
+def explain_derivative(current: Runtime, error: Exception) -> None:
     """Explains in a pipeline that ``torch.autograd.grad`` of a model needs its whole graph.
 
+    Args:
+        current: the runtime.
+        error: error of a step function.
+
     Raises:
-        RuntimeError: instead of errors that only show where the graph ends.
+        RuntimeError: the error only shows where the graph ends.
     """
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        is_cut = _NOT_HERE in str(error) or _NO_GRAPH in str(error)
-        if current.rank.sizes["pp"] == 1 or not is_cut:
-            raise
+    is_cut = _NOT_HERE in str(error) or _NO_GRAPH in str(error)
+    if current.rank.sizes["pp"] > 1 and is_cut:
         raise RuntimeError(
             f"{_C.rank_prefix()}step '{current.steps.running}' takes a derivative of the output of "
             f"a model ({current.wrapped.candidates}) by torch.autograd.grad. In a pipeline the "

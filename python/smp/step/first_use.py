@@ -27,7 +27,7 @@ def partition_used(
 
     The first rank finds the used models in the trace. If a function did not call a model in its
     first call after that was wrapped, it is not traced for the model again. A single model counts
-    as used.
+    as used. Observers may explain errors.
 
     Args:
         current: the runtime.
@@ -40,6 +40,22 @@ def partition_used(
     undecided = set(range(current.wrapped.num_wrapped)) - current.wrapped.partitioned - passed_over
     if not undecided:
         return
+    try:
+        used = _partition(current, models, undecided, run_body)
+    except BaseException as error:
+        for see in current.observers.failed:
+            see("the partition of a model", error)
+        raise
+    passed_over.update(undecided - used)
+
+
+def _partition(
+    current: runtime.Runtime,
+    models: Sequence[DistributedModel],
+    undecided: set[int],
+    run_body: Callable[[], object],
+) -> set[int]:
+    """Partitions used models among the undecided ones; returns their numbers."""
     waiting = [model for model in models if engine_of(model).idx in undecided]
     used = {engine_of(model).idx for model in waiting}
     traces: dict[nn.Module, Trace | None] = {}
@@ -54,7 +70,7 @@ def partition_used(
     for model in waiting:
         if engine_of(model).idx in used:
             model.prepare(traces.get(model.get_module()))
-    passed_over.update(undecided - used)
+    return used
 
 
 def _trace(

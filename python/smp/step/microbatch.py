@@ -79,8 +79,12 @@ def join(results: Sequence[Any], detach: bool, weights: Sequence[float] | None =
     """
     first = results[0]
     if isinstance(first, Tensor):
-        _require(results, lambda r: isinstance(r, Tensor), "a tensor")
-        return StepOutput([r.detach() for r in results] if detach else results, weights)
+        outputs = []
+        for result in results:
+            if not isinstance(result, Tensor):
+                _require(results, lambda r: isinstance(r, Tensor), "a tensor")
+            outputs.append(result.detach() if detach else result)
+        return StepOutput(outputs, weights)
     if first is None and all(r is None for r in results):
         return None
     if isinstance(first, dict):

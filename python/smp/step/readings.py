@@ -6,7 +6,7 @@ import enum
 import sys
 import weakref
 from collections import UserDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,8 @@ class Readings:
     Attributes:
         num_samples: number of samples of the batch; 0 if nothing is cut.
         by_path: reading of each argument, and of each entry of those that are read inside.
+        is_cut: whether something is cut.
+        along: path, keys and dimension of each tensor that is cut along a dimension.
         dims: dimensions of the samples in all tensors that are cut.
         shapes: shapes of tensors that are cut along a dimension that no name gives.
         others: shapes of tensors with another number of rows.
@@ -75,6 +77,8 @@ class Readings:
 
     num_samples: int = 0
     by_path: dict[Path, Reading] = field(default_factory=dict)
+    is_cut: bool = False
+    along: list[tuple[Path, tuple[Any, ...], int]] = field(default_factory=list)
     dims: set[int] = field(default_factory=set)
     shapes: dict[Path, tuple[int, ...]] = field(default_factory=dict)
     others: dict[Path, tuple[int, ...]] = field(default_factory=dict)
@@ -109,7 +113,9 @@ class _Reader:
         self.readings = Readings()
         self.readings.num_samples = self._find_num_samples()
         for name, value in arguments.items():
-            self._read(value, (name,))
+            self._read(value, (name,), (name,))
+        found = self.readings.by_path.values()
+        self.readings.is_cut = bool(self.readings.dims) or Reading.ENTRIES in found
 
     # ---- how many samples there are
 
@@ -205,12 +211,14 @@ class _Reader:
 
     # ---- readings
 
-    def _read(self, value: Any, path: Path) -> None:
+    def _read(self, value: Any, path: Path, keys: tuple[Any, ...]) -> None:
         reading = self._reading(value, path)
         self.readings.by_path[path] = reading
         if reading is Reading.INSIDE:
-            for entry, below in entries(value, path):
-                self._read(entry, below)
+            for key, (entry, below) in zip(_keys(value), entries(value, path), strict=True):
+                self._read(entry, below, (*keys, key))
+        elif reading is Reading.ALONG and isinstance(value, Tensor):
+            self.readings.along.append((path, keys, self._rules.axis(path) or 0))
 
     def _reading(self, value: Any, path: Path) -> Reading:
         if self._rules.is_whole(path) or hasattr(value, "smp_slice"):
@@ -347,6 +355,10 @@ def entries(value: Any, path: Path) -> Iterator[tuple[Any, Path]]:
     named = value.items() if is_mapping(value) else enumerate(value)
     for key, entry in named:
         yield entry, (*path, str(key))
+
+
+def _keys(value: Any) -> Iterable[Any]:
+    return value.keys() if is_mapping(value) else range(len(value))
 
 
 def is_mapping(value: Any) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,9 +13,13 @@ from smp import data_parallel
 from smp.data_parallel import BatchWeights
 from smp.model.engine import Engine
 from smp.model.mask_places import draws_of
+from smp.modules import autocast
+from smp.modules.watching import unwatched
 from smp.step.agreement import Agreement
 from smp.step.batches import Batch
+from smp.step.cutting import Cutting
 from smp.storage.choose import lockstep_of
+from smp.storage.protocol import Storage
 from smp.world import comm, runtime, thread_device
 
 _log = logging.getLogger("smp")
@@ -45,15 +48,15 @@ class StepRun:
     def begin(
         self,
         num_microbatches: int,
-        weights: BatchWeights | None,
-        batch: Mapping[str, Any] | None = None,
+        weights: BatchWeights | None = None,
+        cutting: Cutting | None = None,
     ) -> int:
         """Opens the step on all ranks of the replica, and over the replicas.
 
         Args:
             num_microbatches: number of microbatches of this rank.
             weights: weights of the microbatches of this rank's batch; None: another rank reads it.
-            batch: arguments that are cut, by name.
+            cutting: arguments of this rank, which are compared; None: nothing is compared.
 
         Returns:
             the number of microbatches of the driver, whose data count.
@@ -61,41 +64,42 @@ class StepRun:
         Raises:
             ValueError: the models cannot take part in one step.
         """
-        hub = self._hub
+        rank, trains = self._current.rank, self._trains
+        weights = weights if trains else None
         # This precedes calls of split layers by other ranks of the pipeline, which communicate too.
         self._seed = self._agreed_seed()
-        terms = None
-        if self._current.rank.world_size > 1 and self._engines:
-            shown = (batch or {}) if self._trains else {}
-            terms = Agreement(self._current, self._name, shown, self._trains)
-        if hub is not None:
-            words = "" if terms is None else terms.words()
-            num_microbatches, words = hub.begin_step(self._name, num_microbatches, words)
-            if terms is not None:
-                terms.compare_pipeline(words)
-        weights = weights if self._trains else None
-        self._engines = self._agreed(num_microbatches, terms, weights)
-        # Only one model overlaps: two might reduce in different orders on different replicas.
-        first = max(
-            self._engines, key=lambda e: (e.gradients.trainable_bytes, -e.idx), default=None
-        )
-        self._engines.sort(key=lambda engine: engine is not first)
+        agreement = None
+        if rank.world_size > 1 and self._engines:
+            agreement = Agreement(self._current, self._name, cutting, trains)
+        if self._hub is not None:
+            own = "" if agreement is None else agreement.words
+            num_microbatches, words = self._hub.server.begin_step(self._name, num_microbatches, own)
+            if agreement is not None and words != own:
+                agreement.compare_pipeline(words)
+        if rank.comms.dp_host is not None:
+            self._agree(rank.comms.dp_host, num_microbatches, agreement, weights)
+        if len(self._engines) > 1:  # two might reduce in different orders on different replicas
+            self._put_first_that_overlaps()
         for see in self._current.observers.begin_step:
-            see(self._engines, self._trains)
+            see(self._engines, trains)
+        reducers: list[_C.Reducer] = []
         for engine in self._engines:
-            engine.begin_step(num_microbatches, self._trains, engine is first)
-        if weights is not None:
+            engine.begin_step(num_microbatches, trains, engine is self._engines[0])
+            reducers += engine.gradients.reducers
+        if rank.comms.dp_host is not None and weights is not None:
             weights.begin_exchange()
-        if hub is not None:
-            reducers = [
-                reducer for engine in self._engines for reducer in engine.gradients.reducers
-            ]
-            hub.server.set_microbatch_listeners(reducers)
+        if self._hub is not None:
+            self._hub.server.set_microbatch_listeners(reducers)
         self._current.steps.num_begun += 1
         return num_microbatches
 
+    def _put_first_that_overlaps(self) -> None:
+        """Puts the model with the most trainable bytes first, which reduces while others run."""
+        first = max(self._engines, key=lambda e: (e.gradients.trainable_bytes, -e.idx))
+        self._engines.sort(key=lambda engine: engine is not first)
+
     def number_samples(self, batches: Sequence[Batch]) -> None:
-        """Exchanges which samples of the batch each rank has, if masks depend on that.
+        """Exchanges which samples of the batch each rank has, as masks depend on that.
 
         Collective over all ranks in a step that trains.
 
@@ -103,8 +107,7 @@ class StepRun:
             batches: batches that this process reads.
         """
         draws = draws_of(self._current)
-        if draws is None:
-            return
+        assert draws is not None
         for engine in self._engines:
             engine.mask_places.stand()
         draws.begin_step(
@@ -115,25 +118,27 @@ class StepRun:
         if self._hub is not None:
             self._hub.use_samples(draws.samples)
 
-    def _agreed(
-        self, num_microbatches: int, terms: Agreement | None, weights: BatchWeights | None
-    ) -> list[Engine]:
-        """Returns the models that all replicas have; garbage is collected at any time.
+    def _agree(
+        self,
+        communicator: _C.Communicator,
+        num_microbatches: int,
+        agreement: Agreement | None,
+        weights: BatchWeights | None,
+    ) -> None:
+        """Keeps the models that all replicas have; garbage is collected at any time.
 
         Weights are exchanged in the same message, if there is one. Collective.
         """
         current = self._current
-        communicator = current.rank.comms.dp_host
         several = self._trains and current.wrapped.num_wrapped > 1
-        config = current.rank.config
         lockstep = lockstep_of(current.rank)
         shares = lockstep is not None and lockstep.is_forward
-        ordered = shares or (config.orders_replicas and self._hub is not None)
+        ordered = shares or (current.rank.config.orders_replicas and self._hub is not None)
         # Replicas that have run out of batches (`smp.join`) take part in reductions only.
         joins = any(engine.uneven is not None for engine in self._engines)
-        compares = terms is not None and not joins
-        if communicator is None or not (several or ordered or (compares and self._trains)):
-            return self._engines
+        compares = agreement is not None and not joins
+        if not (several or ordered or (compares and self._trains)):
+            return
         here = {engine.idx for engine in self._engines}
         missing = [int(idx not in here) for idx in range(current.wrapped.num_wrapped)]
         sums = [] if weights is None else weights.own_sums()
@@ -144,7 +149,7 @@ class StepRun:
                 *sums,
                 num_microbatches,
                 -num_microbatches,
-                *(terms.digests() if terms is not None and compares else (0, 0)),
+                *(agreement.digests() if agreement is not None and compares else (0, 0)),
                 *missing,
             ],
             "begin of a step",
@@ -153,8 +158,8 @@ class StepRun:
         if weights is not None:
             weights.take_sums([sum(column) for column in columns[: len(sums)]])
         maxima = [int(max(column)) for column in columns[len(sums) :]]
-        if terms is not None:
-            terms.compare_replicas(maxima[2:4])
+        if agreement is not None:
+            agreement.compare_replicas(maxima[2:4])
         if ordered and maxima[0] != -maxima[1]:
             raise ValueError(
                 f"{_C.rank_prefix()}step '{self._name}' has {num_microbatches} microbatches here "
@@ -162,7 +167,7 @@ class StepRun:
                 f"{lockstep.key if shares and lockstep else 'deterministic_server'} they follow "
                 "one order: give them batches that make the same number of microbatches"
             )
-        return [engine for engine in self._engines if not maxima[4 + engine.idx]]
+        self._engines = [engine for engine in self._engines if not maxima[4 + engine.idx]]
 
     def run(self, num_microbatches: int, body: Callable[[int], None]) -> None:
         """Runs the bodies; random numbers depend on (seed, batch, step, microbatch) alone.
@@ -173,16 +178,36 @@ class StepRun:
         """
         current = self._current
         outside = _C.RandomState.capture(str(current.rank.device))
-        body = self._reading(body)
+        body = self._as_outside(body)
         for around in current.observers.around_body:
             body = around(body)
         try:
-            if self._hub is not None:
-                self._hub.server.run_step(num_microbatches, self._seed, body)
-            else:
+            if self._hub is None:
                 self._run_alone(num_microbatches, body)
+            else:
+                with unwatched():  # else done around forwards, which do not overlap
+                    self._hub.server.run_step(num_microbatches, self._seed, body)
         finally:
             outside.restore()
+
+    def _as_outside(self, body: Callable[[int], None]) -> Callable[[int], None]:
+        """Wraps a body, which runs under the autocast of this thread, and may read parameters."""
+        gathering: list[Storage] = []
+        for engine in self._engines:
+            if engine.storage is not None and not engine.storage.shows_values:
+                gathering.append(engine.storage)
+        state = autocast.capture(self._current.rank.device)
+        if not state and not gathering:
+            return body
+
+        def run(mb: int) -> None:
+            with contextlib.ExitStack() as stack:
+                for storage in gathering:
+                    stack.enter_context(storage.reading())
+                stack.enter_context(autocast.apply(state))
+                body(mb)
+
+        return run
 
     def _agreed_seed(self) -> int:
         """Returns the seed of this step. Collective over ranks that read one batch.
@@ -198,41 +223,31 @@ class StepRun:
             seed = _C.mix_seed(seed, part)
         return seed
 
-    def _reading(self, body: Callable[[int], None]) -> Callable[[int], None]:
-        """Wraps a body, which may read sharded parameters."""
-
-        def run(mb: int) -> None:
-            with contextlib.ExitStack() as stack:
-                for engine in self._engines:
-                    stack.enter_context(engine.reading())
-                body(mb)
-
-        return run
-
     def _run_alone(self, num_microbatches: int, body: Callable[[int], None]) -> None:
-        current = self._current
-        home, timeline = current.rank.device, current.timeline
-        timeline.begin_step(current.steps.num_begun - 1, num_microbatches)
+        current, rank, engines = self._current, self._current.rank, self._engines
+        step, device = current.steps.num_begun, rank.device
+        timeline, board = current.timeline, rank.board
+        timeline.begin_step(step - 1, num_microbatches)
         try:
             for mb in range(num_microbatches):
-                _C.seed_generators(_C.mix_seed(self._seed, mb), str(home))
-                for engine in self._engines:
-                    engine.begin_body(mb)
+                _C.seed_generators(_C.mix_seed(self._seed, mb), str(device))
+                for engine in engines:
+                    engine.running_mb = mb
                 timeline.begin_run(False, mb)
-                if current.rank.board is not None:
-                    current.rank.board.set_activity(f"step '{self._name}', microbatch {mb}")
-                with _C.TaskScope(current.steps.num_begun, mb), thread_device.on(home):
+                if board is not None:
+                    board.set_activity(f"step '{self._name}', microbatch {mb}")
+                with _C.TaskScope(step, mb), thread_device.on(device):
                     body(mb)
-                    current.rank.meter.mark()
+                    rank.meter.mark()
                 timeline.end_run()
-                for engine in self._engines:
+                for engine in engines:
                     engine.gradients.microbatch_done(mb)
             timeline.end_step()
         finally:
-            if current.rank.board is not None:
-                current.rank.board.set_activity("")
-            for engine in self._engines:
-                engine.leave_bodies()
+            if board is not None:
+                board.set_activity("")
+            for engine in engines:
+                engine.running_mb = None
 
     def end(self) -> None:
         """Waits for the reduction of the step's gradients.
@@ -243,15 +258,15 @@ class StepRun:
             engine.end_step(self._trains)
         for see in self._current.observers.end_step:
             see()
-        self._warn_of_idle_offload()
+        if self._trains and self._engines and not self._current.steps.has_trained:
+            self._current.steps.has_trained = True
+            self._warn_of_idle_offload()
         self._let_go()
 
     def _warn_of_idle_offload(self) -> None:
-        """Warns once, after the first step that trains. Collective over the MP group."""
+        """Warns if no module is checkpointed. Collective over the MP group."""
         store = self._current.activation_store
-        is_first = self._trains and self._engines and not self._current.steps.has_trained
-        self._current.steps.has_trained |= bool(is_first)
-        if store is None or not is_first:
+        if store is None:
             return
         # A request is sent with its call: only the rank that fulfils it counts it.
         own = store.stats()["checkpoints"] > 0 or any(e.checkpoints() for e in self._engines)
@@ -261,6 +276,14 @@ class StepRun:
                 "smp: offload_activations has no effect, because no module is checkpointed; use "
                 "smp.set_activation_checkpointing"
             )
+
+    def fail(self, error: BaseException) -> None:
+        """Lets observers explain an error, and closes the step. Not collective."""
+        try:
+            for see in self._current.observers.failed:
+                see(f"step '{self._name}'", error)
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
         """Closes a step that failed; its gradients are lost. Not collective."""

@@ -27,6 +27,9 @@ class WeightRule:
         weight: "samples", "auto", or a function of the arguments of one microbatch.
         name: name of the step function.
 
+    Attributes:
+        has_looked: whether labels were looked for, or need not be.
+
     Raises:
         TypeError: the weight is none of these.
     """
@@ -41,7 +44,7 @@ class WeightRule:
         self._weight = weight
         self._name = name
         self._labels: CountedLabels | None = None
-        self._has_looked = False
+        self.has_looked = weight != _AUTO
 
     def look_for_labels(
         self,
@@ -50,7 +53,7 @@ class WeightRule:
         batch: Batch,
         run_body: Callable[[], object],
     ) -> None:
-        """Finds the argument with the labels that a loss counts, once, for "auto".
+        """Finds the argument with the labels that a loss counts.
 
         Args:
             current: the runtime.
@@ -58,9 +61,7 @@ class WeightRule:
             batch: batch of this rank.
             run_body: runs the step function on the first microbatch.
         """
-        if self._weight != _AUTO or self._has_looked:
-            return
-        self._has_looked = True
+        self.has_looked = True
         self._labels = find_labels(current, models, batch, self._name, run_body)
 
     def weigh(
@@ -72,17 +73,18 @@ class WeightRule:
             ValueError: weights are not usable, or no weight suits models that add up gradients of
                 microbatches.
         """
-        trains = torch.is_grad_enabled()
-        sums = [engine for engine in engines if not engine.gradients.averages]
-        if sums and trains:
-            return self._of_sums(current, engines, sums[0], batches)
+        for engine in engines:
+            if not engine.gradients.averages and torch.is_grad_enabled():
+                return self._of_sums(current, engines, engine, batches)
         if callable(self._weight):
             counted = "a number of the script's own (weight)"
             found = [w for batch in batches for w in self._given(self._weight, batch)]
             return BatchWeights(current.rank, found, counted)
         labels = self._labels
         if labels is None or not all(labels.are_in(batch.bound) for batch in batches):
-            samples = [w for batch in batches for w in batch.samples_by_microbatch()]
+            samples: list[float] = []
+            for batch in batches:
+                samples += batch.cutting.samples_by_microbatch(batch.count)
             return BatchWeights(current.rank, samples, "samples")
         pairs = [labels.count(batch.pieces(batch.count), batch.count) for batch in batches]
         weights = [weight for own, _ in pairs for weight in own]
@@ -125,7 +127,7 @@ class WeightRule:
                 "the losses of microbatches; remove one of the two"
             )
         if len({engine.gradients.averages for engine in engines}) > 1:
-            samples = [batch.samples_by_microbatch() for batch in batches]
+            samples = [batch.cutting.samples_by_microbatch(batch.count) for batch in batches]
             if any(len(set(own)) > 1 for own in samples):
                 raise ValueError(
                     f"{_C.rank_prefix()}the microbatches of step '{self._name}' have different "

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
-from smp.data_parallel import refuse_thawed
 from smp.data_parallel.reduction import by_kind, records_of, shards_of_gradients
 from smp.modules.forwards import Forward, WrapperKind, may_be_lifted, wrap_forward
 from smp.modules.materialize import cast
 from smp.precision.holdings import Holding, attach
 from smp.precision.shown_gradients import miss_gradients
+from smp.storage.protocol import refuse_thawed
 from smp.storage.watched import watch_parameters
 from smp.storage.whole import WholeParameters
 from smp.world.rank import Rank

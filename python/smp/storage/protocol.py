@@ -73,12 +73,14 @@ class Storage(Protocol):
         shows_values: whether modules show the values of their parameters outside of forwards, too.
         gather_kinds: axes whose ranks take part when whole values are read.
         mixes_dtypes: whether activations of 16 bits meet wider buffers in code of the user.
+        has_steps: whether steps have to begin and to end here.
     """
 
     holdings: dict[nn.Parameter, Holding]
     shows_values: bool
     gather_kinds: tuple[str, ...]
     mixes_dtypes: bool
+    has_steps: bool
 
     def place(
         self,
@@ -217,3 +219,19 @@ class Storage(Protocol):
             storage that replaces this one.
         """
         ...
+
+
+def refuse_thawed(name: str, option: str) -> None:
+    """Raises a ValueError: state was laid out without a parameter that was thawed since.
+
+    Args:
+        name: name of the parameter.
+        option: configuration option for which state is laid out once.
+    """
+    raise ValueError(
+        f"{_C.rank_prefix()}parameter '{name}' was frozen when the model was partitioned, and has "
+        f"been thawed since (requires_grad_(True)); with {option} the state of what is trained is "
+        "laid out once. Let it require a gradient until the first step is over, and freeze it "
+        "then until it is to be trained; or save a checkpoint, and thaw it before "
+        "smp.DistributedModel(...) in a job that resumes from there"
+    )

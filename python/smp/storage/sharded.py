@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
-from smp.data_parallel import refuse_thawed
 from smp.data_parallel.reduction import broadcast_from_first, shards_of_gradients
 from smp.modules.training_dtypes import TrainingDtypes
 from smp.precision.holdings import Holding, attach, holding_of, load_value, reload_masters
@@ -18,7 +17,7 @@ from smp.precision.script_writes import OwnPiece, disown, own
 from smp.precision.shown_gradients import miss_gradients
 from smp.storage import gathering
 from smp.storage.half import cast_with_master, plan_castable
-from smp.storage.protocol import MakeReal, Storage, Stored
+from smp.storage.protocol import MakeReal, Storage, Stored, refuse_thawed
 from smp.storage.shards import Cutter, Shard, forget, shard_of
 from smp.storage.units import plan_units
 from smp.storage.whole import WholeParameters
@@ -46,6 +45,7 @@ class ShardedParameters:
     """
 
     shows_values = False
+    has_steps = True
     gather_kinds: tuple[str, ...] = ("shard",)
 
     def __init__(self, rank: Rank, root: nn.Module, runs_here: Callable[[nn.Module], bool]) -> None:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
-from smp.data_parallel import broadcast_from_first, refuse_thawed
+from smp.data_parallel import broadcast_from_first
 from smp.modules.materialize import plain_state
 from smp.modules.training_dtypes import training_dtype
 from smp.precision.holdings import Holding, load_value
 from smp.precision.script_writes import OwnPiece, own
 from smp.precision.shown_gradients import show_gradients
 from smp.storage.half import cast_with_master, plan_castable
-from smp.storage.protocol import MakeReal, Storage, Stored
+from smp.storage.protocol import MakeReal, Storage, Stored, refuse_thawed
 from smp.tensor_parallel.sharding import interval_of
 from smp.world.rank import Rank
 
@@ -36,7 +36,7 @@ class WholeParameters:
     def __init__(self, rank: Rank, root: nn.Module) -> None:
         self._rank = rank
         self._root = root
-        self.mixes_dtypes = False
+        self.mixes_dtypes = self.has_steps = False
         self.holdings: dict[nn.Parameter, Holding] = {}
         self._addresses: list[tuple[Holding, int]] = []
 
@@ -56,6 +56,7 @@ class WholeParameters:
         self._lay_out(local)
         self._own(local)
         self._addresses = [(h, p.data_ptr()) for p, h in self.holdings.items() if p.numel()]
+        self.has_steps = bool(self.holdings)
         if dtypes is not None:
             dtypes.cast(self._root)
             self.mixes_dtypes = dtypes.mixes

@@ -64,11 +64,15 @@ class StepObserver:
     def abandon_step(self) -> None:
         """Sees a step fail. Not collective."""
 
-    def step_trained(self, step: Any) -> None:
+    def step_trained(self, step: Any) -> bool:
         """Receives a `smp.step.batches.TrainedStep` before its result is returned, on all ranks.
 
         May be collective.
+
+        Returns:
+            whether to receive the next step of this function over these models, too.
         """
+        return False
 
     def step_returned(self, duration_s: float, *, trains: bool, num_samples: int) -> None:
         """Sees a step function return.
@@ -97,6 +101,7 @@ class Observers:
 
     Attributes:
         model_wrapped, model_placing, ...: bound methods of the observers, in the order of these.
+        version: number that changes with the observers.
     """
 
     model_wrapped: tuple[Callable[..., None], ...]
@@ -110,12 +115,13 @@ class Observers:
     backward: tuple[Callable[..., None], ...]
     end_step: tuple[Callable[[], None], ...]
     abandon_step: tuple[Callable[[], None], ...]
-    step_trained: tuple[Callable[[Any], None], ...]
+    step_trained: tuple[Callable[[Any], bool], ...]
     step_returned: tuple[Callable[..., None], ...]
     failed: tuple[Callable[[str, BaseException], None], ...]
 
     def __init__(self, current: Runtime) -> None:
         self._all: tuple[StepObserver, ...] = ()
+        self.version = 0
         self._set(make(current) for make in _makers)
 
     def add(self, observer: StepObserver) -> None:
@@ -132,6 +138,7 @@ class Observers:
 
     def _set(self, observers: Iterable[StepObserver]) -> None:
         self._all = tuple(observers)
+        self.version += 1
         for name in _METHODS:
             unchanged = getattr(StepObserver, name)
             changed = [o for o in self._all if getattr(type(o), name) is not unchanged]

@@ -28,7 +28,6 @@ import smp._C as _C
 from smp.world import runtime
 from smp.world.log import first_rank_log
 from smp.world.rank import Rank
-from smp.world.settings import Settings
 
 __all__ = ["EXIT_RESUME", "leave", "request", "requested", "save_to"]
 
@@ -146,7 +145,9 @@ def before_step(current: runtime.Runtime) -> None:
             in every training step, not only when it is time to save.
         smp.PeerFailure: a rank has failed, as in `requested`.
     """
-    automatic = _Process.automatic or _from_settings(current.rank.settings)
+    automatic, path = _Process.automatic, current.rank.settings.preemption_path
+    if automatic is None and path is not None:
+        automatic = _Automatic(path, None, None)
     if automatic is None or not torch.is_grad_enabled() or current.steps.has_gradients:
         return
     model, optimizer = _what_to_save(current)
@@ -181,11 +182,6 @@ def _problem(current: runtime.Runtime) -> str | None:
         "smp.preemption_requested() at the end of each iteration, save each model with "
         "smp.save_checkpoint into a folder of its own, and call smp.preemption.leave()"
     )
-
-
-def _from_settings(settings: Settings) -> _Automatic | None:
-    path = settings.preemption_path
-    return None if path is None else _Automatic(path, None, None)
 
 
 def _save(current: runtime.Runtime, automatic: _Automatic, model: Any, optimizer: Any) -> None:

@@ -57,7 +57,7 @@ def roll_call(
     rank.check_process(what)
     members = rank.groups[group]
     terms = None if rank.terms_at is None else rank.terms_at(what)
-    told = "" if terms is None else terms.words()
+    told = "" if terms is None else terms.words
     calls = [{_MARK: what, "call": call, "own": own, "terms": told}]
     if rank.exchange is not None:
         packed = host_objects.pack(calls[0])

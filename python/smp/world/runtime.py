@@ -180,7 +180,6 @@ class Runtime:
         self.rank.drop_communicators()
         self.rank.terms_at = None
         self.wrapped.forget()
-        self.steps.forget_callbacks()
         self.pipeline = None
         self._on_shutdown = []
 

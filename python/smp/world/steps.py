@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from smp.world.rank import Rank
@@ -23,6 +23,7 @@ class Steps:
         dropout_seed: seed of masks that do not depend on the layout; None: no step has needed it.
         num_passes: additional evaluations by the check of the loss.
         num_scaled_backwards: running backward passes that began at a loss with its scale.
+        has_faults: whether `SMP_FAULT` names places where steps misbehave.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -33,16 +34,15 @@ class Steps:
         self.missed_at: str | None = None
         self.num_scaled_backwards = self.samples = 0
         self.dropout_seed: int | None = None
-        self._on_finished: list[Callable[[float], None]] = []
+        self.has_faults = rank.settings.fault is not None
 
     def inject_fault(self, step: int, microbatch: int | None = None) -> None:
         """Misbehaves if `SMP_FAULT` names this place."""
         if self._rank.settings.fault is not None:
             self._rank.settings.fault.strike(self._rank.global_rank, step, microbatch)
 
-    @contextmanager
-    def exclusive(self, name: str) -> Iterator[None]:
-        """Marks a step function as running.
+    def begin(self, name: str) -> None:
+        """Notes the name of a step function as the running one.
 
         Raises:
             RuntimeError: one is running already.
@@ -53,10 +53,6 @@ class Steps:
                 "call step functions one after the other, and plain functions inside of them"
             )
         self.running = name
-        try:
-            yield
-        finally:
-            self.running = None
 
     def refuse_inside(self, what: str, place: str = "behind") -> None:
         """Raises a RuntimeError while a step function runs.
@@ -93,17 +89,3 @@ class Steps:
             yield
         finally:
             self.num_scaled_backwards -= 1
-
-    def on_finished(self, callback: Callable[[float], None]) -> None:
-        """Calls back with the duration in seconds of each finished step."""
-        self._on_finished.append(callback)
-
-    def finished(self, duration_s: float) -> None:
-        """Counts a step function that returned after ``duration_s``, and calls back."""
-        self.num_finished += 1
-        for callback in self._on_finished:
-            callback(duration_s)
-
-    def forget_callbacks(self) -> None:
-        """Drops all callbacks."""
-        self._on_finished = []

@@ -37,6 +37,9 @@ class Terms:
         current: the runtime.
         where: words for what the ranks do when they compare, for errors.
         scaling: scaling of the gradients by the script, or None.
+
+    Attributes:
+        words: text for the other ranks.
     """
 
     def __init__(self, current: runtime.Runtime, where: str, scaling: Scaling | None) -> None:
@@ -45,10 +48,7 @@ class Terms:
         self._scaling = scaling
         self._factor = None if scaling is None else scaling.factor
         self._optimizers = _optimizers_of(current)
-
-    def words(self) -> str:
-        """Returns a text for the other ranks."""
-        return json.dumps({"optimizers": self._optimizers, "factor": self._factor})
+        self.words = json.dumps({"optimizers": self._optimizers, "factor": self._factor})
 
     def digests(self) -> list[int]:
         """Returns two numbers whose maxima over ranks belong together only if the ranks agree."""
@@ -141,22 +141,15 @@ def _optimizers_of(current: runtime.Runtime) -> str:
     Returns:
         JSON: by number and class of an optimizer, tensors per group and values per group.
     """
-    numbered = [
-        (f"{number} ({type(optimizer).__name__})", optimizer.param_groups)
-        for number, optimizer in current.wrapped.updating()
-    ]
+    numbered = [("", current.wrapped.updating())]
     if current.torch_optimizers is not None:
-        numbered += [
-            (f"{number} ({type(optimizer).__name__}, not wrapped)", optimizer.param_groups)
-            for number, optimizer in current.torch_optimizers.own()
-        ]
-    terms = {
-        label: (
-            [len(group["params"]) for group in groups],
-            [{k: v for k, v in group.items() if k != "params"} for group in groups],
-        )
-        for label, groups in numbered
-    }
+        numbered.append((", not wrapped", list(current.torch_optimizers.own.items())))
+    terms = {}
+    for addition, optimizers in numbered:
+        for number, optimizer in optimizers:
+            groups = list(map(dict, optimizer.param_groups))
+            sizes = [len(group.pop("params")) for group in groups]
+            terms[f"{number} ({type(optimizer).__name__}{addition})"] = sizes, groups
     return json.dumps(terms, default=_plain, skipkeys=True)
 
 

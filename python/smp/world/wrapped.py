@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from operator import itemgetter
+from typing import Any, Protocol, TypeVar
 
 import smp._C as _C
 
@@ -59,22 +60,16 @@ class WrappedOptimizer(Protocol):
     def param_name_to_index(self) -> dict[str, int]: ...
 
 
-class Numbered(Generic[_T]):
+class Numbered(weakref.WeakValueDictionary[int, _T]):
     """Objects that still live, by their numbers in the order in which they came."""
 
     def __init__(self) -> None:
-        self.num_added = 0
-        self._items: weakref.WeakValueDictionary[int, _T] = weakref.WeakValueDictionary()
+        super().__init__()
+        self._num_added = 0
 
     def add(self, item: _T) -> None:
-        self._items[self.num_added] = item
-        self.num_added += 1
-
-    def numbered(self) -> list[tuple[int, _T]]:
-        return list(self._items.items())
-
-    def alive(self) -> list[_T]:
-        return list(self._items.values())
+        self[self._num_added] = item
+        self._num_added += 1
 
 
 class Wrapped:
@@ -84,33 +79,42 @@ class Wrapped:
         partitioned: numbers of the models that are partitioned; equal on all ranks.
         passed_over: numbers of other models, by step function whose first call did not use them.
         placed: places of the modules of a model, which outlive its wrapper.
+        engines: engines of the partitioned models that live, by number, in ascending order.
+        numbered_models, numbered_optimizers: models and optimizers that live, by number.
+        num_wrapped: number of models wrapped so far, including deleted ones.
+        has_holdings: whether optimizers update other tensors than the parameters of modules.
     """
 
     def __init__(self) -> None:
         self.partitioned: set[int] = set()
         self.passed_over: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
         self.placed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._models: Numbered[WrappedModel] = Numbered()
-        self._optimizers: Numbered[WrappedOptimizer] = Numbered()
+        self.numbered_models: Numbered[WrappedModel] = Numbered()
+        self.numbered_optimizers: Numbered[WrappedOptimizer] = Numbered()
         self._waiting: list[Callable[[WrappedOptimizer], None]] = []
+        self.engines: dict[int, Any] = {}
+        self.num_wrapped = 0
+        self.has_holdings = False
+        self._has_local: dict[int, tuple[tuple[int, ...], bool]] = {}
 
     def add_model(self, model: WrappedModel) -> int:
         """Registers a wrapped model; returns its number, which is never used again.
 
         The registry does not keep the model alive.
         """
-        self._models.add(model)
-        return self._models.num_added - 1
+        self.numbered_models.add(model)
+        self.num_wrapped += 1
+        return self.num_wrapped - 1
+
+    def add_engine(self, idx: int, engine: Any) -> None:
+        """Registers the engine of a model that is partitioned now."""
+        self.partitioned.add(idx)
+        self.engines = dict(sorted({**self.engines, idx: engine}.items()))
 
     @property
     def models(self) -> list[WrappedModel]:
         """Wrapped models that live, in the order in which they were made."""
-        return self._models.alive()
-
-    @property
-    def num_wrapped(self) -> int:
-        """Number of models wrapped so far, including deleted ones."""
-        return self._models.num_added
+        return list(self.numbered_models.values())
 
     @property
     def candidates(self) -> str:
@@ -134,7 +138,7 @@ class Wrapped:
 
     def add_optimizer(self, optimizer: WrappedOptimizer) -> None:
         """Registers a wrapped optimizer, without keeping it alive."""
-        self._optimizers.add(optimizer)
+        self.numbered_optimizers.add(optimizer)
         waiting, self._waiting = self._waiting, []
         for callback in waiting:
             callback(optimizer)
@@ -146,17 +150,27 @@ class Wrapped:
     @property
     def optimizers(self) -> list[WrappedOptimizer]:
         """Wrapped optimizers that live, in the order in which they were made."""
-        return self._optimizers.alive()
+        return list(self.numbered_optimizers.values())
 
     def spread_written(self) -> None:
         """Copies into models what the script has written to the tensors that optimizers update."""
-        for optimizer in self.optimizers:
-            optimizer._spread_written()
+        if self.has_holdings:
+            for optimizer in self.optimizers:
+                optimizer._spread_written()
 
     def updating(self) -> list[tuple[int, Any]]:
         """Returns PyTorch's optimizers that update something on this rank, with their numbers."""
-        numbered = self._optimizers.numbered()
-        return [(number, each.optimizer) for number, each in numbered if each._has_local()]
+        updating = []
+        for number, each in list(self.numbered_optimizers.items()):
+            # What an optimizer updates here depends on the models and on its groups alone.
+            sizes = map(len, map(itemgetter("params"), each.optimizer.param_groups))
+            state = (self.num_wrapped, len(self.partitioned), len(self.engines), *sizes)
+            known = self._has_local.get(number)
+            if known is None or known[0] != state:
+                known = self._has_local[number] = state, each._has_local()
+            if known[1]:
+                updating.append((number, each.optimizer))
+        return updating
 
     @property
     def optimizer(self) -> WrappedOptimizer | None:

@@ -36,12 +36,15 @@ class TorchOptimizers:
 
     Args:
         current: the runtime, whose models and optimizers count.
+
+    Attributes:
+        own: unwrapped optimizers of models that have made an update.
     """
 
     def __init__(self, current: runtime.Runtime) -> None:
         self._rank, self._wrapped, self._steps = current.rank, current.wrapped, current.steps
         self._tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._own: Numbered[torch.optim.Optimizer] = Numbered()
+        self.own: Numbered[torch.optim.Optimizer] = Numbered()
         self._strangers: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
         handle = register_optimizer_step_pre_hook(self._before_update)
         current.on_shutdown(handle.remove)
@@ -93,12 +96,8 @@ class TorchOptimizers:
             self._tried.add(optimizer)
             if own:
                 refuse_parts(self._rank, optimizer)
-                self._own.add(optimizer)
+                self.own.add(optimizer)
             self.watch(optimizer)
-
-    def own(self) -> list[tuple[int, torch.optim.Optimizer]]:
-        """Returns unwrapped optimizers of models that have made an update, with their numbers."""
-        return self._own.numbered()
 
     def _check_own(self, optimizer: torch.optim.Optimizer, own: Sequence[Tensor]) -> None:
         self._steps.refuse_inside("optimizer.step")

@@ -84,6 +84,9 @@ class PartGradients:
 
     Args:
         current: the runtime, whose models count.
+
+    Attributes:
+        is_idle: whether nothing was noted since the last step began.
     """
 
     def __init__(self, current: runtime.Runtime) -> None:
@@ -96,6 +99,7 @@ class PartGradients:
         self._tolerance = 0.0
         self._applied: Scaling | None = None
         self._known: tuple[set[int], set[int]] | None = None
+        self.is_idle = True
         handles = (
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
@@ -142,6 +146,7 @@ class PartGradients:
             func, args, kwargs: the call.
             caller: the frame of the script that calls.
         """
+        self.is_idle = False
         inputs = list(_tensors((args, kwargs)))
         parts = [tensor for tensor in inputs if isinstance(tensor, PartGradient)]
         versions = [tensor._version for tensor in inputs]
@@ -249,7 +254,7 @@ class PartGradients:
         self._make_plain()
         self._factors.clear()
         self._reduced_at = self._applied = self._known = None
-        self._tolerance = 0.0
+        self._tolerance, self.is_idle = 0.0, True
 
     def _scaling(self) -> Scaling | None:
         if self._reduced_at is None or len(self._shown) < 2:
@@ -279,6 +284,7 @@ class PartGradients:
     def _ids_and_memory(self) -> tuple[set[int], set[int]]:
         """Returns ids and addresses of parameters, and of the tensors updated instead of them."""
         if self._known is None:
+            self.is_idle = False
             known = known_parameters(self._wrapped).values()
             both = [tensor for p in known for tensor in (p, master_of(p))]
             here = [tensor for tensor in both if tensor.numel() and not is_placeholder(tensor)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from smp.observe.verification.recorder import is_compiled
 from smp.partition.containers import Containers, reachable_from_hook
 from smp.partition.trace_guard import untouched
 from smp.partition.trace_state import KeptValues
-from smp.step.batches import Batch, MicrobatchRunner, TrainedStep
+from smp.step.batches import Batch, TrainedStep
 from smp.step.run import StepRun
 from smp.world import comm, runtime
 from smp.world.observers import StepObserver
@@ -90,8 +90,10 @@ class BatchCheckObserver(StepObserver):
         self._current = current
         self.outcomes: dict[Any, str] = {}
 
-    def step_trained(self, step: TrainedStep) -> None:
+    def step_trained(self, step: TrainedStep) -> bool:
         """Checks the first step only. Collective over all ranks, inside of `join` over a replica.
+
+        A timeline shows the steps of the script alone, so a later step is checked then.
 
         Raises:
             FirstStepDifference: on all these ranks, if `SMP_CHECK_FIRST_STEP` is 1.
@@ -102,12 +104,12 @@ class BatchCheckObserver(StepObserver):
         is_uneven = any(engine.uneven is not None for engine in step.engines)
         key = (code, is_uneven, *(engine.idx for engine in step.engines))
         is_cut = rank.config.microbatches > 1 or num_batches(rank) > 1
-        # A timeline shows the steps of the script alone; a later step is checked then.
         if key in self.outcomes or not is_cut or self._current.timeline.is_on:
-            return
+            return is_cut and key not in self.outcomes
         self.outcomes[key] = "runs"
         check = BatchCheck(self._current, step, comm.MP_GROUP if is_uneven else comm.WORLD)
         self.outcomes[key] = check.run()
+        return False
 
 
 class BatchCheck:
@@ -225,7 +227,7 @@ class BatchCheck:
     def _part_of_contrast(self, count: int) -> int:
         """Returns the part whose pieces have the most different numbers of masked positions."""
         contrast = [0.0] * count
-        for _, tensor, axis in self._batch.cutting.tensors():
+        for _, tensor, axis in self._batch.cutting.along():
             if not tensor.numel():
                 continue
             is_mask = not tensor.is_floating_point() and not tensor.is_complex()
@@ -298,7 +300,7 @@ class BatchCheck:
         num_begun = steps.num_begun
         with self._aside(run) as written:
             try:
-                step_run.begin(len(sizes), None)
+                step_run.begin(len(sizes))
                 step_run.run(len(sizes), lambda mb: self._run_body(run, bodies, mb))
                 step_run.end()
             except BaseException:
@@ -309,7 +311,7 @@ class BatchCheck:
                 steps.num_passes += 1
         return run, written
 
-    def _run_body(self, run: BatchPass, bodies: MicrobatchRunner, mb: int) -> None:
+    def _run_body(self, run: BatchPass, bodies: Callable[[int], None], mb: int) -> None:
         places = [e.pipeline for e in self._engines if e.pipeline is not None]
         with run.noting_failure(), run.running(mb):
             bodies(mb)
@@ -400,12 +402,12 @@ class BatchCheck:
 
     def _reasons_in_arguments(self, *, is_weighed: bool) -> list[str]:
         labels, shapes = [], {}
-        for name, tensor, axis in self._batch.cutting.tensors():
+        for path, tensor, axis in self._batch.cutting.along():
             is_integer = not tensor.is_floating_point() and not tensor.is_complex()
             if is_integer and not is_weighed and bool((tensor < 0).any()):
-                labels.append(name)
+                labels.append(".".join(path))
             if tensor.dim() > 1 and axis == 0:
-                shapes[name] = tensor.shape
+                shapes[".".join(path)] = tensor.shape
         reasons = [judging.reason_of_labels(labels)] if labels else []
         for engine in self._engines:
             for name, module in engine.root.named_modules():
