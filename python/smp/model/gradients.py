@@ -160,7 +160,7 @@ class GradientReduction:
         # Two reducers have no common order on two replicas before the end of a step; on a device
         # their sums would wait for each other. There only the last one overlaps: it has the split
         # layers, which are most of a model.
-        is_ahead = any(group.is_stream_ordered for group in self._rank.comms.made)
+        is_ahead = self._rank.comms.run_ahead
         for reducer in self.reducers:
             is_last = reducer is self.reducers[-1]
             overlaps = may_overlap and (is_last or not is_ahead)

@@ -88,7 +88,6 @@ class PartGradients:
 
     def __init__(self, current: runtime.Runtime) -> None:
         self._wrapped = current.wrapped
-        self._is_updating = False
         self._told: set[tuple[str, int]] = set()
         self._shown: dict[int, Tensor] = {}  # gradients, by the address of their values
         self._factors: dict[int, float] = {}  # factors of these gradients
@@ -98,13 +97,13 @@ class PartGradients:
         self._known: tuple[set[int], set[int]] | None = None
         handles = (
             register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
+            register_optimizer_step_post_hook(self._watch),
         )
         for handle in handles:
             current.on_shutdown(handle.remove)
         self._half: property = vars(HalfParameter)["grad"]
-        nn.Parameter.grad = self._watching(_native)  # type: ignore[assignment, method-assign]
-        HalfParameter.grad = self._watching(self._half)  # type: ignore[assignment, method-assign]
+        self._watched, self._watched_half = self._watching(_native), self._watching(self._half)
+        self._watch()
         PartGradient.keeper = self
         current.on_shutdown(self._leave)
 
@@ -112,17 +111,25 @@ class PartGradients:
         get, set_ = functools.partial(self._get, its), functools.partial(self._set, its)
         return property(get, set_, its.__delete__)
 
+    def _watch(self, *_: Any) -> None:
+        nn.Parameter.grad = self._watched  # type: ignore[assignment, method-assign]
+        HalfParameter.grad = self._watched_half  # type: ignore[assignment, method-assign]
+
+    def _unwatch(self) -> None:
+        nn.Parameter.grad = _native  # type: ignore[method-assign]
+        HalfParameter.grad = self._half  # type: ignore[assignment, method-assign]
+
     def _leave(self) -> None:
         self._make_plain()
         PartGradient.keeper = None
+        self._unwatch()
         del nn.Parameter.grad
-        HalfParameter.grad = self._half  # type: ignore[assignment, method-assign]
 
     # ---- uses by the script
 
     def _get(self, its: Any, parameter: Tensor) -> Tensor | None:
         grad: Tensor | None = its.__get__(parameter)
-        if grad is None or self._is_updating or type(grad) is not Tensor:
+        if grad is None or type(grad) is not Tensor:
             return grad
         if _is_script(sys._getframe(1)) and grad.numel() and self._knows(parameter):
             self._show(grad)
@@ -261,12 +268,10 @@ class PartGradients:
         return None
 
     def _before_update(self, *_: Any) -> None:
-        self._is_updating = True
-        self._applied = self.scaling()
-        self._make_plain()
-
-    def _after_update(self, *_: Any) -> None:
-        self._is_updating = False
+        if self._shown:
+            self._applied = self.scaling()
+            self._make_plain()
+        self._unwatch()  # an update reads each gradient several times
 
     def _make_plain(self) -> None:
         for grad in self._shown.values():
