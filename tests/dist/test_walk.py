@@ -83,7 +83,7 @@ def walk(rank: int) -> dict[str, Walk]:
 
 
 #: the most that a step of a pipeline may take; lowered with each change that shortens the way
-LIMITS = {"step": Walk(249, 48, 96), "optimizer.step": Walk(108, 21, 49)}
+LIMITS = {"step": Walk(249, 48, 96), "optimizer.step": Walk(32, 12, 21)}
 
 
 def test_a_step_takes_no_more_calls_than_before(pool: Pool) -> None:

@@ -126,7 +126,8 @@ class ScaledGradients:
     def used(self, are_applied: bool = False) -> None:
         """Notes that the gradients were applied or dropped; the next ones are new."""
         self._is_checked = False
-        self._divide_by(1.0)
+        self.divisor = 1.0
+        self.num_changes += 1
         self._are_applied = are_applied
         self.renewed.clear()
         self.shown.clear()
@@ -152,6 +153,10 @@ class ScaledGradients:
     def unscale(self) -> None:
         """Gives gradients their true values. Collective like `step_done`."""
         self.check()
+        self.divide()
+
+    def divide(self) -> None:
+        """Gives gradients that `check` has checked their true values."""
         if isinstance(self.divisor, Tensor) or self.divisor != 1.0:
             scale(self._grads(), 1.0 / self.divisor)
             self._divide_by(1.0)
