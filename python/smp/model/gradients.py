@@ -160,10 +160,9 @@ class GradientReduction:
         # Two reducers have no common order on two replicas before the end of a step; on a device
         # their sums would wait for each other. There only the last one overlaps: it has the split
         # layers, which are most of a model.
-        is_ahead = any(group.is_stream_ordered for group in self._rank.comms.made)
         for reducer in self.reducers:
             is_last = reducer is self.reducers[-1]
-            overlaps = may_overlap and (is_last or not is_ahead)
+            overlaps = may_overlap and (is_last or not self._rank.comms.run_ahead)
             reducer.begin_step(num_microbatches, overlaps, not self.is_hooked)
         self._kept.begin_step()
 

@@ -57,6 +57,7 @@ class Groups:
     Where a shard group of devices spans hosts evenly, `shard_across` connects equal places of its
     hosts and `shard_within` the ranks of this host.
     Without tensor parallelism the rdp group is the dp group, and has no communicator of its own.
+    ``run_ahead`` is true if the host does not wait for the collectives of some of them.
     ``by_hosts`` maps names of CPU groups whose sums and gathers go by hosts to the number of hosts
     and of ranks on each.
     """
@@ -83,6 +84,7 @@ class Groups:
         default_factory=lambda: _C.TensorParallelGroup(None, 0, 1)
     )
     by_hosts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    run_ahead: bool = False
 
     @property
     def made(self) -> list[_C.Communicator]:
@@ -276,6 +278,7 @@ def build_groups(
     else:
         made.mp_is_on_host = shares_gpus
         made.mp = watched(control("mp") if shares_gpus else on_device("mp"), own["mp"])
+    made.run_ahead = any(group.is_stream_ordered for group in made.made)
     return made
 
 

@@ -64,17 +64,11 @@ class Numbered(Generic[_T]):
 
     def __init__(self) -> None:
         self.num_added = 0
-        self._items: weakref.WeakValueDictionary[int, _T] = weakref.WeakValueDictionary()
+        self.alive: weakref.WeakValueDictionary[int, _T] = weakref.WeakValueDictionary()
 
     def add(self, item: _T) -> None:
-        self._items[self.num_added] = item
+        self.alive[self.num_added] = item
         self.num_added += 1
-
-    def numbered(self) -> list[tuple[int, _T]]:
-        return list(self._items.items())
-
-    def alive(self) -> list[_T]:
-        return list(self._items.values())
 
 
 class Wrapped:
@@ -105,7 +99,7 @@ class Wrapped:
     @property
     def models(self) -> list[WrappedModel]:
         """Wrapped models that live, in the order in which they were made."""
-        return self._models.alive()
+        return list(self._models.alive.values())
 
     @property
     def num_wrapped(self) -> int:
@@ -146,7 +140,7 @@ class Wrapped:
     @property
     def optimizers(self) -> list[WrappedOptimizer]:
         """Wrapped optimizers that live, in the order in which they were made."""
-        return self._optimizers.alive()
+        return list(self._optimizers.alive.values())
 
     def spread_written(self) -> None:
         """Copies into models what the script has written to the tensors that optimizers update."""
@@ -155,8 +149,8 @@ class Wrapped:
 
     def updating(self) -> list[tuple[int, Any]]:
         """Returns PyTorch's optimizers that update something on this rank, with their numbers."""
-        numbered = self._optimizers.numbered()
-        return [(number, each.optimizer) for number, each in numbered if each._has_local()]
+        alive = self._optimizers.alive.items()
+        return [(number, each.optimizer) for number, each in alive if each._has_local()]
 
     @property
     def optimizer(self) -> WrappedOptimizer | None:

@@ -80,8 +80,9 @@ class TorchOptimizers:
         return arrived
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(wrapper.optimizer is optimizer for wrapper in self._wrapped.optimizers):
-            return
+        for wrapper in self._wrapped.optimizers:
+            if wrapper.optimizer is optimizer:
+                return
         refuse_replaced(optimizer)
         known = known_parameters(self._wrapped)
         own = [p for p in parameters_of(optimizer) if id(p) in known]
@@ -98,7 +99,7 @@ class TorchOptimizers:
 
     def own(self) -> list[tuple[int, torch.optim.Optimizer]]:
         """Returns unwrapped optimizers of models that have made an update, with their numbers."""
-        return self._own.numbered()
+        return list(self._own.alive.items())
 
     def _check_own(self, optimizer: torch.optim.Optimizer, own: Sequence[Tensor]) -> None:
         self._steps.refuse_inside("optimizer.step")
