@@ -167,7 +167,7 @@ void bind_agreements(py::module_& m) {
          FaultsPtr faults, std::vector<int> ranks, double timeout_s) {
         comm::broadcast_coalesced(
             tensors, group, root,
-            make_patience(timeout_s, std::move(faults), std::move(ranks)));
+            make_wait_options(timeout_s, std::move(faults), std::move(ranks)));
       },
       NoGil(), py::arg("tensors"), py::arg("group"), py::arg("root"),
       py::kw_only(), py::arg("faults") = py::none(),
@@ -180,7 +180,7 @@ void bind_agreements(py::module_& m) {
          double timeout_s) {
         return comm::agree_on_maxima(
             group, values,
-            make_patience(timeout_s, std::move(faults), std::move(ranks)),
+            make_wait_options(timeout_s, std::move(faults), std::move(ranks)),
             what);
       },
       NoGil(), py::arg("values"), py::arg("group"), py::kw_only(),
@@ -194,7 +194,7 @@ void bind_agreements(py::module_& m) {
          double timeout_s) {
         const at::Tensor all = comm::gather_numbers(
             group, at::tensor(numbers, at::kDouble),
-            make_patience(timeout_s, std::move(faults), std::move(ranks)),
+            make_wait_options(timeout_s, std::move(faults), std::move(ranks)),
             what);
         const double* begin = all.const_data_ptr<double>();
         const auto num_each = static_cast<int64_t>(numbers.size());
@@ -217,7 +217,7 @@ void bind_agreements(py::module_& m) {
          double timeout_s) {
         return comm::gather_numbers(
             group, numbers,
-            make_patience(timeout_s, std::move(faults), std::move(ranks)),
+            make_wait_options(timeout_s, std::move(faults), std::move(ranks)),
             what);
       },
       NoGil(), py::arg("numbers"), py::arg("group"), py::kw_only(),

@@ -58,8 +58,8 @@ std::shared_ptr<Reducer> make_reducer(
   options.passes_per_reduction = passes_per_reduction;
   options.sharding = std::move(sharding);
   options.control = std::move(control);
-  options.patience =
-      make_patience(timeout_s, std::move(faults), std::move(dp_ranks));
+  options.wait =
+      make_wait_options(timeout_s, std::move(faults), std::move(dp_ranks));
   std::vector<at::Tensor> masters = params;
   if (targets) {
     masters.clear();

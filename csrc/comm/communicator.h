@@ -76,17 +76,19 @@ class Work {
   void set_collective(health::CollectiveId id) { collective_ = std::move(id); }
 
   /// The board whose faults end a wait, and words for the operation.
-  struct Care {
+  struct WaitContext {
     std::shared_ptr<health::FaultBoard> faults;  ///< null: faults end no wait
     std::string_view operation;                  ///< must outlive the work
     std::shared_ptr<const std::string> group;    ///< "gloo:dp (2 ranks)"
   };
-  const Care& care() const { return care_; }
-  void set_care(Care care) { care_ = std::move(care); }
+  const WaitContext& wait_context() const { return wait_context_; }
+  void set_wait_context(WaitContext wait_context) {
+    wait_context_ = std::move(wait_context);
+  }
 
  private:
   std::optional<health::CollectiveId> collective_;
-  Care care_;
+  WaitContext wait_context_;
 };
 
 using WorkPtr = std::shared_ptr<Work>;

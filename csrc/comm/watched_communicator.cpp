@@ -164,7 +164,7 @@ class WatchedCommunicator final : public Communicator {
 
  private:
   WorkPtr in_care(std::string_view operation, WorkPtr work) const {
-    work->set_care({faults_, operation, words_});
+    work->set_wait_context({faults_, operation, words_});
     return work;
   }
 

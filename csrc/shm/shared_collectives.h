@@ -28,7 +28,7 @@ struct SharedCollectivesOptions {
 /// @throws PeerFailure when another rank fails meanwhile
 comm::CommunicatorPtr share_collectives(comm::CommunicatorPtr inner,
                                         const SharedCollectivesOptions& options,
-                                        const comm::Patience& patience);
+                                        const comm::WaitOptions& wait);
 
 /// Makes the same for ranks that are threads of this process, one per `inner`.
 std::vector<comm::CommunicatorPtr> share_collectives_locally(

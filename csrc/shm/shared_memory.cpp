@@ -63,7 +63,7 @@ std::vector<Record> exchange(comm::Communicator& world,
 }
 
 // A rank's first message, before it makes any segment.
-struct Claim {
+struct RankClaim {
   uint64_t machine;
   int64_t ring_bytes;  // 0: it shares nothing
 };
@@ -90,9 +90,9 @@ FileOffer make_offer(int64_t num_rings, int64_t ring_bytes, health::OwnedFd& fd,
 }
 
 // Returns the ranks that try to share memory with `rank`, ascending.
-std::vector<int> candidates_of(int rank, const std::vector<Claim>& claims) {
+std::vector<int> candidates_of(int rank, const std::vector<RankClaim>& claims) {
   std::vector<int> result;
-  const Claim& own = claims[rank];
+  const RankClaim& own = claims[rank];
   for (int i = 0; i < static_cast<int>(claims.size()); ++i) {
     if (i != rank && own.ring_bytes > 0 && claims[i].ring_bytes > 0 &&
         claims[i].machine == own.machine) {
@@ -103,7 +103,8 @@ std::vector<int> candidates_of(int rank, const std::vector<Claim>& claims) {
 }
 
 // Returns the index of the ring in which `owner` receives from `sender`.
-int64_t ring_index(int owner, int sender, const std::vector<Claim>& claims) {
+int64_t ring_index(int owner, int sender,
+                   const std::vector<RankClaim>& claims) {
   const std::vector<int> senders = candidates_of(owner, claims);
   return std::find(senders.begin(), senders.end(), sender) - senders.begin();
 }
@@ -126,7 +127,7 @@ std::string reason_text(int rank, int other, int32_t error,
 // Logs one line on rank 0 when ranks of one machine do not share memory
 // although some of them have it enabled.
 void log_failures(const std::string& world_name,
-                  const std::vector<Claim>& claims,
+                  const std::vector<RankClaim>& claims,
                   const std::vector<FileOffer>& offers,
                   const std::vector<int32_t>& verdicts) {
   const int size = static_cast<int>(claims.size());
@@ -180,8 +181,8 @@ SharedMemoryPtr connect_shared_memory(comm::Communicator& world,
   SMP_CHECK_VALUE(options.ring_bytes > 0,
                   "a ring in shared memory needs more than 0 bytes, got ",
                   options.ring_bytes);
-  const Claim claim{std::hash<std::string>{}(options.machine),
-                    options.enabled ? options.ring_bytes : 0};
+  const RankClaim claim{std::hash<std::string>{}(options.machine),
+                        options.enabled ? options.ring_bytes : 0};
   const auto claims = exchange(world, faults, &claim, 1, options.timeout);
 
   const std::vector<int> candidates = candidates_of(self, claims);

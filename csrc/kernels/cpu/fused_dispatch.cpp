@@ -8,9 +8,9 @@
 namespace smp::kernels::cpu {
 
 const FusedTable* const* usable_tables() {
-  struct Found {
+  struct ChosenTable {
     const FusedTable* tables[5] = {};
-    Found() {
+    ChosenTable() {
       int count = 0;
 #ifdef __x86_64__
       const bool has_avx2 = __builtin_cpu_supports("avx2") &&
@@ -30,8 +30,8 @@ const FusedTable* const* usable_tables() {
       tables[count] = &portable_table();
     }
   };
-  static const Found found;
-  return found.tables;
+  static const ChosenTable chosen;
+  return chosen.tables;
 }
 
 const FusedTable& table_for(std::string_view capability) {

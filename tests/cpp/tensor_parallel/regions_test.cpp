@@ -452,9 +452,9 @@ TEST(RegionErrors, OtherLayersOfOneShapeAreNamed) {
 TEST(RegionErrors, APeerThatNeverComesIsATimeOut) {
   comm::run_ranks(2, [](int rank, const comm::CommunicatorPtr& comm) {
     if (rank == 1) return;
-    comm::Patience patience;
-    patience.timeout = std::chrono::milliseconds(250);
-    const auto group = std::make_shared<Group>(comm, nullptr, 0, 2, patience);
+    comm::WaitOptions wait;
+    wait.timeout = std::chrono::milliseconds(250);
+    const auto group = std::make_shared<Group>(comm, nullptr, 0, 2, wait);
     const std::string text = text_of_error([&] { reduce(group, randn({4})); });
     EXPECT_NE(text.find("waited 250 ms for the reduce over local"),
               std::string::npos)
@@ -465,11 +465,10 @@ TEST(RegionErrors, APeerThatNeverComesIsATimeOut) {
 TEST(RegionErrors, AFaultEndsTheWait) {
   comm::run_ranks(2, [](int rank, const comm::CommunicatorPtr& comm) {
     if (rank == 1) return;
-    comm::Patience patience;
-    patience.faults = std::make_shared<health::FaultBoard>(0);
-    patience.faults->report(
-        {.kind = health::Fault::Kind::kDied, .global_rank = 1});
-    const auto group = std::make_shared<Group>(comm, nullptr, 0, 2, patience);
+    comm::WaitOptions wait;
+    wait.faults = std::make_shared<health::FaultBoard>(0);
+    wait.faults->report({.kind = health::Fault::Kind::kDied, .global_rank = 1});
+    const auto group = std::make_shared<Group>(comm, nullptr, 0, 2, wait);
     EXPECT_THROW(reduce(group, randn({4})), PeerFailure);
   });
 }
@@ -494,7 +493,7 @@ TEST(Alone, NothingIsCommunicatedAndShapesAreRight) {
     at::Tensor y;
     const at::Tensor x = randn({2, 4}).requires_grad_();
     {
-      const SameCompany alone(true);
+      const AloneScope alone(true);
       y = gather(group, x, 0, {2, 3}, GatheredGrad::kSum);
       EXPECT_EQ(y.sizes().vec(), (std::vector<int64_t>{5, 4}));
       EXPECT_TRUE(y.narrow(0, 2, 2).equal(x));
