@@ -2,7 +2,6 @@
 
 #include <chrono>
 #include <string>
-#include <vector>
 
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/group_wait.h"
@@ -29,9 +28,5 @@ struct SharedCollectivesOptions {
 comm::CommunicatorPtr share_collectives(comm::CommunicatorPtr inner,
                                         const SharedCollectivesOptions& options,
                                         const comm::WaitOptions& wait);
-
-/// Makes the same for ranks that are threads of this process, one per `inner`.
-std::vector<comm::CommunicatorPtr> share_collectives_locally(
-    std::vector<comm::CommunicatorPtr> inner);
 
 }  // namespace smp::shm

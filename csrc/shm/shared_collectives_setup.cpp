@@ -96,19 +96,4 @@ comm::CommunicatorPtr share_collectives(comm::CommunicatorPtr inner,
   return make_shared_communicator(std::move(inner), std::move(areas));
 }
 
-std::vector<comm::CommunicatorPtr> share_collectives_locally(
-    std::vector<comm::CommunicatorPtr> inner) {
-  if (inner.size() == 1) return inner;
-  std::vector<std::shared_ptr<uint8_t>> areas;
-  for (size_t i = 0; i < inner.size(); ++i) {
-    areas.push_back(area_of(SharedSegment::make_anonymous(
-        {{}, CollectiveMemory::bytes_per_rank(), 1})));
-  }
-  std::vector<comm::CommunicatorPtr> result;
-  for (const comm::CommunicatorPtr& one : inner) {
-    result.push_back(make_shared_communicator(one, areas));
-  }
-  return result;
-}
-
 }  // namespace smp::shm

@@ -22,8 +22,6 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kFileSlice{200};
-constexpr int kReceiveBell = 0;
-constexpr int kSendBell = 1;
 // Value in place of an errno: the pair does not try.
 constexpr int32_t kNotTried = -1;
 
@@ -213,9 +211,9 @@ SharedMemoryPtr connect_shared_memory(comm::Communicator& world,
     mappings.push_back(theirs.mapping());
     peers.push_back({other,
                      {theirs.ring(ring_index(other, self, claims)),
-                      theirs.bells() + kReceiveBell},
+                      theirs.bells() + SharedMemory::kReceiveBell},
                      {own.ring(ring_index(self, other, claims)),
-                      theirs.bells() + kSendBell}});
+                      theirs.bells() + SharedMemory::kSendBell}});
   }
   Doorbell* own_bells = nullptr;
   if (!peers.empty()) {
@@ -224,31 +222,6 @@ SharedMemoryPtr connect_shared_memory(comm::Communicator& world,
   }
   return std::make_shared<SharedMemory>(std::move(mappings), own_bells,
                                         std::move(peers));
-}
-
-std::vector<SharedMemoryPtr> make_local_shared_memory(int size,
-                                                      int64_t ring_bytes) {
-  std::vector<SharedSegment> segments;
-  std::vector<SharedMemory::Mapping> mappings;
-  for (int i = 0; i < size; ++i) {
-    segments.push_back(SharedSegment::make_anonymous({{}, ring_bytes, size}));
-    mappings.push_back(segments.back().mapping());
-  }
-  std::vector<SharedMemoryPtr> result;
-  for (int self = 0; self < size; ++self) {
-    std::vector<SharedMemory::Peer> peers;
-    for (int other = 0; other < size; ++other) {
-      if (other == self) continue;
-      const SharedSegment& theirs = segments[other];
-      peers.push_back(
-          {other,
-           {theirs.ring(self), theirs.bells() + kReceiveBell},
-           {segments[self].ring(other), theirs.bells() + kSendBell}});
-    }
-    result.push_back(std::make_shared<SharedMemory>(
-        mappings, segments[self].bells(), std::move(peers)));
-  }
-  return result;
 }
 
 }  // namespace smp::shm

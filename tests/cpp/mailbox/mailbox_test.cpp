@@ -22,6 +22,7 @@
 #include "tests/cpp/comm/run_ranks.h"
 #include "tests/cpp/comm/socket_world.h"
 #include "tests/cpp/common/expectations.h"
+#include "tests/cpp/shm/local_memory.h"
 
 namespace smp::mailbox {
 namespace {
