@@ -184,7 +184,6 @@ void bind_messages(py::module_& m) {
       .def("lanes", &mailbox_lanes,
            "(source, destination, lane, why) of each pair of ranks that send "
            "each other tensors; empty where these travel in messages.")
-      .def("num_unsent", &Mailbox::num_unsent, release_gil())
       .def("progress", &Mailbox::progress)
       .def(
           "close",

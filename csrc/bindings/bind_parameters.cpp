@@ -54,7 +54,6 @@ void bind_stats(py::module_& m) {
   using Stats = ParameterStore::Stats;
   py::class_<Stats>(m, "ParameterStoreStats")
       .def_readonly("num_gathers", &Stats::num_gathers)
-      .def_readonly("num_collectives", &Stats::num_collectives)
       .def_readonly("gathered_bytes", &Stats::gathered_bytes)
       .def_readonly("num_hits", &Stats::num_hits)
       .def_readonly("num_deviations", &Stats::num_deviations)

@@ -76,7 +76,6 @@ void bind_routes(py::module_& m) {
       "Which tokens go to which ranks; see tensor_parallel/token_exchange.h.")
       .def_readonly("sent", &Routes::sent)
       .def_readonly("received", &Routes::received)
-      .def_readonly("num_tokens", &Routes::num_tokens)
       .def_readonly("num_pairs", &Routes::num_pairs)
       .def_readonly("group_tokens", &Routes::group_tokens)
       .def_readonly("was_alone", &Routes::was_alone);
