@@ -62,9 +62,6 @@ class Work {
   /// @return false if the host has to `wait`: the operation is not a device's
   virtual bool order_stream() { return false; }
 
-  /// Returns the group rank of the sender; valid after `wait` of a `recv_any`.
-  virtual int source_rank() const { return -1; }
-
   /// Makes a `wait` in another thread return with an error soon.
   virtual void abort() {}
 
@@ -109,8 +106,6 @@ class Communicator {
 
   virtual WorkPtr send(const at::Tensor& tensor, int dst, int tag) = 0;
   virtual WorkPtr recv(at::Tensor tensor, int src, int tag) = 0;
-  /// Receives from the rank that sends first with this tag (see `source_rank`).
-  virtual WorkPtr recv_any(at::Tensor tensor, int tag) = 0;
 
   virtual WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) = 0;
   virtual WorkPtr broadcast(at::Tensor tensor, int root) = 0;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "csrc/comm/communicator_checks.h"
+#include "csrc/comm/forwarding_communicator.h"
 #include "csrc/comm/host_hops.h"
 #include "csrc/comm/next_stamps.h"
 #include "csrc/comm/sum_pieces.h"
@@ -171,18 +172,14 @@ at::Tensor line_of(const at::Tensor& tensor) {
   return tensor.detach().view({-1});
 }
 
-class HierarchicalCommunicator final : public Communicator {
+class HierarchicalCommunicator final : public ForwardingCommunicator {
  public:
   explicit HierarchicalCommunicator(HostGroups groups)
-      : flat_(groups.flat),
+      : ForwardingCommunicator(groups.flat),
         info_(std::make_shared<GroupInfo>(
-            GroupInfo{flat_->name(), flat_->group_rank(), flat_->size()})),
+            GroupInfo{inner_->name(), inner_->group_rank(), inner_->size()})),
         is_host_by_host_(groups.is_host_by_host),
         pipeline_(std::move(groups)) {}
-
-  int group_rank() const override { return info_->group_rank; }
-  int size() const override { return info_->size; }
-  const std::string& name() const override { return info_->name; }
 
   WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) override {
     CallName call{info_, "all_reduce"};
@@ -239,22 +236,15 @@ class HierarchicalCommunicator final : public Communicator {
     return false;
   }
 
+  bool goes_on_alone() const override { return true; }
+
   void abort() override {
     pipeline_.abort();
-    flat_->abort();
+    inner_->abort();
   }
 
   // ---- calls of the flat group
 
-  WorkPtr send(const at::Tensor& tensor, int dst, int tag) override {
-    return flat_->send(tensor, dst, tag);
-  }
-  WorkPtr recv(at::Tensor tensor, int src, int tag) override {
-    return flat_->recv(std::move(tensor), src, tag);
-  }
-  WorkPtr recv_any(at::Tensor tensor, int tag) override {
-    return flat_->recv_any(std::move(tensor), tag);
-  }
   WorkPtr broadcast(at::Tensor tensor, int root) override {
     return flat().broadcast(std::move(tensor), root);
   }
@@ -271,11 +261,10 @@ class HierarchicalCommunicator final : public Communicator {
 
  private:
   Communicator& flat() {
-    if (const uint64_t stamp = stamps_.take()) flat_->stamp_next(stamp);
-    return *flat_;
+    if (const uint64_t stamp = stamps_.take()) inner_->stamp_next(stamp);
+    return *inner_;
   }
 
-  const CommunicatorPtr flat_;
   const std::shared_ptr<const GroupInfo> info_;
   const bool is_host_by_host_;
   NextStamps stamps_;

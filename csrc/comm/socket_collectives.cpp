@@ -77,7 +77,7 @@ void SocketCollective::end(const TransferPtr& transfer) {
   if (transfer->state == SocketExchange::Transfer::State::kSucceeded) return;
   if (transfer->does_not_fit) {
     throw Error(detail::concat(
-        "group rank ", transfer->source,
+        "group rank ", transfer->peer,
         " called another collective of this group, or with other sizes or "
         "dtypes: it sent ",
         transfer->other_size, " bytes, expected ", transfer->size));

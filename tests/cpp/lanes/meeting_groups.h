@@ -116,7 +116,6 @@ class MeetingGroup final : public comm::Communicator {
   /// The stream on which each operation was asked for.
   std::vector<c10::StreamId> streams;
 
-  comm::WorkPtr recv_any(at::Tensor, int) override { return refuse(); }
   comm::WorkPtr all_reduce(at::Tensor, comm::ReduceOp) override {
     return refuse();
   }
