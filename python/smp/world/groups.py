@@ -282,7 +282,7 @@ def build_groups(
     return made
 
 
-def make_way(
+def make_channel(
     store: dist.Store, src: int, dst: int, index: int, global_rank: int, timeout_s: float
 ) -> _C.Communicator:
     """Makes a group of NCCL for tensors from one rank to another one. Collective over both.
@@ -291,12 +291,12 @@ def make_way(
         store: store for the connections.
         src: global rank of the source, which is rank 0 of the group.
         dst: global rank of the destination.
-        index: number among the ways from ``src`` to ``dst``.
+        index: number among the channels from ``src`` to ``dst``.
         global_rank: global rank of this process.
         timeout_s: time-out of the connection, and of a copy.
     """
-    name = f"way{index}to{dst}"
-    return _make_nccl(store, name, [src, dst], global_rank, timeout_s, nccl.WAY_CTAS)
+    name = f"channel{index}to{dst}"
+    return _make_nccl(store, name, [src, dst], global_rank, timeout_s, nccl.CHANNEL_CTAS)
 
 
 def make_on_device(
