@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tests.dist.steps import marked_values
+from tests.harness import own_loss, train_step_of
 
 
 def train_once(plain: nn.Module, batch_of: Callable[[int], Tensor], prescaled: bool) -> Any:
@@ -21,11 +22,7 @@ def train_once(plain: nn.Module, batch_of: Callable[[int], Tensor], prescaled: b
     import smp
 
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x))
-
+    train_step = train_step_of(model, own_loss)
     train_step(batch_of(smp.rdp_rank() if prescaled else smp.dp_rank()))
     shapes = {name: tuple(p.shape) for name, p in model.local_named_parameters()}
     return marked_values(model, "grad"), model.state_dict(), shapes

@@ -34,7 +34,7 @@ COUNTERS = (
     "lane_times_full",
     "lane_times_too_large",
 )
-NUM_PROGRAMS = 30
+NUM_PROGRAMS = 12
 SOAK_STEPS = 80
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, launch, torchrun
+from tests.harness import train_step_of
 from tests.reference.models import randomise_
 from tests.reference.tolerances import assert_close
 
@@ -45,13 +46,7 @@ def train_once(rank: int, tp: int, optimize: str, prescaled: bool) -> tuple[dict
     with smp.tensor_parallelism():
         network = randomise_(module.Network(WIDTH, 2).double(), 1)
     model = smp.DistributedModel(network)
-
-    @smp.step
-    def train_step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model)
     train_step(batch_of(smp.rdp_rank() if prescaled else smp.dp_rank()))
     num_split = sum(model.is_distributed_parameter(p) for p in model.parameters())
     return marked_values(model, "grad"), num_split

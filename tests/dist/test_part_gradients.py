@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import own_loss, train_step_of
 
 WIDTH, STEPS = 8, 4
 Config = dict[str, Any]
@@ -181,10 +182,7 @@ def train(
     if wraps:
         optimizer = smp.DistributedOptimizer(optimizer)
 
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x))
-
+    train_step = train_step_of(model, own_loss)
     for step in range(steps):
         optimizer.zero_grad()
         if "hand" in does:
@@ -286,11 +284,7 @@ def look(rank: int, config: Config, masters: bool) -> Any:
         for layer in model.get_module().layers[2:]:
             smp.set_partition(layer, 1)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x))
-
+    train_step = train_step_of(model, own_loss)
     same, norms = True, []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -342,10 +336,7 @@ def train_by_hand(rank: int, config: Config, how: str) -> None:
     if how != "sgd":
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x))
-
+    train_step = train_step_of(model, own_loss)
     for step in range(STEPS):
         model.zero_grad()
         train_step(samples_of(step))

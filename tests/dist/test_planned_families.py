@@ -17,6 +17,7 @@ from tests.dist.split_training import (
     init_split,
 )
 from tests.dist.steps import marked_values
+from tests.harness import labelled_loss, train_step_of
 from tests.reference.lifted_casts import lifted_casts
 from tests.reference.split_families import (
     PLANNED_FAMILIES,
@@ -56,11 +57,7 @@ def train_on_masks(rank: int, run: SplitRun) -> dict[str, Any]:
 
     init_split(run)
     model = smp.DistributedModel(build_marked(run))
-
-    @smp.step
-    def train_step(batch: dict[str, torch.Tensor]) -> None:
-        model.backward(model(**batch)["loss"])
-
+    train_step = train_step_of(model, labelled_loss)
     train_step(batch_of(smp.dp_rank()))
     return marked_values(model, "grad")
 

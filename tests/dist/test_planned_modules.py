@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import own_loss, train_step_of
 from tests.reference.models import randomise_
 from tests.reference.tolerances import assert_close
 
@@ -113,13 +114,7 @@ def train_once(
     with smp.tensor_parallelism(plan=plan):
         plain = randomise_(network().double(), 1)
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(ids: Tensor) -> Tensor:
-        loss: Tensor = model(ids)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     train_step(batch_of(smp.rdp_rank() if prescaled else smp.dp_rank()))
     shapes = {name: tuple(p.shape) for name, p in model.local_named_parameters()}
     return marked_values(model, "grad"), shapes
@@ -307,10 +302,7 @@ def train_twice(rank: int, plan: dict[str, str], prescaled: bool) -> Tensor:
     with smp.tensor_parallelism(plan=plan):
         model = smp.DistributedModel(randomise_(Gained().double(), 1))
 
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     x = torch.ones(SAMPLES, LENGTH, WIDTH, dtype=torch.float64)
     train_step(x)
     grad = dict(model.local_named_parameters())["gain"].grad
@@ -368,11 +360,7 @@ def refuse(rank: int, plan: dict[str, str], make: Any, run: bool = False) -> Non
     with smp.tensor_parallelism(plan=plan):
         plain = make().double()
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x))
-
+    train_step = train_step_of(model, own_loss)
     if run:
         train_step(torch.ones(SAMPLES, LENGTH, WIDTH, dtype=torch.float64))
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from tests.dist.one_step import train_once
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import labelled_loss, train_step_of
 from tests.reference.models import randomise_
 from tests.reference.split_families import build_split_family, make_split_batch
 from tests.reference.tolerances import assert_close
@@ -286,11 +287,7 @@ def train_by_own_plan(rank: int, case: str, prescaled: bool, dtype: torch.dtype)
     plan = {key: word for key, word in plain.tp_plan.items() if key not in unused}
     smp.set_tensor_parallelism(plain, plan=plan)
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> None:
-        model.backward(model(**batch)["loss"])
-
+    train_step = train_step_of(model, labelled_loss)
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     try:

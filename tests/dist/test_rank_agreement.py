@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import train_step_of
 
 WIDTH, STEPS = 8, 4
 Config = dict[str, Any]
@@ -89,11 +90,7 @@ def reduce_on_plateau(rank: int, config: Config, differs: str, wraps: bool) -> A
     groups = [{"params": listed[::2], "weight_decay": 0.1}, {"params": listed[1::2]}]
     own = torch.optim.AdamW(groups, lr=0.01)
     optimizer = smp.DistributedOptimizer(own) if wraps else own
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     for step in range(STEPS):
         optimizer.zero_grad()
         train_step(own_samples(step).to(dtype))
@@ -190,11 +187,7 @@ def by_rank(rank: int) -> None:
     import smp
 
     model = wrapped({"pipeline_parallel_degree": 2}, Net().double())
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     own = list(model.local_parameters())
     groups = [{"params": own}] if rank == 0 else [{"params": [p], "lr": 0.3} for p in own]

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from smp.tensor_parallel.sharding import interval_of, slice_of
 from tests.dist.pool import Pool
 from tests.dist.test_part_gradients import Heard
+from tests.harness import train_step_of
 
 WIDTH, STEPS, LIMIT = 6, 4, 0.3
 Config = dict[str, Any]
@@ -122,11 +123,7 @@ def run(rank: int, config: Config, write: Any) -> tuple[dict[str, Tensor], list[
     optimizer = smp.DistributedOptimizer(
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     )
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     for step in range(STEPS):
         optimizer.zero_grad()
         train_step(samples_of(step).chunk(smp.dp_size())[smp.dp_rank()])
@@ -155,11 +152,7 @@ def keep_masters(rank: int, config: Config) -> dict[str, tuple[int, Tensor]]:
     optimizer = smp.DistributedOptimizer(
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     )
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     optimizer.step()
     for _ in range(20):
@@ -256,11 +249,7 @@ def read(rank: int, config: Config, code: Any) -> dict[str, Tensor]:
     ahead = AveragedModel(Net(), multi_avg_fn=None)
     model = wrapped(config, Net())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     for step in range(2):
         optimizer.zero_grad()
         train_step(samples_of(step).chunk(smp.dp_size())[smp.dp_rank()])
@@ -326,11 +315,7 @@ def compute_numbers(rank: int, config: Config) -> list[str]:
     heard = Heard("computes a number")
     model = wrapped(config, Net())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     for step in range(2):
         train_step(samples_of(step))
         optimizer.step()
@@ -398,14 +383,9 @@ def other_memory(parameter: nn.Parameter) -> None:
 
 
 def write(rank: int, config: Config, code: Any) -> str:
-    import smp
 
     model = wrapped(config, Net())
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     message = ""
     for parameter in model.parameters():
@@ -457,11 +437,7 @@ def run_rotation(rank: int, config: Config) -> list[dict[str, Tensor]]:
     optimizer = smp.DistributedOptimizer(
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     )
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     states = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -495,11 +471,7 @@ def show_some(rank: int, config: Config) -> dict[str, str]:
 
     model = wrapped(config, Net())
     plain = model.get_module()
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     messages: dict[str, str] = {}
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import own_loss, train_step_of
 
 WIDTH, STEPS, MICROBATCHES = 8, 6, 2
 CHANGED = (0, 3)  # layers: one for each rank of a pipeline
@@ -88,14 +89,8 @@ def start(config: Config, net: Net) -> tuple[Any, Any]:
 
 
 def step_of(model: Any) -> Callable[[Tensor], Any]:
-    import smp
 
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        model.backward(loss)
-        return loss.detach()
-
+    train_step = train_step_of(model, own_loss)
     step: Callable[[Tensor], Any] = train_step
     return step
 

@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad as torch_clip_grad
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from tests.dist.pool import Pool
+from tests.harness import own_loss, train_step_of
 
 WIDTH, STEPS = 8, 4
 Config = dict[str, Any]
@@ -82,13 +83,7 @@ def train(rank: int, kind: str, config: Config, dtype: torch.dtype) -> Any:
     own = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     other = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     optimizer, _ = (smp.DistributedOptimizer(each, static_loss_scale=64.0) for each in (own, other))
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        model.backward(loss)
-        return loss.detach()
-
+    train_step = train_step_of(model, own_loss)
     said = []
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import train_step_of
 
 WIDTH, STEPS = 8, 5
 Config = dict[str, Any]
@@ -131,11 +132,7 @@ def train_scaled(rank: int, config: Config, name: str, wraps: bool, unscales: bo
     own = OPTIMIZERS[name](model.parameters())
     optimizer = smp.DistributedOptimizer(own) if wraps else own
     scaler, scales = scaler_of(), []
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(scaler.scale(model(x).square().mean()))
-
+    train_step = train_step_of(model, lambda model, x: scaler.scale(model(x).square().mean()))
     for step in range(STEPS):
         now[0] = step
         optimizer.zero_grad()
@@ -184,16 +181,11 @@ def test_the_scaler_is_pytorchs_own_again_at_the_end(pool: Pool) -> None:
 
 
 def train_unwrapped(rank: int, config: Config, calls: str = "clip_grad_norm_") -> Any:
-    import smp
 
     dtype = torch.float32 if "bf16" in config else torch.float64
     model = wrapped(config, Net().to(dtype))
     optimizer = sgd(model.parameters())
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -258,11 +250,7 @@ def train_adafactor(rank: int) -> None:
         smp.set_tensor_parallelism(layer)
     model = smp.DistributedModel(net)
     optimizer = torch.optim.Adafactor(model.parameters())
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     optimizer.step()
 
@@ -275,11 +263,7 @@ def train_replaced(rank: int) -> None:
     optimizer = sgd(net.parameters())
     smp.set_tensor_parallelism(net.layers[1])
     model = smp.DistributedModel(net)
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     optimizer.step()
 
@@ -354,10 +338,7 @@ def train_criterion_alone(rank: int, config: Config, wraps: bool) -> None:
     if wraps:
         other = smp.DistributedOptimizer(other)
 
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(criterion(model(x)))
-
+    train_step = train_step_of(model, lambda model, x: criterion(model(x)))
     for step in range(2):  # the first update finds an unwrapped optimizer
         train_step(own_samples(step))
         optimizer.step()
@@ -394,11 +375,7 @@ def strangers_outside(rank: int) -> list[bool]:
     model = wrapped({}, Net().double())
     frozen, other = Weighted().requires_grad_(False), Weighted()
     optimizer = smp.DistributedOptimizer(sgd([*model.parameters(), *other.parameters()]))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(frozen(model(x)) + Weighted()(model(x)))
-
+    train_step = train_step_of(model, lambda model, x: frozen(model(x)) + Weighted()(model(x)))
     for step in range(2):
         optimizer.zero_grad()
         train_step(own_samples(step))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import train_step_of
 
 WIDTH, STEPS = 8, 3
 Config = dict[str, Any]
@@ -138,10 +139,7 @@ def train(rank: int, config: Config, way: str, data: bool, reads: str, folder: s
         for layer in net.layers[2:]:
             smp.set_partition(layer, 1)
     optimizer = smp.DistributedOptimizer(ScheduleFree(model.parameters(), 0.5, data))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
+    train_step = train_step_of(model)
 
     @smp.step
     def evaluate(x: Tensor) -> Tensor:
@@ -212,11 +210,7 @@ def exchange_memory(rank: int, config: Config) -> None:
     smp.init({"ddp": True, **config})
     model = smp.DistributedModel(Net().double())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     optimizer.step()
     for p in optimizer.param_groups[0]["params"]:
@@ -239,11 +233,7 @@ def count_gathers(rank: int) -> int:
     smp.init({"ddp": True, "shard_optimizer_state": True})
     model = smp.DistributedModel(Net().double())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     for step in range(STEPS):
         optimizer.zero_grad()
         train_step(samples_of(step))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,12 +25,7 @@ from tests.reference.hf_hooks import (
 )
 from tests.reference.hugging_face import HEADS, HIDDEN, INTERMEDIATE, LAYERS
 
-
-@pytest.fixture(autouse=True)
-def initialised() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 # ---- sizes and dropouts, all families ----------------------------------------------------

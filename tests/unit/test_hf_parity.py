@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,12 +32,7 @@ from tests.reference.hugging_face import HIDDEN, LAYERS, VOCABULARY
 from tests.reference.lifted_casts import lifted_casts
 from tests.reference.tolerances import assert_close, relative_difference
 
-
-@pytest.fixture(autouse=True)
-def initialised() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 # ---- whole models ------------------------------------------------------------------------
