@@ -34,7 +34,8 @@ from tests.reference.tolerances import assert_close
 def test_planned_family_trains_like_one_process(
     pool: Pool, case: str, layout: tuple[int, int, int]
 ) -> None:
-    check_runs(pool, [SplitRun(case, *layout, mode, bool(scaled)) for mode, scaled in MODES])
+    modes = MODES if layout != (2, 2, 2) else (MODES[0], MODES[3])  # eight processes take longest
+    check_runs(pool, [SplitRun(case, *layout, mode, bool(scaled)) for mode, scaled in modes])
 
 
 @pytest.mark.sample(keep=1)
