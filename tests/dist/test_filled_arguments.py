@@ -19,6 +19,7 @@ from tests.dist.stack_training import (
     assert_remote,
     assert_trained_as_alone,
 )
+from tests.harness import own_loss, train_step_of
 from tests.reference import filled_arguments
 from tests.reference.shared_state import Block, Stack, batch, train_plain
 
@@ -190,13 +191,7 @@ def train_refused(rank: int, kind: type[nn.Module], config: dict[str, Any]) -> N
 
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, **config})
     model = smp.DistributedModel(kind())
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss = model(x)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     train_step(batch(0).float())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,7 @@ BOTH = pytest.mark.parametrize("delayed", [False, True], ids=["at_once", "delaye
 State = dict[str, Tensor]
 
 
-@pytest.fixture(autouse=True)
-def running() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 def created(make: Callable[[], nn.Module], delayed: bool, creation_seed: int = 1) -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,7 @@ from smp.world import comm, device_numbers, runtime
 from smp.world.rank import Rank
 from smp.world.wrapped import Wrapped
 
-
-@pytest.fixture(autouse=True)
-def initialized() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 def make_model() -> nn.Module:
