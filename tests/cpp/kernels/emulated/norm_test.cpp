@@ -1,5 +1,6 @@
 #include "csrc/kernels/norm.h"
 
+#include "csrc/kernels/cpu/fused_table.h"
 #include "tests/cpp/kernels/emulated/operators.h"
 
 namespace smp::kernels::emulated {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "csrc/kernels/cpu/fused_table.h"
 #include "tests/cpp/kernels/elements.h"
 #include "tests/cpp/kernels/emulated/emulated.h"
 

@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "csrc/kernels/cpu/fused_table.h"
 #include "tests/cpp/kernels/emulated/operators.h"
 
 namespace smp::kernels::emulated {
