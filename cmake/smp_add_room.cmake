@@ -23,6 +23,24 @@ set_property(GLOBAL PROPERTY smp_rooms)
 # options of their own, and health, whose sources have names in common.
 option(SMP_UNITY "compile many sources of a room at once; OFF: each alone" ON)
 
+# Headers that nearly all rooms with torch read are compiled once for them, and
+# once with other flags for their tests. Flags of one group are equal; a room
+# with OpenMP's has none.
+set(smp_shared_headers <ATen/core/Tensor.h> <torch/library.h>
+  <torch/csrc/autograd/custom_function.h> <algorithm> <chrono>
+  <condition_variable> <functional> <map> <memory> <mutex> <optional> <set>
+  <sstream> <string> <thread> <unordered_map> <vector>)
+
+function(smp_share_headers target group)
+  get_property(owner GLOBAL PROPERTY smp_headers_of_${group})
+  if(owner)
+    target_precompile_headers(${target} REUSE_FROM ${owner})
+  else()
+    target_precompile_headers(${target} PRIVATE ${smp_shared_headers} ${ARGN})
+    set_property(GLOBAL PROPERTY smp_headers_of_${group} ${target})
+  endif()
+endfunction()
+
 function(smp_compile_together target num_files)
   if(SMP_UNITY)
     set_target_properties(${target} PROPERTIES
@@ -61,13 +79,20 @@ function(smp_add_room room)
   if(arg_TORCH)
     list(APPEND libraries smp_torch)
   endif()
-  set_property(GLOBAL PROPERTY smp_libraries_${room} ${libraries})
+  # What others compile does not depend on a room's own libraries: else all of it
+  # is compiled again when CUDA is switched on.
+  list(TRANSFORM arg_LIBRARIES REPLACE "(.+)" "$<LINK_ONLY:\\1>")
+  set_property(GLOBAL PROPERTY smp_libraries_${room} smp_flags Threads::Threads
+    ${arg_LIBRARIES} $<$<BOOL:${arg_TORCH}>:smp_torch>)
 
   if(sources)
     add_library(smp_${room} OBJECT ${sources})
     target_link_libraries(smp_${room} PRIVATE ${libraries})
     if(NOT room MATCHES "^(kernels|health)$")
       smp_compile_together(smp_${room} 32)
+    endif()
+    if(arg_TORCH AND SMP_UNITY AND NOT "${smp_openmp}" IN_LIST libraries)
+      smp_share_headers(smp_${room} rooms)
     endif()
   endif()
   file(GLOB tests CONFIGURE_DEPENDS
@@ -82,6 +107,9 @@ function(smp_add_room room)
     target_link_libraries(smp_${room}_test PRIVATE smp_gtest)
     if(NOT room MATCHES "^(kernels|health)$")
       smp_compile_together(smp_${room}_test 8)
+    endif()
+    if(arg_TORCH AND SMP_UNITY)
+      smp_share_headers(smp_${room}_test tests <gtest/gtest.h>)
     endif()
     add_test(NAME ${room} COMMAND smp_${room}_test)
     set_tests_properties(${room} PROPERTIES LABELS unit TIMEOUT 300

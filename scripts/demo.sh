@@ -16,13 +16,13 @@ if [[ ! -e /dev/nvidiactl ]] && ! grep -qs '^SMP_CUDA:[A-Z]*=\(auto\|on\)' "$cac
   export SMP_CUDA=off
 fi
 part "1 of 2: packages into .venv, and the extension into $build"
-scripts/setup_and_build.sh run "$build" --target smp_extension
+scripts/setup_and_build.sh run "$build" --target _C
 
 part "2 of 2: training a small GPT-J on two processes, then in one to compare"
 mkdir -p "$(dirname "$timeline")"
 PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" \
   "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
-  examples/gptj/finetune.py --steps 80 --check --trace "$timeline"
+  examples/gptj/finetune.py --steps 60 --check --trace "$timeline"
 
 part "done"
 cat << TEXT

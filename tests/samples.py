@@ -6,6 +6,9 @@ can. `others` runs so many that both together show every value; what a product h
 with ``SMP_GRID=all`` only. With ``covering(times=t)`` both together show each value t times. A test
 with ``sample`` alone divides its work by itself and runs in both. A test without parameters runs in
 `some`, or in `others` with ``sample(keep=0)``: it takes long, and quicker tests show its claim.
+
+A file in tests/dist is about one claim, which its first tests show, and its tests start processes:
+`some` runs the first NUM_OF_A_FILE of those that are left, and those with ``sample(keep=n)``.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from tests.dist.grid.covering import Row, covering_sample
 T = TypeVar("T", bound=Hashable)
 
 GRID_SEED = int(os.environ.get("SMP_GRID_SEED", "1"))
+NUM_OF_A_FILE = 3
 RUNS_GRID = os.environ.get("SMP_GRID") == "all"
 SAMPLES = "all" if RUNS_GRID else os.environ.get("SMP_SAMPLES", "some")
 if SAMPLES not in ("some", "others", "all"):
@@ -62,6 +66,7 @@ def to_run(items: list[pytest.Item]) -> set[pytest.Item]:
     """Returns those of a session's tests that the environment asks for."""
     chosen = set(items) - _beyond_covering(items)
     some = chosen - _beyond_samples(item for item in items if item in chosen)
+    some -= _beyond_files(item for item in items if item in some)
     if SAMPLES == "some":
         return some
     chosen -= _beyond_values([item for item in items if item in chosen])
@@ -117,6 +122,16 @@ def _beyond_samples(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         kept = set(spread(list(by_row), keep))
         left_out |= {item for row, item in by_row.items() if row not in kept}
     return left_out
+
+
+def _beyond_files(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Returns what follows the first tests of each file in tests/dist."""
+    files: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        file = item.nodeid.split("::")[0]
+        if file.startswith("tests/dist/") and not item.get_closest_marker("sample"):
+            files[file].append(item)
+    return {item for tests in files.values() for item in tests[NUM_OF_A_FILE:]}
 
 
 def _beyond_values(items: Iterable[pytest.Item]) -> set[pytest.Item]:

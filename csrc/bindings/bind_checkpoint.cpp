@@ -42,13 +42,7 @@ void bind_plans(py::module_& m) {
   py::class_<SliceRead>(
       m, "SliceRead",
       "num_runs copies of run_length elements out of one stored slice.")
-      .def_readonly("source_idx", &SliceRead::source_idx)
-      .def_readonly("src_offset", &SliceRead::src_offset)
-      .def_readonly("dst_offset", &SliceRead::dst_offset)
-      .def_readonly("run_length", &SliceRead::run_length)
-      .def_readonly("num_runs", &SliceRead::num_runs)
-      .def_readonly("src_stride", &SliceRead::src_stride)
-      .def_readonly("dst_stride", &SliceRead::dst_stride);
+      .def_readonly("source_idx", &SliceRead::source_idx);
   py::class_<Part>(m, "Part",
                    "Elements [begin, begin + numel) of a flattened slice.")
       .def(py::init([](topology::ShardInterval interval, int64_t begin,

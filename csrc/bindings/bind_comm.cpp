@@ -83,8 +83,6 @@ void bind_sockets(py::module_& m) {
                              "Where others reach this process.")
       .def("set_addresses", &PeerSockets::set_addresses, py::arg("addresses"),
            NoGil(), "Those of all ranks.")
-      .def_property_readonly("num_connections", &PeerSockets::num_connections,
-                             "Opened or accepted so far.")
       .def("close", &PeerSockets::close, NoGil());
   m.def("make_socket_communicator", &comm::make_socket_communicator,
         py::arg("sockets"), py::arg("name"), py::arg("global_ranks"), NoGil(),
@@ -121,8 +119,6 @@ void bind_communicator(py::module_& m) {
           "Blocks until finished; RuntimeError when it failed, was aborted or "
           "timed out, or when a rank has failed that the library knows of.")
       .def("done", &Work::done, NoGil())
-      .def_property_readonly("source_rank", &Work::source_rank,
-                             "Group rank of the sender, after a recv_any.")
       .def("abort", &Work::abort, NoGil());
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(
@@ -138,8 +134,6 @@ void bind_communicator(py::module_& m) {
       .def("send", &Communicator::send, py::arg("tensor"), py::arg("dst"),
            py::arg("tag") = 0, NoGil())
       .def("recv", &Communicator::recv, py::arg("tensor"), py::arg("src"),
-           py::arg("tag") = 0, NoGil())
-      .def("recv_any", &Communicator::recv_any, py::arg("tensor"),
            py::arg("tag") = 0, NoGil())
       .def("all_reduce", &Communicator::all_reduce, py::arg("tensor"),
            py::arg("op") = ReduceOp::kSum, NoGil())
@@ -167,7 +161,7 @@ void bind_agreements(py::module_& m) {
          FaultsPtr faults, std::vector<int> ranks, double timeout_s) {
         comm::broadcast_coalesced(
             tensors, group, root,
-            make_patience(timeout_s, std::move(faults), std::move(ranks)));
+            make_wait_options(timeout_s, std::move(faults), std::move(ranks)));
       },
       NoGil(), py::arg("tensors"), py::arg("group"), py::arg("root"),
       py::kw_only(), py::arg("faults") = py::none(),
@@ -180,7 +174,7 @@ void bind_agreements(py::module_& m) {
          double timeout_s) {
         return comm::agree_on_maxima(
             group, values,
-            make_patience(timeout_s, std::move(faults), std::move(ranks)),
+            make_wait_options(timeout_s, std::move(faults), std::move(ranks)),
             what);
       },
       NoGil(), py::arg("values"), py::arg("group"), py::kw_only(),
@@ -194,7 +188,7 @@ void bind_agreements(py::module_& m) {
          double timeout_s) {
         const at::Tensor all = comm::gather_numbers(
             group, at::tensor(numbers, at::kDouble),
-            make_patience(timeout_s, std::move(faults), std::move(ranks)),
+            make_wait_options(timeout_s, std::move(faults), std::move(ranks)),
             what);
         const double* begin = all.const_data_ptr<double>();
         const auto num_each = static_cast<int64_t>(numbers.size());
@@ -217,7 +211,7 @@ void bind_agreements(py::module_& m) {
          double timeout_s) {
         return comm::gather_numbers(
             group, numbers,
-            make_patience(timeout_s, std::move(faults), std::move(ranks)),
+            make_wait_options(timeout_s, std::move(faults), std::move(ranks)),
             what);
       },
       NoGil(), py::arg("numbers"), py::arg("group"), py::kw_only(),
@@ -259,10 +253,7 @@ void bind_comm(py::module_& m) {
                                             .report_after = to_ms(report_s)});
            }),
            py::arg("board"), py::kw_only(), py::arg("timeout_s"),
-           py::arg("report_after_s"))
-      .def_property_readonly(
-          "num_in_flight",
-          py::cpp_function(&comm::FlightWatch::num_in_flight, NoGil()));
+           py::arg("report_after_s"));
   m.def(
       "make_hierarchical_communicator",
       [](comm::CommunicatorPtr flat, comm::CommunicatorPtr scatter,

@@ -58,8 +58,8 @@ std::shared_ptr<Reducer> make_reducer(
   options.passes_per_reduction = passes_per_reduction;
   options.sharding = std::move(sharding);
   options.control = std::move(control);
-  options.patience =
-      make_patience(timeout_s, std::move(faults), std::move(dp_ranks));
+  options.wait =
+      make_wait_options(timeout_s, std::move(faults), std::move(dp_ranks));
   std::vector<at::Tensor> masters = params;
   if (targets) {
     masters.clear();
@@ -138,9 +138,7 @@ void bind_reducer(py::module_& m) {
   py::class_<Reducer::Stats>(m, "ReducerStats")
       .def_readonly("num_reductions", &Reducer::Stats::num_reductions)
       .def_readonly("num_early_buckets", &Reducer::Stats::num_early_buckets)
-      .def_readonly("num_early_hops", &Reducer::Stats::num_early_hops)
       .def_readonly("num_late_parameters", &Reducer::Stats::num_late_parameters)
-      .def_readonly("num_rounds", &Reducer::Stats::num_rounds)
       .def_readonly("flat_bytes", &Reducer::Stats::flat_bytes)
       .def_readonly("peak_flat_bytes", &Reducer::Stats::peak_flat_bytes);
   py::class_<Sharding>(m, "Sharding",

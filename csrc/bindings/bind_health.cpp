@@ -211,8 +211,7 @@ void bind_handshake(py::module_& m) {
       .def("advance", &advance, py::arg("received"),
            "Takes bytes; how many belong to it, and the bytes to send. "
            "RuntimeError when the other side does not know the secret.")
-      .def_property_readonly("is_proven", &Handshake::is_proven)
-      .def_property_readonly("caller_number", &Handshake::caller_number);
+      .def_property_readonly("is_proven", &Handshake::is_proven);
   m.attr("MIN_SECRET_BYTES") = health::kMinSecretBytes;
 }
 

@@ -38,17 +38,18 @@ namespace {
 using release_gil = py::call_guard<py::gil_scoped_release>;
 
 // Wraps a Python function that any thread may call and drop.
-std::function<comm::CommunicatorPtr(const lanes::Way&)> maker_of_ways(
-    py::function make_way) {
+std::function<comm::CommunicatorPtr(const lanes::CopyChannel&)> channel_factory(
+    py::function make_channel) {
   const std::shared_ptr<py::function> kept(
-      new py::function(std::move(make_way)), [](py::function* last) {
+      new py::function(std::move(make_channel)), [](py::function* last) {
         const py::gil_scoped_acquire gil;
         delete last;
       });
-  return [kept](const lanes::Way& way) {
+  return [kept](const lanes::CopyChannel& channel) {
     const py::gil_scoped_acquire gil;
     try {
-      return (*kept)(way.src, way.dst, way.index).cast<comm::CommunicatorPtr>();
+      return (*kept)(channel.src, channel.dst, channel.index)
+          .cast<comm::CommunicatorPtr>();
     } catch (py::error_already_set& e) {
       throw Error(rank_prefix() + e.what());
     }
@@ -59,7 +60,7 @@ std::shared_ptr<Mailbox> make_mailbox(
     comm::CommunicatorPtr world, std::shared_ptr<FaultBoard> board,
     const shm::SharedMemoryPtr& shared_memory, const std::string& device,
     const std::string& machine, int pipeline, const std::string& lane,
-    int64_t slot_bytes, std::optional<py::function> make_way,
+    int64_t slot_bytes, std::optional<py::function> make_channel,
     comm::FlightWatchPtr flights, const std::string& nccl_host,
     double timeout_s, std::shared_ptr<comm::PeerSockets> sockets) {
   lanes::LaneOptions options;
@@ -68,8 +69,8 @@ std::shared_ptr<Mailbox> make_mailbox(
   options.machine = machine;
   options.pipeline = pipeline;
   options.ring.slot_bytes = slot_bytes;
-  if (make_way) {
-    options.groups = {.make = maker_of_ways(*std::move(make_way)),
+  if (make_channel) {
+    options.groups = {.make = channel_factory(*std::move(make_channel)),
                       .flights = std::move(flights)};
   }
   options.nccl_host = nccl_host;
@@ -176,14 +177,13 @@ void bind_messages(py::module_& m) {
            py::kw_only(), py::arg("machine") = "", py::arg("pipeline") = 0,
            py::arg("lane") = "auto",
            py::arg("slot_bytes") = lanes::RingOptions{}.slot_bytes,
-           py::arg("make_way") = py::none(), py::arg("flights") = nullptr,
+           py::arg("make_channel") = py::none(), py::arg("flights") = nullptr,
            py::arg("nccl_host") = "", py::arg("timeout_s") = 1800.0,
            py::arg("sockets") = nullptr)
       .def("stats", &mailbox_stats)
       .def("lanes", &mailbox_lanes,
            "(source, destination, lane, why) of each pair of ranks that send "
            "each other tensors; empty where these travel in messages.")
-      .def("num_unsent", &Mailbox::num_unsent, release_gil())
       .def("progress", &Mailbox::progress)
       .def(
           "close",

@@ -164,7 +164,7 @@ void bind_device_meter(py::module_& m) {
           "count_on",
           [](std::shared_ptr<DeviceMeter> meter, health::FaultBoard& board) {
             board.waits().add_source(
-                [meter = std::move(meter)] { return meter->look(); });
+                [meter = std::move(meter)] { return meter->read(); });
           },
           release, py::arg("board"),
           "What the device gets done is progress of this process.");

@@ -35,9 +35,9 @@ Store make_store(const std::vector<at::Tensor>& params,
   options.max_live_elements = max_live_elements;
   options.persistence_threshold = persistence_threshold;
   options.num_ahead = num_ahead;
-  options.patience =
-      make_patience(timeout_s, std::move(faults), std::move(ranks));
-  options.patience.hint =
+  options.wait =
+      make_wait_options(timeout_s, std::move(faults), std::move(ranks));
+  options.wait.hint =
       "do all ranks that share parameters run the same modules in one order?";
   auto gathers =
       across && within
@@ -54,7 +54,6 @@ void bind_stats(py::module_& m) {
   using Stats = ParameterStore::Stats;
   py::class_<Stats>(m, "ParameterStoreStats")
       .def_readonly("num_gathers", &Stats::num_gathers)
-      .def_readonly("num_collectives", &Stats::num_collectives)
       .def_readonly("gathered_bytes", &Stats::gathered_bytes)
       .def_readonly("num_hits", &Stats::num_hits)
       .def_readonly("num_deviations", &Stats::num_deviations)
@@ -147,7 +146,8 @@ void bind_gathers(py::module_& m) {
                        double timeout_s) {
              return std::make_shared<FlatGathers>(
                  std::move(flats), std::move(shard),
-                 make_patience(timeout_s, std::move(faults), std::move(ranks)));
+                 make_wait_options(timeout_s, std::move(faults),
+                                   std::move(ranks)));
            }),
            py::arg("flats"), py::arg("shard"), py::kw_only(),
            py::arg("faults") = py::none(),

@@ -43,8 +43,8 @@ std::shared_ptr<Server> make_server(
     std::shared_ptr<mailbox::Mailbox> mailbox,
     std::shared_ptr<health::FaultBoard> faults, int global_rank,
     std::vector<int> pp_ranks, std::vector<int> order_ranks, std::string policy,
-    std::optional<std::string> actions, int num_chunks, int active_microbatches,
-    bool deterministic, const std::string& device, double timeout_s,
+    int num_chunks, int active_microbatches, bool deterministic,
+    const std::string& device, double timeout_s,
     std::shared_ptr<pipeline::Timeline> timeline,
     std::shared_ptr<memory::DeviceMeter> device_meter) {
   Server::Options options;
@@ -52,7 +52,6 @@ std::shared_ptr<Server> make_server(
   options.pp_ranks = std::move(pp_ranks);
   options.order_ranks = std::move(order_ranks);
   options.policy = std::move(policy);
-  options.actions = std::move(actions);
   options.num_chunks = num_chunks;
   options.active_microbatches = active_microbatches;
   options.deterministic = deterministic;
@@ -220,9 +219,9 @@ void bind_pipeline(py::module_& m) {
       m, "Server", "One rank's part in the pipeline; see pipeline/server.h.")
       .def(py::init(&make_server), py::arg("mailbox"), py::arg("faults"),
            py::kw_only(), py::arg("global_rank"), py::arg("pp_ranks"),
-           py::arg("order_ranks"), py::arg("policy"), py::arg("actions"),
-           py::arg("num_chunks"), py::arg("active_microbatches"),
-           py::arg("deterministic"), py::arg("device"), py::arg("timeout_s"),
+           py::arg("order_ranks"), py::arg("policy"), py::arg("num_chunks"),
+           py::arg("active_microbatches"), py::arg("deterministic"),
+           py::arg("device"), py::arg("timeout_s"),
            py::arg("timeline") = nullptr, py::arg("device_meter") = nullptr)
       .def("set_forward_handler", &set_forward_handler,
            "handler(module_id, mb, training, structure, tensors) -> "

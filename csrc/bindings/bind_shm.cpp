@@ -50,7 +50,7 @@ void bind_shm(py::module_& m) {
          FaultsPtr faults, std::vector<int> ranks, double timeout_s) {
         return shm::share_collectives(
             std::move(inner), {enabled, std::move(machine)},
-            make_patience(timeout_s, std::move(faults), std::move(ranks)));
+            make_wait_options(timeout_s, std::move(faults), std::move(ranks)));
       },
       py::arg("inner"), py::kw_only(), py::arg("machine"), py::arg("enabled"),
       py::arg("faults") = py::none(), py::arg("ranks") = std::vector<int>(),

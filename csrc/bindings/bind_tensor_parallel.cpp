@@ -24,14 +24,14 @@ GroupPtr make_group(std::optional<comm::CommunicatorPtr> communicator,
                     int group_rank, int size, comm::CommunicatorPtr control,
                     FaultsPtr faults, std::vector<int> ranks,
                     double timeout_s) {
-  comm::Patience patience =
-      make_patience(timeout_s, std::move(faults), std::move(ranks));
-  patience.hint =
+  comm::WaitOptions wait =
+      make_wait_options(timeout_s, std::move(faults), std::move(ranks));
+  wait.hint =
       "did every rank of the tensor-parallel group run the same modules, and "
       "backward equally often?";
   return std::make_shared<Group>(communicator.value_or(nullptr),
                                  std::move(control), group_rank, size,
-                                 std::move(patience));
+                                 std::move(wait));
 }
 
 std::vector<at::Tensor> gathered_linears(
@@ -76,7 +76,6 @@ void bind_routes(py::module_& m) {
       "Which tokens go to which ranks; see tensor_parallel/token_exchange.h.")
       .def_readonly("sent", &Routes::sent)
       .def_readonly("received", &Routes::received)
-      .def_readonly("num_tokens", &Routes::num_tokens)
       .def_readonly("num_pairs", &Routes::num_pairs)
       .def_readonly("group_tokens", &Routes::group_tokens)
       .def_readonly("was_alone", &Routes::was_alone);

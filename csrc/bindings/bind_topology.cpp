@@ -93,7 +93,6 @@ void bind_topology(py::module_& m) {
       .def_readonly("extent", &ShardInterval::extent)
       .def_property_readonly("size", &ShardInterval::size)
       .def_property_readonly("is_whole", &ShardInterval::is_whole)
-      .def("intersect", &ShardInterval::intersect, py::arg("other"))
       .def(
           "shape",
           [](const ShardInterval& shard, const std::vector<int64_t>& shape) {

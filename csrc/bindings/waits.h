@@ -17,13 +17,13 @@ inline std::chrono::milliseconds to_ms(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
 }
 
-inline comm::Patience make_patience(double timeout_s, FaultsPtr faults,
-                                    std::vector<int> peers) {
-  comm::Patience patience;
-  patience.timeout = to_ms(timeout_s);
-  patience.faults = std::move(faults);
-  patience.peers = std::move(peers);
-  return patience;
+inline comm::WaitOptions make_wait_options(double timeout_s, FaultsPtr faults,
+                                           std::vector<int> peers) {
+  comm::WaitOptions wait;
+  wait.timeout = to_ms(timeout_s);
+  wait.faults = std::move(faults);
+  wait.peers = std::move(peers);
+  return wait;
 }
 
 }  // namespace smp::bindings

@@ -61,29 +61,28 @@ std::string first_difference(const std::vector<std::string>& texts) {
 
 std::vector<int64_t> agree_on_maxima(Communicator& group,
                                      const std::vector<int64_t>& values,
-                                     const Patience& patience,
+                                     const WaitOptions& wait,
                                      const std::string& what) {
   SMP_ASSERT(!group.is_stream_ordered(), what, " over ", group.name(),
              ", whose collectives run on a device");
   const at::Tensor tensor = to_tensor(values);
-  wait_for(*group.all_reduce(tensor, comm::ReduceOp::kMax), patience, group,
-           what);
+  wait_for(*group.all_reduce(tensor, comm::ReduceOp::kMax), wait, group, what);
   return to_vector(tensor);
 }
 
 std::vector<std::string> gather_bytes(Communicator& group,
                                       const std::string& bytes,
-                                      const Patience& patience,
+                                      const WaitOptions& wait,
                                       const std::string& what) {
   const auto size = static_cast<int64_t>(bytes.size());
   const int64_t part_bytes = static_cast<int64_t>(sizeof(size)) +
-                             agree_on_maxima(group, {size}, patience, what)[0];
+                             agree_on_maxima(group, {size}, wait, what)[0];
   const at::Tensor mine = at::zeros({part_bytes}, at::kByte);
   auto* const begin = static_cast<char*>(mine.mutable_data_ptr());
   std::memcpy(begin, &size, sizeof(size));
   std::memcpy(begin + sizeof(size), bytes.data(), bytes.size());
   const at::Tensor all = at::empty({group.size() * part_bytes}, at::kByte);
-  wait_for(*group.all_gather(all, mine), patience, group, what);
+  wait_for(*group.all_gather(all, mine), wait, group, what);
   const auto* part = static_cast<const char*>(all.const_data_ptr());
   std::vector<std::string> result;
   for (int rank = 0; rank < group.size(); ++rank, part += part_bytes) {
@@ -96,27 +95,27 @@ std::vector<std::string> gather_bytes(Communicator& group,
 }
 
 at::Tensor gather_numbers(Communicator& group, const at::Tensor& numbers,
-                          const Patience& patience, const std::string& what) {
+                          const WaitOptions& wait, const std::string& what) {
   SMP_CHECK_VALUE(numbers.dim() == 1, what, ": expected numbers in one dim, ",
                   "got sizes ", numbers.sizes());
   const at::NoGradGuard no_grad;
   const at::Tensor own = numbers.contiguous();
   at::Tensor all = at::empty({group.size(), own.numel()},
                              own.options().requires_grad(false));
-  follow(*group.all_gather(all, own), patience, group, what);
+  follow(*group.all_gather(all, own), wait, group, what);
   return all;
 }
 
 void require_equal_lines(Communicator& group,
                          const std::vector<std::string>& lines,
-                         const Patience& patience, const std::string& what) {
+                         const WaitOptions& wait, const std::string& what) {
   const std::string text = join(lines);
   const int64_t hash = hash_of(text);
   // max(~hash) is ~min(hash): equal on all ranks only if the hashes are.
   const std::string words = "comparison of the " + what;
-  const auto maxima = agree_on_maxima(group, {hash, ~hash}, patience, words);
+  const auto maxima = agree_on_maxima(group, {hash, ~hash}, wait, words);
   if (maxima[0] == ~maxima[1]) return;
-  const auto texts = gather_bytes(group, text, patience, words);
+  const auto texts = gather_bytes(group, text, wait, words);
   SMP_CHECK_VALUE(false, "the ranks of ", group.name(), " disagree on the ",
                   what, ": ", first_difference(texts),
                   "; build the same model with the same arguments on every "

@@ -16,7 +16,7 @@ namespace smp::comm {
 ///               would also wait for the device
 std::vector<int64_t> agree_on_maxima(Communicator& group,
                                      const std::vector<int64_t>& values,
-                                     const Patience& patience,
+                                     const WaitOptions& wait,
                                      const std::string& what);
 
 /// Gathers a byte string of any size from every rank, by group rank.
@@ -24,13 +24,13 @@ std::vector<int64_t> agree_on_maxima(Communicator& group,
 /// @param group  group for host tensors
 std::vector<std::string> gather_bytes(Communicator& group,
                                       const std::string& bytes,
-                                      const Patience& patience,
+                                      const WaitOptions& wait,
                                       const std::string& what);
 
 /// Gathers numbers of all ranks, by group rank: [size, n] from [n], on the same
 /// device. The host does not wait for a device. Collective.
 at::Tensor gather_numbers(Communicator& group, const at::Tensor& numbers,
-                          const Patience& patience, const std::string& what);
+                          const WaitOptions& wait, const std::string& what);
 
 /// Compares lines that must be equal on all ranks; costs two integers when they
 /// are. Collective.
@@ -38,6 +38,6 @@ at::Tensor gather_numbers(Communicator& group, const at::Tensor& numbers,
 /// @throws ValueError on every rank, naming the first line that differs
 void require_equal_lines(Communicator& group,
                          const std::vector<std::string>& lines,
-                         const Patience& patience, const std::string& what);
+                         const WaitOptions& wait, const std::string& what);
 
 }  // namespace smp::comm

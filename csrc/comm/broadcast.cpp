@@ -24,8 +24,7 @@ class Piece {
     num_bytes_ += static_cast<int64_t>(tensor.nbytes());
   }
 
-  void broadcast(Communicator& group, int root,
-                 const Patience& patience) const {
+  void broadcast(Communicator& group, int root, const WaitOptions& wait) const {
     if (numel_ == 0) return;
     const at::Tensor flat =
         at::empty({numel_}, tensors_.front().options().requires_grad(false));
@@ -36,7 +35,7 @@ class Piece {
       });
     }
     // Bytes are sent because some transports do not support every dtype.
-    follow(*group.broadcast(flat.view(at::kByte), root), patience, group,
+    follow(*group.broadcast(flat.view(at::kByte), root), wait, group,
            detail::concat("broadcast of ", tensors_.size(), " tensors"));
     if (sends) return;
     for_each_part(flat, [](const at::Tensor& part, const at::Tensor& tensor) {
@@ -62,19 +61,19 @@ class Piece {
 }  // namespace
 
 void broadcast_coalesced(const std::vector<at::Tensor>& tensors,
-                         Communicator& group, int root,
-                         const Patience& patience, int64_t piece_bytes) {
+                         Communicator& group, int root, const WaitOptions& wait,
+                         int64_t piece_bytes) {
   if (group.size() == 1) return;
   const at::NoGradGuard no_grad;
   Piece piece;
   for (const at::Tensor& tensor : tensors) {
     if (!piece.takes(tensor, piece_bytes)) {
-      piece.broadcast(group, root, patience);
+      piece.broadcast(group, root, wait);
       piece = {};
     }
     piece.add(tensor);
   }
-  piece.broadcast(group, root, patience);
+  piece.broadcast(group, root, wait);
 }
 
 }  // namespace smp::comm

@@ -14,8 +14,7 @@ namespace smp::comm {
 /// Works in order of the list, so the pieces agree when the lists do.
 /// Collective.
 void broadcast_coalesced(const std::vector<at::Tensor>& tensors,
-                         Communicator& group, int root,
-                         const Patience& patience,
+                         Communicator& group, int root, const WaitOptions& wait,
                          int64_t piece_bytes = 25 << 20);
 
 }  // namespace smp::comm

@@ -66,16 +66,6 @@ class C10dCommunicator final : public Communicator {
     });
   }
 
-  WorkPtr recv_any(at::Tensor tensor, int tag) override {
-    CallName call{info_, "recv_any", nullptr, -1, tag};
-    check_tag(call);
-    check_device(tensor, call);
-    return message(std::move(call), [&](c10d::Backend& backend) {
-      std::vector<at::Tensor> tensors{std::move(tensor)};
-      return backend.recvAnysource(tensors, tag);
-    });
-  }
-
   WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) override {
     CallName call{info_, "all_reduce"};
     check_reducible(tensor, call);

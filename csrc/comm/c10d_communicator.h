@@ -25,7 +25,7 @@ namespace smp::comm {
 /// torch.
 ///
 /// NCCL: the backend ignores tags, so both sides must issue messages in one
-/// order, and there is no recv_any. `wait` blocks the calling thread until the
+/// order. `wait` blocks the calling thread until the
 /// device is done, and orders the current stream after the operation. `abort`
 /// ends the connections of the backend, on a thread of its own: kernels that
 /// wait for a lost rank end with them.

@@ -210,8 +210,6 @@ class MessageWork final : public C10dWork {
     }
   }
 
-  int source_rank() const override { return source_; }
-
   void abort() override {
     aborted_ = true;
     wake();
@@ -254,8 +252,6 @@ class MessageWork final : public C10dWork {
       lock.lock();
       somebody_inside_ = false;
       if (finished) {
-        const bool from_any = call_.peer_word == nullptr;
-        source_ = from_any ? inner_->sourceRank() : call_.peer;
         state_ = State::kSucceeded;
       } else if (!error.empty()) {
         error_ = std::move(error);
@@ -272,7 +268,6 @@ class MessageWork final : public C10dWork {
   State state_ = State::kRunning;
   bool somebody_inside_ = false;
   std::string error_;
-  int source_ = -1;
   std::thread poller_;  // finds out for `done`; joined by the destructor
 };
 
@@ -373,7 +368,6 @@ class PolledWork final : public C10dWork {
     return true;
   }
 
-  int source_rank() const override { return call_.peer; }
   void abort() override { aborted_ = true; }
 
  private:

@@ -62,9 +62,6 @@ class Work {
   /// @return false if the host has to `wait`: the operation is not a device's
   virtual bool order_stream() { return false; }
 
-  /// Returns the group rank of the sender; valid after `wait` of a `recv_any`.
-  virtual int source_rank() const { return -1; }
-
   /// Makes a `wait` in another thread return with an error soon.
   virtual void abort() {}
 
@@ -76,17 +73,19 @@ class Work {
   void set_collective(health::CollectiveId id) { collective_ = std::move(id); }
 
   /// The board whose faults end a wait, and words for the operation.
-  struct Care {
+  struct WaitContext {
     std::shared_ptr<health::FaultBoard> faults;  ///< null: faults end no wait
     std::string_view operation;                  ///< must outlive the work
     std::shared_ptr<const std::string> group;    ///< "gloo:dp (2 ranks)"
   };
-  const Care& care() const { return care_; }
-  void set_care(Care care) { care_ = std::move(care); }
+  const WaitContext& wait_context() const { return wait_context_; }
+  void set_wait_context(WaitContext wait_context) {
+    wait_context_ = std::move(wait_context);
+  }
 
  private:
   std::optional<health::CollectiveId> collective_;
-  Care care_;
+  WaitContext wait_context_;
 };
 
 using WorkPtr = std::shared_ptr<Work>;
@@ -107,8 +106,6 @@ class Communicator {
 
   virtual WorkPtr send(const at::Tensor& tensor, int dst, int tag) = 0;
   virtual WorkPtr recv(at::Tensor tensor, int src, int tag) = 0;
-  /// Receives from the rank that sends first with this tag (see `source_rank`).
-  virtual WorkPtr recv_any(at::Tensor tensor, int tag) = 0;
 
   virtual WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) = 0;
   virtual WorkPtr broadcast(at::Tensor tensor, int root) = 0;

@@ -38,11 +38,9 @@ void check_sum(const at::Tensor& tensor, const Counts& counts, const char* what,
 std::string CallName::text() const {
   std::ostringstream out;
   out << operation;
-  if (peer_word != nullptr || tag >= 0) {
-    out << '(';
-    if (peer_word != nullptr) out << peer_word << '=' << peer;
-    if (peer_word != nullptr && tag >= 0) out << ", ";
-    if (tag >= 0) out << "tag=" << tag;
+  if (peer_word != nullptr) {
+    out << '(' << peer_word << '=' << peer;
+    if (tag >= 0) out << ", tag=" << tag;
     out << ')';
   }
   out << " on " << group->name << " (group rank " << group->group_rank << " of "
@@ -84,18 +82,14 @@ void check_peer(const CallName& call) {
   check_root(call);
   SMP_CHECK(call.peer != call.group->group_rank, call.text(),
             ": a rank cannot exchange messages with itself");
-  check_tag(call);
+  SMP_CHECK(call.tag >= 0, call.text(),
+            ": expected a tag that is not negative, got ", call.tag);
 }
 
 void check_root(const CallName& call) {
   SMP_CHECK(call.peer >= 0 && call.peer < call.group->size, call.text(),
             ": expected ", call.peer_word, " in [0, ", call.group->size,
             "), got ", call.peer);
-}
-
-void check_tag(const CallName& call) {
-  SMP_CHECK(call.tag >= 0, call.text(),
-            ": expected a tag that is not negative, got ", call.tag);
 }
 
 void check_parts(const at::Tensor& whole, const at::Tensor& part,

@@ -48,9 +48,6 @@ void check_peer(const CallName& call);
 /// Checks that the peer is a group rank.
 void check_root(const CallName& call);
 
-/// Checks that the tag is not negative.
-void check_tag(const CallName& call);
-
 /// Checks that `whole` has `size` times the elements of `part`, and the same
 /// dtype and device. Both pass `check_tensor`.
 void check_parts(const at::Tensor& whole, const at::Tensor& part,

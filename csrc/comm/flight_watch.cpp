@@ -18,15 +18,15 @@ FlightWatch::FlightWatch(std::shared_ptr<health::FaultBoard> faults,
                          Options options)
     : faults_(std::move(faults)), options_(options), moved_at_(Clock::now()) {
   SMP_CHECK_VALUE(faults_, "FlightWatch: expected a fault board, got none");
-  const auto look = [this] {
+  const auto notify = [this] {
     {
       const std::lock_guard lock(mutex_);
       is_faulted_ = faults_->fault().has_value();
     }
     changed_.notify_all();
   };
-  token_ = faults_->subscribe(look);
-  look();
+  token_ = faults_->subscribe(notify);
+  notify();
 }
 
 FlightWatch::~FlightWatch() {
@@ -68,7 +68,7 @@ void FlightWatch::run() {
     if (is_faulted_ && !is_aborted_) {
       abort_groups(lock);
     } else if (!is_aborted_) {
-      look(lock);
+      check_flights(lock);
     }
     changed_.wait_for(lock, options_.look_every, [this] {
       return is_stopping_ || (is_faulted_ && !is_aborted_);
@@ -91,7 +91,7 @@ void FlightWatch::abort_groups(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-void FlightWatch::look(std::unique_lock<std::mutex>& lock) {
+void FlightWatch::check_flights(std::unique_lock<std::mutex>& lock) {
   std::vector<Entry> ended = take_ended();
   if (!ended.empty()) {
     moved_at_ = Clock::now();
@@ -129,7 +129,7 @@ std::vector<FlightWatch::Entry> FlightWatch::take_ended() {
 
 std::optional<int> FlightWatch::who_left(const Flight& flight) const {
   if (flight.collective) {
-    return faults_->goodbyes().who_left_before(*flight.collective);
+    return faults_->goodbyes().rank_left_before(*flight.collective);
   }
   for (const int global_rank : flight.ranks) {
     if (faults_->has_left(global_rank)) return global_rank;

@@ -70,7 +70,7 @@ class FlightWatch {
   };
 
   void run();
-  void look(std::unique_lock<std::mutex>& lock);
+  void check_flights(std::unique_lock<std::mutex>& lock);
   std::vector<Entry> take_ended();
   void look_at_oldest(std::unique_lock<std::mutex>& lock);
   std::optional<int> who_left(const Flight& flight) const;

@@ -17,13 +17,13 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kGroupSlice(100);
 
-// The words for a wait, put together only when they are read.
-struct Words {
+// The text of a wait, put together only when it is read.
+struct WaitText {
   std::string_view what;
   const Communicator* group = nullptr;
   const std::string* group_words = nullptr;  // instead of the group
 
-  std::string text() const {
+  std::string str() const {
     if (group_words != nullptr) {
       return detail::concat(what, " over ", *group_words);
     }
@@ -33,17 +33,17 @@ struct Words {
 };
 
 // A wait and the reasons to end it early.
-class Watch {
+class WatchedWait {
  public:
-  Watch(const Work& work, const Patience& patience, Words words)
-      : work_(work), patience_(patience), words_(words) {}
+  WatchedWait(const Work& work, const WaitOptions& wait, WaitText text)
+      : work_(work), wait_(wait), text_(text) {}
 
   // Checks the board between two slices of the wait.
-  void look() {
-    if (!patience_.faults) return;
-    health::FaultBoard& board = *patience_.faults;
+  void check_board() {
+    if (!wait_.faults) return;
+    health::FaultBoard& board = *wait_.faults;
     if (!blocked_) {
-      blocked_.emplace(board.waits(), words_.text(), work_.collective());
+      blocked_.emplace(board.waits(), text_.str(), work_.collective());
     }
     board.check_interrupt();
     board.raise_if_faulted();
@@ -52,11 +52,11 @@ class Watch {
 
   // Raises the reason of a failed operation: usually a rank is lost, and the
   // board is told soon.
-  void explain_failure() {
-    if (!patience_.faults) return;
-    const Clock::time_point deadline = Clock::now() + patience_.grace;
+  void raise_reason() {
+    if (!wait_.faults) return;
+    const Clock::time_point deadline = Clock::now() + wait_.grace;
     while (Clock::now() < deadline) {
-      patience_.faults->raise_if_faulted();
+      wait_.faults->raise_if_faulted();
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
     raise_if_left();
@@ -64,35 +64,36 @@ class Watch {
 
  private:
   void raise_if_left() {
-    const std::optional<int> left = who_left();
+    const std::optional<int> left = left_rank();
     if (!left) return;
     if (!left_since_) left_since_ = Clock::now();
-    if (Clock::now() - *left_since_ < patience_.grace) return;
-    health::fail_because_left(*patience_.faults, *left, "the " + words_.text());
+    if (Clock::now() - *left_since_ < wait_.grace) return;
+    health::fail_because_left(*wait_.faults, *left, "the " + text_.str());
   }
 
-  std::optional<int> who_left() const {
-    health::FaultBoard& board = *patience_.faults;
+  std::optional<int> left_rank() const {
+    health::FaultBoard& board = *wait_.faults;
     if (work_.collective()) {
-      return board.goodbyes().who_left_before(*work_.collective());
+      return board.goodbyes().rank_left_before(*work_.collective());
     }
     const auto left =
-        std::find_if(patience_.peers.begin(), patience_.peers.end(),
+        std::find_if(wait_.peers.begin(), wait_.peers.end(),
                      [&](int rank) { return board.has_left(rank); });
-    if (left == patience_.peers.end()) return std::nullopt;
+    if (left == wait_.peers.end()) return std::nullopt;
     return *left;
   }
 
   const Work& work_;
-  const Patience& patience_;
-  const Words words_;
+  const WaitOptions& wait_;
+  const WaitText text_;
   std::optional<health::BlockedScope> blocked_;
   std::optional<Clock::time_point> left_since_;
 };
 
 // @param raise_late  called at the time-out
 template <typename RaiseLate>
-void wait_in_slices(Work& work, Watch& watch, std::chrono::milliseconds timeout,
+void wait_in_slices(Work& work, WatchedWait& watched,
+                    std::chrono::milliseconds timeout,
                     const RaiseLate& raise_late) {
   const Clock::time_point deadline = Clock::now() + timeout;
   for (;;) {
@@ -106,7 +107,7 @@ void wait_in_slices(Work& work, Watch& watch, std::chrono::milliseconds timeout,
     } catch (const Error&) {
       if (work.done()) break;
     }
-    watch.look();
+    watched.check_board();
     if (left <= kGroupSlice) raise_late();
   }
   try {
@@ -114,31 +115,31 @@ void wait_in_slices(Work& work, Watch& watch, std::chrono::milliseconds timeout,
   } catch (const Disagreement&) {
     throw;
   } catch (const Error&) {
-    watch.explain_failure();
+    watched.raise_reason();
     throw;
   }
 }
 
-void wait_watched(Work& work, const Patience& patience,
+void wait_watched(Work& work, const WaitOptions& wait,
                   const Communicator& group, std::string_view what) {
-  const Words words{.what = what, .group = &group};
-  Watch watch(work, patience, words);
-  const auto timeout = patience.timeout + time_by_size(work.collective());
-  wait_in_slices(work, watch, timeout, [&] {
-    SMP_CHECK(false, "waited ", timeout.count(), " ms for the ", words.text(),
-              "; ", patience.hint);
+  const WaitText text{.what = what, .group = &group};
+  WatchedWait watched(work, wait, text);
+  const auto timeout = wait.timeout + time_by_size(work.collective());
+  wait_in_slices(work, watched, timeout, [&] {
+    SMP_CHECK(false, "waited ", timeout.count(), " ms for the ", text.str(),
+              "; ", wait.hint);
   });
 }
 
-bool follows_on_device(Work& work, const Patience& patience,
+bool follows_on_device(Work& work, const WaitOptions& wait,
                        const Communicator& group, std::string_view what) {
-  if (patience.faults) patience.faults->raise_if_faulted();
+  if (wait.faults) wait.faults->raise_if_faulted();
   try {
     return work.order_stream();
   } catch (const Disagreement&) {
     throw;
   } catch (const Error&) {
-    Watch(work, patience, {.what = what, .group = &group}).explain_failure();
+    WatchedWait(work, wait, {.what = what, .group = &group}).raise_reason();
     throw;
   }
 }
@@ -153,41 +154,40 @@ std::chrono::milliseconds time_by_size(
 }
 
 void wait_within(Work& work, std::chrono::milliseconds timeout) {
-  const Work::Care& care = work.care();
-  if (!care.faults) return work.wait(timeout);
-  Patience patience;
-  patience.faults = care.faults;
-  const Words words{.what = care.operation, .group_words = care.group.get()};
-  Watch watch(work, patience, words);
+  const Work::WaitContext& wait_context = work.wait_context();
+  if (!wait_context.faults) return work.wait(timeout);
+  WaitOptions wait;
+  wait.faults = wait_context.faults;
+  const WaitText text{.what = wait_context.operation,
+                      .group_words = wait_context.group.get()};
+  WatchedWait watched(work, wait, text);
   const auto most = std::min(timeout, kLongestWait);
-  wait_in_slices(work, watch, most, [&] {
-    SMP_CHECK(false, words.text(), ": timed out after ", timeout.count(),
-              " ms");
+  wait_in_slices(work, watched, most, [&] {
+    SMP_CHECK(false, text.str(), ": timed out after ", timeout.count(), " ms");
   });
 }
 
-void wait_for(Work& work, const Patience& patience, const Communicator& group,
+void wait_for(Work& work, const WaitOptions& wait, const Communicator& group,
               const char* what) {
-  wait_watched(work, patience, group, what);
+  wait_watched(work, wait, group, what);
 }
 
-void wait_for(Work& work, const Patience& patience, const Communicator& group,
+void wait_for(Work& work, const WaitOptions& wait, const Communicator& group,
               const std::string& what) {
-  wait_watched(work, patience, group, what);
+  wait_watched(work, wait, group, what);
 }
 
-void follow(Work& work, const Patience& patience, const Communicator& group,
+void follow(Work& work, const WaitOptions& wait, const Communicator& group,
             const char* what) {
-  if (group.is_stream_ordered() &&
-      follows_on_device(work, patience, group, what)) {
+  if (group.is_stream_ordered() && follows_on_device(work, wait, group, what)) {
     return;
   }
-  wait_watched(work, patience, group, what);
+  wait_watched(work, wait, group, what);
 }
 
-void follow(Work& work, const Patience& patience, const Communicator& group,
+void follow(Work& work, const WaitOptions& wait, const Communicator& group,
             const std::string& what) {
-  follow(work, patience, group, what.c_str());
+  follow(work, wait, group, what.c_str());
 }
 
 }  // namespace smp::comm

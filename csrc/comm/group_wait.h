@@ -16,7 +16,7 @@ namespace smp::comm {
 inline constexpr int64_t kSlowestBytesPerSecond = 1'000'000;
 
 /// The way to wait for the operations of a group.
-struct Patience {
+struct WaitOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   std::shared_ptr<health::FaultBoard> faults;  ///< ends waits; may be null
   std::vector<int> peers;  ///< global ranks of the group; empty: unknown
@@ -29,28 +29,28 @@ struct Patience {
 };
 
 /// Waits for an operation. A large collective gets more time than
-/// `patience.timeout`: its bytes at `kSlowestBytesPerSecond`.
+/// `wait.timeout`: its bytes at `kSlowestBytesPerSecond`.
 /// @param what  words for the error, for instance "reduction of bucket 3"
 /// @throws PeerFailure on a fault or when a peer has left; Error when the
-///         operation fails or `patience.timeout` passes
-void wait_for(Work& work, const Patience& patience, const Communicator& group,
+///         operation fails or `wait.timeout` passes
+void wait_for(Work& work, const WaitOptions& wait, const Communicator& group,
               const char* what);
-void wait_for(Work& work, const Patience& patience, const Communicator& group,
+void wait_for(Work& work, const WaitOptions& wait, const Communicator& group,
               const std::string& what);
 
 /// Lets later work on the current stream of the device use the result. The host
 /// waits only if the operation is not a device's. FlightWatch watches the end
 /// of device operations. May be called again.
 /// @throws PeerFailure when there is a fault; otherwise as `wait_for`
-void follow(Work& work, const Patience& patience, const Communicator& group,
+void follow(Work& work, const WaitOptions& wait, const Communicator& group,
             const char* what);
-void follow(Work& work, const Patience& patience, const Communicator& group,
+void follow(Work& work, const WaitOptions& wait, const Communicator& group,
             const std::string& what);
 
 /// Waits for code outside of the library: until the operation has finished, no
 /// longer than `timeout`, whatever its size. If the work has a board
-/// (`Work::care`), a fault of any rank and a left rank of a collective end the
-/// wait as in `wait_for`.
+/// (`Work::wait_context`), a fault of any rank and a left rank of a collective
+/// end the wait as in `wait_for`.
 /// @throws PeerFailure; or the errors of `Work::wait`
 void wait_within(Work& work, std::chrono::milliseconds timeout);
 

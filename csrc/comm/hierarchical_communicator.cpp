@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "csrc/comm/communicator_checks.h"
+#include "csrc/comm/forwarding_communicator.h"
 #include "csrc/comm/host_hops.h"
 #include "csrc/comm/next_stamps.h"
 #include "csrc/comm/sum_pieces.h"
@@ -27,20 +28,21 @@ namespace {
 // keep the network busy while hosts sum.
 constexpr int kMostCrossing = 4;
 
-// A piece's way through the hosts. A collective is over when its last leg has
-// arrived.
-struct Leg {
+// A piece of a tensor on its way through the hosts. A collective is over when
+// its last piece has arrived.
+struct HoppingPiece {
   std::shared_ptr<ThreadedWork> work;
   HostHopsPtr hops;
   bool is_last = true;
 };
 
-// Carries out the legs of all collectives, one after the other, in two threads.
-class Journey {
+// Carries out the pieces of all collectives, one after the other, in two
+// threads.
+class PiecePipeline {
  public:
-  explicit Journey(HostGroups groups) : groups_(std::move(groups)) {}
+  explicit PiecePipeline(HostGroups groups) : groups_(std::move(groups)) {}
 
-  ~Journey() {
+  ~PiecePipeline() {
     // The threads may be dropping tensors.
     without_gil([this] {
       if (end("aborted")) abort_hops();
@@ -65,8 +67,10 @@ class Journey {
       return work;
     }
     if (!leaver_.joinable()) {
-      leaver_ = std::thread([this] { run(&Journey::leave_next, "smp-out-"); });
-      arriver_ = std::thread([this] { run(&Journey::arrive_next, "smp-in-"); });
+      leaver_ =
+          std::thread([this] { run(&PiecePipeline::leave_next, "smp-out-"); });
+      arriver_ =
+          std::thread([this] { run(&PiecePipeline::arrive_next, "smp-in-"); });
     }
     changed_.notify_all();
     return work;
@@ -78,12 +82,12 @@ class Journey {
   }
 
  private:
-  /// @return whether a thread is in the middle of a leg
+  /// @return whether a thread works on a piece
   bool end(const std::string& error) {
     const std::lock_guard lock(mutex_);
     if (error_.empty()) error_ = error;
-    for (const std::deque<Leg>* legs : {&leaving_, &crossing_}) {
-      for (const Leg& leg : *legs) leg.work->finish(error_);
+    for (const std::deque<HoppingPiece>* pieces : {&leaving_, &crossing_}) {
+      for (const HoppingPiece& piece : *pieces) piece.work->finish(error_);
     }
     for (const auto& work : on_the_way_) work->finish(error_);
     changed_.notify_all();
@@ -96,7 +100,7 @@ class Journey {
     groups_.gather->abort();
   }
 
-  void run(bool (Journey::*go)(), const std::string& which) {
+  void run(bool (PiecePipeline::*go)(), const std::string& which) {
     health::name_this_thread(which + groups_.flat->name());
     const at::NoGradGuard no_grad;
     try {
@@ -108,57 +112,58 @@ class Journey {
   }
 
   bool leave_next() {
-    Leg leg;
-    if (!take(leg, leaving_, [this] { return num_crossing_ < kMostCrossing; }))
+    HoppingPiece piece;
+    if (!take(piece, leaving_,
+              [this] { return num_crossing_ < kMostCrossing; }))
       return false;
-    leg.hops->leave(groups_);
+    piece.hops->leave(groups_);
     const std::lock_guard lock(mutex_);
-    put_back(leg);
+    remove_from_threads(piece);
     ++num_crossing_;
-    crossing_.push_back(std::move(leg));
+    crossing_.push_back(std::move(piece));
     changed_.notify_all();
     return true;
   }
 
   bool arrive_next() {
-    Leg leg;
-    if (!take(leg, crossing_, [] { return true; })) return false;
-    leg.hops->arrive(groups_);
-    leg.hops.reset();  // its tensors are the caller's again
+    HoppingPiece piece;
+    if (!take(piece, crossing_, [] { return true; })) return false;
+    piece.hops->arrive(groups_);
+    piece.hops.reset();  // its tensors are the caller's again
     const std::lock_guard lock(mutex_);
-    put_back(leg);
+    remove_from_threads(piece);
     --num_crossing_;
-    if (leg.is_last) leg.work->finish("");
+    if (piece.is_last) piece.work->finish("");
     changed_.notify_all();
     return true;
   }
 
-  // Takes the next leg, once it may go; returns false at the end.
+  // Takes the next piece, once it may go; returns false at the end.
   template <typename May>
-  bool take(Leg& leg, std::deque<Leg>& legs, May&& may) {
+  bool take(HoppingPiece& piece, std::deque<HoppingPiece>& pieces, May&& may) {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock,
-                  [&] { return !error_.empty() || (!legs.empty() && may()); });
+    changed_.wait(
+        lock, [&] { return !error_.empty() || (!pieces.empty() && may()); });
     if (!error_.empty()) return false;
-    leg = std::move(legs.front());
-    legs.pop_front();
-    on_the_way_.push_back(leg.work);
+    piece = std::move(pieces.front());
+    pieces.pop_front();
+    on_the_way_.push_back(piece.work);
     return true;
   }
 
-  void put_back(const Leg& leg) {
+  void remove_from_threads(const HoppingPiece& piece) {
     on_the_way_.erase(
-        std::find(on_the_way_.begin(), on_the_way_.end(), leg.work));
+        std::find(on_the_way_.begin(), on_the_way_.end(), piece.work));
   }
 
   const HostGroups groups_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::string error_;  // why nothing goes on; empty: it does
-  std::deque<Leg> leaving_;
-  std::deque<Leg> crossing_;
+  std::deque<HoppingPiece> leaving_;
+  std::deque<HoppingPiece> crossing_;
   std::vector<std::shared_ptr<ThreadedWork>> on_the_way_;  // in the threads
-  int num_crossing_ = 0;  // legs that have left and have not arrived
+  int num_crossing_ = 0;  // pieces that have left and have not arrived
   std::thread leaver_;
   std::thread arriver_;
 };
@@ -167,25 +172,21 @@ at::Tensor line_of(const at::Tensor& tensor) {
   return tensor.detach().view({-1});
 }
 
-class HierarchicalCommunicator final : public Communicator {
+class HierarchicalCommunicator final : public ForwardingCommunicator {
  public:
   explicit HierarchicalCommunicator(HostGroups groups)
-      : flat_(groups.flat),
+      : ForwardingCommunicator(groups.flat),
         info_(std::make_shared<GroupInfo>(
-            GroupInfo{flat_->name(), flat_->group_rank(), flat_->size()})),
+            GroupInfo{inner_->name(), inner_->group_rank(), inner_->size()})),
         is_host_by_host_(groups.is_host_by_host),
-        journey_(std::move(groups)) {}
-
-  int group_rank() const override { return info_->group_rank; }
-  int size() const override { return info_->size; }
-  const std::string& name() const override { return info_->name; }
+        pipeline_(std::move(groups)) {}
 
   WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) override {
     CallName call{info_, "all_reduce"};
     check_reducible(tensor, call);
     check_cpu_tensor(tensor, call);
     const at::Tensor line = line_of(tensor);
-    const int64_t per_host = journey_.groups().scatter->size();
+    const int64_t per_host = pipeline_.groups().scatter->size();
     const int64_t longest =
         kShareBytes / static_cast<int64_t>(line.element_size()) * per_host;
     const uint64_t stamp = stamps_.take();
@@ -195,7 +196,7 @@ class HierarchicalCommunicator final : public Communicator {
       hops.push_back(make_sum_hops(line.narrow(0, begin, numel), op, stamp));
       begin += numel;
     }
-    return journey_.begin(std::move(call), std::move(hops));
+    return pipeline_.begin(std::move(call), std::move(hops));
   }
 
   WorkPtr reduce_scatter(at::Tensor output, const at::Tensor& input,
@@ -213,7 +214,7 @@ class HierarchicalCommunicator final : public Communicator {
       hops.push_back(
           make_scatter_hops(line_of(output), line_of(input), op, stamp));
     }
-    return journey_.begin(std::move(call), std::move(hops));
+    return pipeline_.begin(std::move(call), std::move(hops));
   }
 
   WorkPtr all_gather(at::Tensor output, const at::Tensor& input) override {
@@ -226,7 +227,7 @@ class HierarchicalCommunicator final : public Communicator {
     if (input.numel() > 0) {
       hops.push_back(make_gather_hops(line_of(output), line_of(input), stamp));
     }
-    return journey_.begin(std::move(call), std::move(hops));
+    return pipeline_.begin(std::move(call), std::move(hops));
   }
 
   /// Stores the stamp; ranks of one host compare it if their transport does.
@@ -235,22 +236,15 @@ class HierarchicalCommunicator final : public Communicator {
     return false;
   }
 
+  bool goes_on_alone() const override { return true; }
+
   void abort() override {
-    journey_.abort();
-    flat_->abort();
+    pipeline_.abort();
+    inner_->abort();
   }
 
   // ---- calls of the flat group
 
-  WorkPtr send(const at::Tensor& tensor, int dst, int tag) override {
-    return flat_->send(tensor, dst, tag);
-  }
-  WorkPtr recv(at::Tensor tensor, int src, int tag) override {
-    return flat_->recv(std::move(tensor), src, tag);
-  }
-  WorkPtr recv_any(at::Tensor tensor, int tag) override {
-    return flat_->recv_any(std::move(tensor), tag);
-  }
   WorkPtr broadcast(at::Tensor tensor, int root) override {
     return flat().broadcast(std::move(tensor), root);
   }
@@ -267,15 +261,14 @@ class HierarchicalCommunicator final : public Communicator {
 
  private:
   Communicator& flat() {
-    if (const uint64_t stamp = stamps_.take()) flat_->stamp_next(stamp);
-    return *flat_;
+    if (const uint64_t stamp = stamps_.take()) inner_->stamp_next(stamp);
+    return *inner_;
   }
 
-  const CommunicatorPtr flat_;
   const std::shared_ptr<const GroupInfo> info_;
   const bool is_host_by_host_;
   NextStamps stamps_;
-  Journey journey_;
+  PiecePipeline pipeline_;
 };
 
 }  // namespace

@@ -20,7 +20,7 @@ IncomingPeers::IncomingPeers(const health::SocketEvents& events,
     : events_(events),
       purpose_(peer_purpose(global_rank)),
       secret_(std::move(secret)),
-      patience_(limits.patience),
+      half_open_time_(limits.half_open_time),
       owner_(std::move(owner)),
       listener_(health::listen_tcp(address)),
       door_("the sockets of this rank", limits) {
@@ -71,7 +71,7 @@ void IncomingPeers::serve(uint64_t id) {
     goes_on = connection.socket.read(why, [&] { admit(connection); });
   } catch (const std::exception& error) {
     why = error.what();
-    if (!connection.is_rank) door_.tell_of(connection.socket.fd(), why);
+    if (!connection.is_rank) door_.log_refusal(connection.socket.fd(), why);
   }
   if (!goes_on) end(id, why);
   watch_door();
@@ -137,11 +137,11 @@ void IncomingPeers::tick() {
     }
   }
   for (const uint64_t id : late) {
-    door_.tell_of(connections_[id]->socket.fd(), health::kTooLate);
+    door_.log_refusal(connections_[id]->socket.fd(), health::kTooLate);
     end(id, health::kTooLate);
   }
   tell_of_overdue();
-  door_.look_again();
+  door_.retry_accept();
   watch_door();
 }
 
@@ -153,7 +153,7 @@ void IncomingPeers::tell_of_overdue() {
     std::lock_guard lock(mutex_);
     const auto now = std::chrono::steady_clock::now();
     for (auto& [rank, source] : sources_) {
-      if (!source.lost_why.empty() && now - source.lost_at > patience_) {
+      if (!source.lost_why.empty() && now - source.lost_at > half_open_time_) {
         overdue[rank] = std::exchange(source.lost_why, "");
       }
     }

@@ -80,7 +80,7 @@ class IncomingPeers {
   const health::SocketEvents& events_;
   const std::string purpose_;
   const std::string secret_;
-  const std::chrono::milliseconds patience_;
+  const std::chrono::milliseconds half_open_time_;
   const Owner owner_;
   const health::Listener listener_;
   health::Doorkeeper door_;

@@ -187,7 +187,6 @@ class MpiWork final : public Work {
     SMP_CHECK(error_.empty(), call_.text(), ": ", error_);
   }
 
-  int source_rank() const override { return source_; }
   void abort() override { aborted_ = true; }
 
  private:
@@ -214,14 +213,13 @@ class MpiWork final : public Work {
   }
 
   void check_received(MPI_Status& status) {
-    source_ = status.MPI_SOURCE;
     int num_bytes = 0;
     MPI_Get_count(&status, MPI_UINT8_T, &num_bytes);
     const auto expected = static_cast<int64_t>(tensors_[0].nbytes());
     // Counts above 2 GB do not fit; MPI itself reports longer messages.
     if (num_bytes == MPI_UNDEFINED || num_bytes == expected) return;
-    error_ = detail::concat("group rank ", source_, " sent ", num_bytes,
-                            " bytes, expected ", expected, " for ",
+    error_ = detail::concat("group rank ", status.MPI_SOURCE, " sent ",
+                            num_bytes, " bytes, expected ", expected, " for ",
                             describe_tensor(tensors_[0]));
   }
 
@@ -235,7 +233,6 @@ class MpiWork final : public Work {
   MPI_Request request_;
   bool is_done_ = false;
   std::string error_;
-  int source_ = -1;
 };
 
 // Returns [2, n]: counts, and the offset of each. Both are in units, of which
@@ -286,13 +283,12 @@ class MpiCommunicator final : public Communicator {
   WorkPtr recv(at::Tensor tensor, int src, int tag) override {
     CallName call{info_, "recv", "src", src, tag};
     check_peer(call);
-    return receive(call, tensor, src);
-  }
-
-  WorkPtr recv_any(at::Tensor tensor, int tag) override {
-    CallName call{info_, "recv_any", nullptr, -1, tag};
-    check_tag(call);
-    return receive(call, tensor, MPI_ANY_SOURCE);
+    check_message(tensor, call);
+    const Buffer buffer = buffer_to_move(tensor, call);
+    return start(call, Kind::kReceive, {tensor}, [&](MPI_Request* request) {
+      return MPI_Irecv(buffer.data, buffer.count, buffer.type, src, tag,
+                       shared_->comm, request);
+    });
   }
 
   WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) override {
@@ -424,15 +420,6 @@ class MpiCommunicator final : public Communicator {
     SMP_CHECK(is_set == 0 || call.tag <= *static_cast<int*>(largest),
               call.text(), ": this MPI has tags up to ",
               *static_cast<int*>(largest));
-  }
-
-  WorkPtr receive(const CallName& call, const at::Tensor& tensor, int src) {
-    check_message(tensor, call);
-    const Buffer buffer = buffer_to_move(tensor, call);
-    return start(call, Kind::kReceive, {tensor}, [&](MPI_Request* request) {
-      return MPI_Irecv(buffer.data, buffer.count, buffer.type, src, call.tag,
-                       shared_->comm, request);
-    });
   }
 
   WorkPtr start(const CallName& call, Kind kind,

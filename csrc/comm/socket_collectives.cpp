@@ -77,7 +77,7 @@ void SocketCollective::end(const TransferPtr& transfer) {
   if (transfer->state == SocketExchange::Transfer::State::kSucceeded) return;
   if (transfer->does_not_fit) {
     throw Error(detail::concat(
-        "group rank ", transfer->source,
+        "group rank ", transfer->peer,
         " called another collective of this group, or with other sizes or "
         "dtypes: it sent ",
         transfer->other_size, " bytes, expected ", transfer->size));
@@ -121,45 +121,46 @@ void SocketCollective::all_reduce(const at::Tensor& tensor, ReduceOp op) {
 // Sends each chunk round twice: once to sum it, once to share the sum. Sends a
 // piece on as soon as it is there.
 void SocketCollective::reduce_in_ring(const at::Tensor& tensor, ReduceOp op) {
-  struct Coming {
+  struct PieceToReceive {
     at::Tensor to;
     at::Tensor sum;  // undefined: it is complete
     bool is_sent_on = true;
     TransferPtr transfer;
   };
-  std::deque<Coming> coming;  // in the order in which they are sent
+  std::deque<PieceToReceive> pending;  // in the order in which they are sent
   for (int step = 0; step < size_ - 1; ++step) {
     for (at::Tensor& piece :
          pieces_of(tensor, (rank_ + 2 * size_ - step - 1) % size_, size_)) {
-      coming.push_back({{}, std::move(piece), true, nullptr});
+      pending.push_back({{}, std::move(piece), true, nullptr});
     }
   }
   for (int step = 0; step < size_ - 1; ++step) {
     for (at::Tensor& piece :
          pieces_of(tensor, (rank_ + 2 * size_ - step) % size_, size_)) {
-      coming.push_back({std::move(piece), {}, step < size_ - 2, nullptr});
+      pending.push_back({std::move(piece), {}, step < size_ - 2, nullptr});
     }
   }
   size_t num_posted = 0;
   auto post_ahead = [&] {
-    while (num_posted < std::min(kAhead, coming.size())) {
-      Coming& one = coming[num_posted++];
-      if (one.sum.defined()) one.to = at::empty_like(one.sum);
-      one.transfer = begin_receive(previous(), one.to);
+    while (num_posted < std::min(kAhead, pending.size())) {
+      PieceToReceive& piece = pending[num_posted++];
+      if (piece.sum.defined()) piece.to = at::empty_like(piece.sum);
+      piece.transfer = begin_receive(previous(), piece.to);
     }
   };
   post_ahead();
   for (const at::Tensor& piece : pieces_of(tensor, rank_, size_)) {
     send(next(), piece);
   }
-  while (!coming.empty()) {
-    const Coming one = std::move(coming.front());
-    coming.pop_front();
+  while (!pending.empty()) {
+    const PieceToReceive piece = std::move(pending.front());
+    pending.pop_front();
     --num_posted;
-    end(one.transfer);
+    end(piece.transfer);
     post_ahead();
-    if (one.sum.defined()) reduce_into(one.sum, one.to, op);
-    if (one.is_sent_on) send(next(), one.sum.defined() ? one.sum : one.to);
+    if (piece.sum.defined()) reduce_into(piece.sum, piece.to, op);
+    if (piece.is_sent_on)
+      send(next(), piece.sum.defined() ? piece.sum : piece.to);
   }
   end_sends();
 }
@@ -177,14 +178,14 @@ void SocketCollective::broadcast(const at::Tensor& tensor, int root) {
   // The farthest child has the most below it.
   std::reverse(children.begin(), children.end());
   const int parent = (rank_ + size_ - lowest / 2) % size_;
-  std::vector<TransferPtr> coming;
+  std::vector<TransferPtr> pending;
   if (place > 0) {
     for (const at::Tensor& piece : pieces) {
-      coming.push_back(begin_receive(parent, piece));
+      pending.push_back(begin_receive(parent, piece));
     }
   }
   for (size_t i = 0; i < pieces.size(); ++i) {
-    if (place > 0) end(coming[i]);
+    if (place > 0) end(pending[i]);
     for (const int child : children) send(child, pieces[i]);
   }
   end_sends();
@@ -214,11 +215,11 @@ void SocketCollective::gather_in_steps(const at::Tensor& output,
   parts.narrow(0, 0, numel).copy_(input);
   for (int distance = 1; distance < size_; distance *= 2) {
     const int64_t count = std::min(distance, size_ - distance) * numel;
-    const TransferPtr coming =
+    const TransferPtr pending =
         begin_receive((rank_ + size_ - distance) % size_,
                       parts.narrow(0, distance * numel, count));
     send((rank_ + distance) % size_, parts.narrow(0, 0, count));
-    end(coming);
+    end(pending);
   }
   end_sends();
   for (int i = 0; i < size_; ++i) {
@@ -234,35 +235,35 @@ void SocketCollective::gather_in_ring(const at::Tensor& output,
   at::Tensor own = output.narrow(0, rank_ * numel, numel);
   own.copy_(input);
   for (const at::Tensor& piece : pieces_of(own, 0, 1)) send(next(), piece);
-  std::deque<std::pair<at::Tensor, bool>> coming;  // and whether it is sent on
+  std::deque<std::pair<at::Tensor, bool>> pending;  // and whether it is sent on
   for (int step = 0; step < size_ - 1; ++step) {
     const int from = (rank_ + 2 * size_ - step - 1) % size_;
     for (at::Tensor& piece :
          pieces_of(output.narrow(0, from * numel, numel), 0, 1)) {
-      coming.emplace_back(std::move(piece), step < size_ - 2);
+      pending.emplace_back(std::move(piece), step < size_ - 2);
     }
   }
   std::deque<TransferPtr> posted;
   size_t num_posted = 0;
-  for (size_t i = 0; i < coming.size(); ++i) {
-    while (num_posted < std::min(i + kAhead, coming.size())) {
-      posted.push_back(begin_receive(previous(), coming[num_posted++].first));
+  for (size_t i = 0; i < pending.size(); ++i) {
+    while (num_posted < std::min(i + kAhead, pending.size())) {
+      posted.push_back(begin_receive(previous(), pending[num_posted++].first));
     }
     end(posted.front());
     posted.pop_front();
-    if (coming[i].second) send(next(), coming[i].first);
+    if (pending[i].second) send(next(), pending[i].first);
   }
   end_sends();
 }
 
 void SocketCollective::reduce_scatter(const at::Tensor& output,
                                       const at::Tensor& input, ReduceOp op) {
-  struct Coming {
+  struct PieceToReceive {
     at::Tensor own;  // of the input
     at::Tensor sum;
     TransferPtr transfer;
   };
-  std::deque<Coming> coming;
+  std::deque<PieceToReceive> pending;
   const auto chunk = [&](int step) {
     return pieces_of(input, (rank_ + 2 * size_ - 2 - step) % size_, size_);
   };
@@ -271,32 +272,32 @@ void SocketCollective::reduce_scatter(const at::Tensor& output,
     const std::vector<at::Tensor> pieces = chunk(step);
     for (size_t i = 0; i < pieces.size(); ++i) {
       const bool is_last = step == size_ - 2;
-      coming.push_back({pieces[i], is_last ? results[i] : at::Tensor(), {}});
+      pending.push_back({pieces[i], is_last ? results[i] : at::Tensor(), {}});
     }
   }
   size_t num_posted = 0;
   auto post_ahead = [&] {
-    while (num_posted < std::min(kAhead, coming.size())) {
-      Coming& one = coming[num_posted++];
-      if (!one.sum.defined()) {
-        one.sum =
-            at::empty_like(one.own, one.own.options().requires_grad(false));
+    while (num_posted < std::min(kAhead, pending.size())) {
+      PieceToReceive& piece = pending[num_posted++];
+      if (!piece.sum.defined()) {
+        piece.sum =
+            at::empty_like(piece.own, piece.own.options().requires_grad(false));
       }
-      one.transfer = begin_receive(previous(), one.sum);
+      piece.transfer = begin_receive(previous(), piece.sum);
     }
   };
   post_ahead();
   for (const at::Tensor& piece : chunk(-1)) send(next(), piece);
   const size_t num_results = results.size();
-  while (!coming.empty()) {
-    const bool is_result = coming.size() <= num_results;
-    const Coming one = std::move(coming.front());
-    coming.pop_front();
+  while (!pending.empty()) {
+    const bool is_result = pending.size() <= num_results;
+    const PieceToReceive piece = std::move(pending.front());
+    pending.pop_front();
     --num_posted;
-    end(one.transfer);
+    end(piece.transfer);
     post_ahead();
-    reduce_into(one.sum, one.own, op);
-    if (!is_result) send(next(), one.sum);
+    reduce_into(piece.sum, piece.own, op);
+    if (!is_result) send(next(), piece.sum);
   }
   end_sends();
 }
@@ -315,17 +316,17 @@ void SocketCollective::all_to_all(const at::Tensor& output,
     to_begin += output_counts[i];
     from_begin += input_counts[i];
   }
-  std::vector<TransferPtr> coming;
+  std::vector<TransferPtr> pending;
   for (int step = 1; step < size_; ++step) {
     const int src = (rank_ + size_ - step) % size_;
-    coming.push_back(begin_receive(src, to[src]));
+    pending.push_back(begin_receive(src, to[src]));
   }
   for (int step = 1; step < size_; ++step) {
     const int dst = (rank_ + step) % size_;
     send(dst, from[dst]);
   }
   to[rank_].copy_(from[rank_]);
-  for (const TransferPtr& one : coming) end(one);
+  for (const TransferPtr& one : pending) end(one);
   end_sends();
 }
 

@@ -63,13 +63,12 @@ class SocketMessageWork final : public Work {
     if (!transfer_->does_not_fit) fail_call(call_, transfer_->error);
     const auto dtype = static_cast<at::ScalarType>(transfer_->other_note >> 56);
     const uint64_t numel = transfer_->other_note & ((uint64_t{1} << 56) - 1);
-    fail_call(call_, detail::concat("group rank ", transfer_->source, " sent ",
+    fail_call(call_, detail::concat("group rank ", transfer_->peer, " sent ",
                                     dtype, "[", numel, "], group rank ",
                                     exchange_->group_rank(), " receives ",
                                     describe_tensor(tensor_)));
   }
 
-  int source_rank() const override { return transfer_->source; }
   void abort() override { exchange_->abort(transfer_); }
 
  private:
@@ -119,13 +118,14 @@ class SocketCommunicator final : public Communicator {
   WorkPtr recv(at::Tensor tensor, int src, int tag) override {
     CallName call{info_, "recv", "src", src, tag};
     check_peer(call);
-    return receive(std::move(tensor), src, tag, std::move(call));
-  }
-
-  WorkPtr recv_any(at::Tensor tensor, int tag) override {
-    CallName call{info_, "recv_any", nullptr, -1, tag};
-    check_tag(call);
-    return receive(std::move(tensor), -1, tag, std::move(call));
+    check_cpu_tensor(tensor, call);
+    check_not_aborted(call);
+    const auto owner = std::make_shared<at::Tensor>(tensor);
+    auto transfer =
+        exchange_->receive(src, static_cast<uint64_t>(tag), note_of(tensor),
+                           tensor.mutable_data_ptr(), tensor.nbytes(), owner);
+    return std::make_shared<SocketMessageWork>(
+        exchange_, std::move(call), std::move(tensor), std::move(transfer));
   }
 
   WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) override {
@@ -232,17 +232,6 @@ class SocketCommunicator final : public Communicator {
 
   void check_not_aborted(const CallName& call) const {
     if (exchange_->is_aborted()) fail_call(call, "aborted");
-  }
-
-  WorkPtr receive(at::Tensor tensor, int src, int tag, CallName call) {
-    check_cpu_tensor(tensor, call);
-    check_not_aborted(call);
-    const auto owner = std::make_shared<at::Tensor>(tensor);
-    auto transfer =
-        exchange_->receive(src, static_cast<uint64_t>(tag), note_of(tensor),
-                           tensor.mutable_data_ptr(), tensor.nbytes(), owner);
-    return std::make_shared<SocketMessageWork>(
-        exchange_, std::move(call), std::move(tensor), std::move(transfer));
   }
 
   WorkPtr exchange(CallName call, uint64_t kind, uint64_t note,

@@ -132,15 +132,9 @@ SocketExchange::TransferPtr SocketExchange::receive(int src, uint64_t tag,
 // still coming in is taken when it ends.
 bool SocketExchange::take_arrival(Transfer& receive) {
   for (auto one = arrivals_.begin(); one != arrivals_.end(); ++one) {
-    if (one->tag != receive.tag ||
-        (receive.peer >= 0 && receive.peer != one->source)) {
-      continue;
-    }
-    if (!one->is_complete) {
-      if (receive.peer >= 0) return false;
-      continue;
-    }
-    if (fits(receive, one->source, one->note, one->bytes.size())) {
+    if (one->tag != receive.tag || receive.peer != one->source) continue;
+    if (!one->is_complete) return false;
+    if (fits(receive, one->note, one->bytes.size())) {
       if (!one->bytes.empty()) {
         std::memcpy(receive.to, one->bytes.data(), one->bytes.size());
       }
@@ -156,7 +150,7 @@ bool SocketExchange::take_arrival(Transfer& receive) {
 SocketExchange::TransferPtr SocketExchange::match(int source, uint64_t tag) {
   for (auto one = receives_.begin(); one != receives_.end(); ++one) {
     const TransferPtr receive = *one;
-    if (receive->tag == tag && (receive->peer < 0 || receive->peer == source)) {
+    if (receive->tag == tag && receive->peer == source) {
       receives_.erase(one);
       return receive;
     }
@@ -164,9 +158,7 @@ SocketExchange::TransferPtr SocketExchange::match(int source, uint64_t tag) {
   return nullptr;
 }
 
-bool SocketExchange::fits(Transfer& receive, int source, uint64_t note,
-                          size_t size) const {
-  receive.source = source;
+bool SocketExchange::fits(Transfer& receive, uint64_t note, size_t size) const {
   if (receive.note == note && receive.size == size) return true;
   receive.does_not_fit = true;
   receive.other_note = note;
@@ -183,10 +175,9 @@ uint8_t* SocketExchange::begin(const PeerSockets::Frame& frame) {
   std::lock_guard lock(mutex_);
   Open& open = open_[source];
   open = {};
-  // A receive from any rank takes the first message that begins.
   open.receive = aborted_ ? nullptr : match(source, frame.tag);
   if (open.receive) {
-    if (fits(*open.receive, source, frame.note, frame.size)) {
+    if (fits(*open.receive, frame.note, frame.size)) {
       return open.receive->to;
     }
     changed_.notify_all();

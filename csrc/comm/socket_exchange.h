@@ -28,7 +28,7 @@ class SocketExchange final
   struct Transfer {
     enum class State { kRunning, kSucceeded, kFailed };
 
-    int peer = -1;  ///< group rank; -1: receive from any rank
+    int peer = -1;  ///< group rank
     uint64_t tag = 0;
     uint64_t note = 0;
     uint8_t* to = nullptr;  ///< receives only
@@ -38,7 +38,6 @@ class SocketExchange final
     State state = State::kRunning;
     bool is_matched = false;
     bool is_aborted = false;
-    int source = -1;
     std::string error;
     uint64_t other_note = 0;  ///< of a message that does not fit
     size_t other_size = 0;
@@ -62,7 +61,6 @@ class SocketExchange final
 
   TransferPtr send(int dst, uint64_t tag, uint64_t note, const void* data,
                    size_t size, Owner owner);
-  /// @param src  sending group rank; -1: any rank
   TransferPtr receive(int src, uint64_t tag, uint64_t note, void* to,
                       size_t size, Owner owner);
 
@@ -91,7 +89,7 @@ class SocketExchange final
   int group_rank_of(int global_rank) const;
   bool take_arrival(Transfer& receive);
   TransferPtr match(int source, uint64_t tag);
-  bool fits(Transfer& receive, int source, uint64_t note, size_t size) const;
+  bool fits(Transfer& receive, uint64_t note, size_t size) const;
   void finish(Transfer& transfer, std::string error = {});
 
   PeerSockets& sockets_;

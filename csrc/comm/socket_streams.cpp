@@ -67,7 +67,7 @@ class EarlyFrames final : public PeerSockets::Receiver {
 };
 
 // Drops the frames of a stream that is over.
-class Nobody final : public PeerSockets::Receiver {
+class DiscardedFrames final : public PeerSockets::Receiver {
  public:
   uint8_t* begin(const PeerSockets::Frame& frame) override {
     auto& bytes = bytes_[frame.source_rank];
@@ -109,7 +109,7 @@ void SocketStreams::add(uint64_t stream, std::shared_ptr<Receiver> receiver) {
 
 void SocketStreams::remove(uint64_t stream) {
   std::lock_guard lock(mutex_);
-  receivers_[stream] = std::make_shared<Nobody>();
+  receivers_[stream] = std::make_shared<DiscardedFrames>();
 }
 
 void SocketStreams::clear() {
@@ -118,13 +118,14 @@ void SocketStreams::clear() {
 }
 
 void SocketStreams::lose(int global_rank, const std::string& why) {
-  std::vector<std::shared_ptr<Receiver>> told;
+  std::vector<std::shared_ptr<Receiver>> receivers;
   {
     std::lock_guard lock(mutex_);
     if (!lost_.emplace(global_rank, why).second) return;
-    for (const auto& [stream, receiver] : receivers_) told.push_back(receiver);
+    for (const auto& [stream, receiver] : receivers_)
+      receivers.push_back(receiver);
   }
-  for (const auto& receiver : told) receiver->lost(global_rank, why);
+  for (const auto& receiver : receivers) receiver->lost(global_rank, why);
 }
 
 }  // namespace smp::comm

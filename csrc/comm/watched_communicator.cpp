@@ -12,6 +12,7 @@
 #include <string_view>
 #include <utility>
 
+#include "csrc/comm/forwarding_communicator.h"
 #include "csrc/common/check.h"
 
 namespace smp::comm {
@@ -64,7 +65,6 @@ class WatchedWork final : public Work {
   void wait(std::chrono::milliseconds timeout) override {
     inner_->wait(timeout);
   }
-  int source_rank() const override { return inner_->source_rank(); }
   void abort() override { inner_->abort(); }
 
   bool order_stream() override {
@@ -85,12 +85,12 @@ class WatchedWork final : public Work {
   std::atomic<bool> is_watched_ = false;
 };
 
-class WatchedCommunicator final : public Communicator {
+class WatchedCommunicator final : public ForwardingCommunicator {
  public:
   WatchedCommunicator(CommunicatorPtr inner,
                       std::shared_ptr<health::FaultBoard> faults,
                       std::vector<int> ranks, FlightWatchPtr flights)
-      : inner_(std::move(inner)),
+      : ForwardingCommunicator(std::move(inner)),
         faults_(std::move(faults)),
         ranks_(std::move(ranks)),
         flights_(inner_->is_stream_ordered() ? std::move(flights) : nullptr) {
@@ -103,20 +103,12 @@ class WatchedCommunicator final : public Communicator {
     if (flights_) flights_->add_group(inner_);
   }
 
-  int group_rank() const override { return inner_->group_rank(); }
-  int size() const override { return inner_->size(); }
-  const std::string& name() const override { return inner_->name(); }
-
   WorkPtr send(const at::Tensor& tensor, int dst, int tag) override {
     return in_care("send", inner_->send(tensor, dst, tag));
   }
   WorkPtr recv(at::Tensor tensor, int src, int tag) override {
     return in_care("recv", inner_->recv(std::move(tensor), src, tag));
   }
-  WorkPtr recv_any(at::Tensor tensor, int tag) override {
-    return in_care("recv_any", inner_->recv_any(std::move(tensor), tag));
-  }
-
   WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) override {
     return issue("all_reduce", tensor, static_cast<int>(op),
                  [&] { return inner_->all_reduce(std::move(tensor), op); });
@@ -155,16 +147,9 @@ class WatchedCommunicator final : public Communicator {
     return issue("barrier", at::Tensor(), 0, [&] { return inner_->barrier(); });
   }
 
-  bool stamp_next(uint64_t stamp) override { return inner_->stamp_next(stamp); }
-  bool goes_on_alone() const override { return inner_->goes_on_alone(); }
-  bool is_stream_ordered() const override {
-    return inner_->is_stream_ordered();
-  }
-  void abort() override { inner_->abort(); }
-
  private:
   WorkPtr in_care(std::string_view operation, WorkPtr work) const {
-    work->set_care({faults_, operation, words_});
+    work->set_wait_context({faults_, operation, words_});
     return work;
   }
 
@@ -205,7 +190,6 @@ class WatchedCommunicator final : public Communicator {
     return in_care(operation, std::move(work));
   }
 
-  const CommunicatorPtr inner_;
   const std::shared_ptr<health::FaultBoard> faults_;
   const std::vector<int> ranks_;
   const FlightWatchPtr flights_;  // of a device only

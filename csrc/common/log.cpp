@@ -6,10 +6,9 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <cstdlib>
 #include <mutex>
 #include <utility>
-
-#include "csrc/common/env.h"
 
 namespace smp {
 namespace {
@@ -18,7 +17,8 @@ constexpr std::array<const char*, 5> kLevelNames = {"debug", "info", "warning",
                                                     "error", "off"};
 
 LogLevel level_from_env() {
-  const std::string name = env_string("SMP_LOG_LEVEL").value_or("warning");
+  const char* const text = std::getenv("SMP_LOG_LEVEL");
+  const std::string name = text == nullptr || *text == 0 ? "warning" : text;
   for (size_t i = 0; i < kLevelNames.size(); ++i) {
     if (name == kLevelNames[i]) return static_cast<LogLevel>(i);
   }

@@ -17,7 +17,7 @@ class BucketReduction {
 
   /// Frees the previous sum, which is not needed any more; `result` may be
   /// undefined until the next sum.
-  virtual void let_go() = 0;
+  virtual void release() = 0;
 
   /// Begins a round without gradients.
   virtual void begin_round() = 0;
@@ -59,7 +59,7 @@ class BucketReduction {
   virtual void abandon() = 0;
 
   /// Returns all gradients of this bucket that stay between steps; see
-  /// `let_go`.
+  /// `release`.
   virtual const at::Tensor& result() const = 0;
   /// Returns the part of the result that becomes `.grad` of a target.
   virtual at::Tensor gradient(int slot_idx, const at::Tensor& target) const = 0;

@@ -48,8 +48,8 @@ void PromisedWork::abort() {
 }
 
 HookedGroup::HookedGroup(comm::CommunicatorPtr group, Hook hook)
-    : group_(std::move(group)), hook_(std::move(hook)) {
-  SMP_CHECK_VALUE(group_ != nullptr, "a group of one rank reduces nothing");
+    : ForwardingCommunicator(std::move(group)), hook_(std::move(hook)) {
+  SMP_CHECK_VALUE(inner_ != nullptr, "a group of one rank reduces nothing");
 }
 
 void HookedGroup::set_buckets(std::vector<at::Tensor> flats) {
@@ -65,51 +65,9 @@ int HookedGroup::bucket_of(const at::Tensor& tensor) const {
 
 comm::WorkPtr HookedGroup::all_reduce(at::Tensor tensor, comm::ReduceOp op) {
   if (op != comm::ReduceOp::kSum || !tensor.is_floating_point()) {
-    return group_->all_reduce(std::move(tensor), op);
+    return inner_->all_reduce(std::move(tensor), op);
   }
   return hook_(bucket_of(tensor), tensor);
-}
-
-// ---- as the group does it ---------------------------------------------------
-
-comm::WorkPtr HookedGroup::send(const at::Tensor& tensor, int dst, int tag) {
-  return group_->send(tensor, dst, tag);
-}
-
-comm::WorkPtr HookedGroup::recv(at::Tensor tensor, int src, int tag) {
-  return group_->recv(std::move(tensor), src, tag);
-}
-
-comm::WorkPtr HookedGroup::recv_any(at::Tensor tensor, int tag) {
-  return group_->recv_any(std::move(tensor), tag);
-}
-
-comm::WorkPtr HookedGroup::broadcast(at::Tensor tensor, int root) {
-  return group_->broadcast(std::move(tensor), root);
-}
-
-comm::WorkPtr HookedGroup::all_gather(at::Tensor output,
-                                      const at::Tensor& input) {
-  return group_->all_gather(std::move(output), input);
-}
-
-comm::WorkPtr HookedGroup::reduce_scatter(at::Tensor output,
-                                          const at::Tensor& input,
-                                          comm::ReduceOp op) {
-  return group_->reduce_scatter(std::move(output), input, op);
-}
-
-comm::WorkPtr HookedGroup::all_to_all(at::Tensor output,
-                                      const at::Tensor& input) {
-  return group_->all_to_all(std::move(output), input);
-}
-
-comm::WorkPtr HookedGroup::all_to_all_v(at::Tensor output,
-                                        const at::Tensor& input,
-                                        const comm::Counts& output_counts,
-                                        const comm::Counts& input_counts) {
-  return group_->all_to_all_v(std::move(output), input, output_counts,
-                              input_counts);
 }
 
 }  // namespace smp::gradients

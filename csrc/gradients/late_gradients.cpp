@@ -56,7 +56,7 @@ void LateGradients::sum_over(comm::Communicator& group, const at::Tensor& sum,
   const comm::WorkPtr work = group.all_reduce(sum, comm::ReduceOp::kSum);
   lock.unlock();
   comm::follow(
-      *work, groups_.patience(), group,
+      *work, groups_.wait_options(), group,
       detail::concat("reduction of late gradients of bucket ", bucket_idx));
   lock.lock();
 }

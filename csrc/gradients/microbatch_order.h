@@ -46,7 +46,6 @@ class MicrobatchOrder {
   /// Returns, per parameter, the number of gradients of each microbatch; 0
   /// where these numbers differ.
   std::vector<int> counts() const;
-  int cursor() const { return cursor_; }
 
  private:
   using Waiting = std::map<int, std::vector<at::Tensor>>;  // by microbatch

@@ -49,7 +49,7 @@ ReducedParameters agreed(ReducedParameters parameters,
                   "the host with the same ranks, got ",
                   control.name(), " (", control.size(), " ranks)");
   comm::require_equal_lines(control, lines_of(parameters.records, options),
-                            options.patience, "parameters to reduce");
+                            options.wait, "parameters to reduce");
   return parameters;
 }
 
@@ -112,7 +112,7 @@ void Reducer::open(int num_microbatches, Phase phase, bool are_shares) {
             "an earlier reduction of gradients failed half-way; "
             "the process group cannot be used any more, restart the job");
   if (pass_idx_ == 0) {
-    for (const auto& bucket : buckets_) bucket->let_go();
+    for (const auto& bucket : buckets_) bucket->release();
   }
   targets_.begin_pass(pass_idx_ == 0);
   phase_ = phase;

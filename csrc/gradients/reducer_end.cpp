@@ -134,7 +134,7 @@ std::vector<bool> Reducer::finish_sums(Lock& lock) {
   std::vector<int64_t> flags(used.begin(), used.end());
   for (int i = 0; i < num_params; ++i) flags.push_back(late_.has(i) ? 1 : 0);
   lock.unlock();
-  flags = comm::agree_on_maxima(groups_.control(), flags, options_.patience,
+  flags = comm::agree_on_maxima(groups_.control(), flags, options_.wait,
                                 "exchange of used parameters");
   lock.lock();
   round_.settle_all(lock);

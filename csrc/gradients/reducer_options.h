@@ -32,7 +32,7 @@ struct ReducerOptions {
   /// carries tensors of the host, has the order of `dp`, and is not used by
   /// other code. Null: `dp` itself, which then is not a group of a device.
   comm::CommunicatorPtr control;
-  comm::Patience patience;
+  comm::WaitOptions wait;
 
   bool is_sharded() const { return sharding.has_value(); }
   bool every_microbatch() const {

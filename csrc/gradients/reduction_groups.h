@@ -35,7 +35,7 @@ class ReductionGroups {
     return options_.is_sharded() ? options_.sharding->further
                                  : std::vector<comm::CommunicatorPtr>();
   }
-  const comm::Patience& patience() const { return options_.patience; }
+  const comm::WaitOptions& wait_options() const { return options_.wait; }
 
  private:
   const comm::CommunicatorPtr dp_;

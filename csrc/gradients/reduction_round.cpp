@@ -88,7 +88,7 @@ bool ReductionRound::is_active_anywhere(Lock& lock) {
   if (!groups_.has_peers()) return is_active_;
   launch_header();
   lock.unlock();
-  comm::wait_for(*header_work_, groups_.patience(), groups_.control(),
+  comm::wait_for(*header_work_, groups_.wait_options(), groups_.control(),
                  "begin of the reduction");
   lock.lock();
   const auto* words = header_.const_data_ptr<int64_t>();
@@ -134,7 +134,7 @@ void ReductionRound::settle(Waited waited) {
 // operation is over.
 void ReductionRound::settle_next() {
   BucketReduction& bucket = buckets_[num_settled_];
-  comm::follow(*bucket.work(), groups_.patience(), bucket.group(),
+  comm::follow(*bucket.work(), groups_.wait_options(), bucket.group(),
                "reduction of a bucket");
   bucket.settle();
   if (go_further(num_settled_)) ++num_early_hops_;
@@ -195,7 +195,7 @@ void ReductionRound::await(int bucket_idx, Lock& lock) const {
   const comm::WorkPtr work = bucket.work();
   if (!work) return;
   lock.unlock();
-  comm::follow(*work, groups_.patience(), bucket.group(),
+  comm::follow(*work, groups_.wait_options(), bucket.group(),
                detail::concat("reduction of bucket ", bucket_idx, " of ",
                               buckets_.size()));
   lock.lock();

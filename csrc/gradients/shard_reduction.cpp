@@ -30,7 +30,7 @@ at::Tensor ShardReduction::take(int64_t numel) {
 
 // Drops a shard without a sum. Its memory is free now if the user has set
 // `.grad` to None meanwhile.
-void ShardReduction::let_go() {
+void ShardReduction::release() {
   if (!has_sum_) shard_.reset();
 }
 

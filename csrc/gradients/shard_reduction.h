@@ -38,7 +38,7 @@ class ShardReduction final : public BucketReduction {
   ShardReduction(const ShardedBucket& plan, const std::vector<at::Tensor>& like,
                  at::Device device, const Sharding& sharding, FlatPool& pool);
 
-  void let_go() override;
+  void release() override;
   void begin_round() override;
   bool has_memory() const override { return bucket_.is_attached(); }
   void add(int slot_idx, const at::Tensor& grad) override;

@@ -15,7 +15,7 @@ class WholeReduction final : public BucketReduction {
   WholeReduction(const ShardedBucket& plan, const std::vector<at::Tensor>& like,
                  at::Device device, comm::CommunicatorPtr dp);
 
-  void let_go() override {}  // the next sum uses the same memory
+  void release() override {}  // the next sum uses the same memory
   void begin_round() override;
   bool has_memory() const override { return true; }
   void add(int slot_idx, const at::Tensor& grad) override;

@@ -44,8 +44,8 @@ OwnedFd Doorkeeper::accept(const OwnedFd& listener) {
     if (is_of_one_connection(errno)) continue;
     if (is_lack(errno)) {
       is_paused_ = true;
-      tell(place_ + " cannot accept a connection now: " + std::strerror(errno) +
-           " (ulimit -n); it goes on trying");
+      log(place_ + " cannot accept a connection now: " + std::strerror(errno) +
+          " (ulimit -n); it goes on trying");
     }
     break;
   }
@@ -55,22 +55,22 @@ OwnedFd Doorkeeper::accept(const OwnedFd& listener) {
 bool Doorkeeper::is_late(Clock::time_point accepted) const {
   const bool is_full = num_half_open_ >= limits_.max_half_open;
   return Clock::now() - accepted >
-         (is_full ? limits_.patience_when_full : limits_.patience);
+         (is_full ? limits_.half_open_time_when_full : limits_.half_open_time);
 }
 
-void Doorkeeper::tell_of(const OwnedFd& stranger, const std::string& why) {
-  tell("a connection from " + peer_text(stranger) + " to " + place_ +
-       " was closed: " + why);
+void Doorkeeper::log_refusal(const OwnedFd& stranger, const std::string& why) {
+  log("a connection from " + peer_text(stranger) + " to " + place_ +
+      " was closed: " + why);
 }
 
-void Doorkeeper::tell(const std::string& text) {
+void Doorkeeper::log(const std::string& text) {
   const Clock::time_point now = Clock::now();
-  if (told_at_ != Clock::time_point() && now - told_at_ < kTellEvery) {
-    ++num_untold_;
+  if (logged_at_ != Clock::time_point() && now - logged_at_ < kTellEvery) {
+    ++num_unlogged_;
     return;
   }
-  told_at_ = now;
-  const int64_t others = std::exchange(num_untold_, 0);
+  logged_at_ = now;
+  const int64_t others = std::exchange(num_unlogged_, 0);
   log_line(LogLevel::kWarning,
            others == 0
                ? text

@@ -15,9 +15,9 @@ struct DoorLimits {
   /// yet. Further connections wait in the system.
   size_t max_half_open = 64;
   /// Longest time a connection may stay half-open.
-  std::chrono::milliseconds patience{10000};
+  std::chrono::milliseconds half_open_time{10000};
   /// Longest time while other connections have to wait.
-  std::chrono::milliseconds patience_when_full{1000};
+  std::chrono::milliseconds half_open_time_when_full{1000};
 };
 
 /// Accepts connections for a listener and counts the half-open ones. Logs the
@@ -33,7 +33,7 @@ class Doorkeeper {
   bool is_open() const;
   /// Tries again to get descriptors from the system; called a few times per
   /// second.
-  void look_again() { is_paused_ = false; }
+  void retry_accept() { is_paused_ = false; }
 
   /// Returns the next waiting connection, which is half-open from now on.
   /// Returns an empty descriptor when none waits or there is no room.
@@ -46,17 +46,17 @@ class Doorkeeper {
   bool is_late(std::chrono::steady_clock::time_point accepted) const;
 
   /// Logs why a connection is being closed.
-  void tell_of(const OwnedFd& stranger, const std::string& why);
+  void log_refusal(const OwnedFd& stranger, const std::string& why);
 
  private:
-  void tell(const std::string& text);
+  void log(const std::string& text);
 
   const std::string place_;
   const DoorLimits limits_;
   size_t num_half_open_ = 0;
   bool is_paused_ = false;
-  std::chrono::steady_clock::time_point told_at_;
-  int64_t num_untold_ = 0;
+  std::chrono::steady_clock::time_point logged_at_;
+  int64_t num_unlogged_ = 0;
 };
 
 /// The reason for closing a connection that stays half-open.

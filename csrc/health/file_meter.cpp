@@ -28,7 +28,7 @@ void FileMeter::leave_out(const std::function<void()>& work) {
   if (seen_ >= 0) seen_ += transferred_bytes() - before;
 }
 
-int64_t FileMeter::look() {
+int64_t FileMeter::read() {
   const int64_t now = transferred_bytes();
   if (seen_ >= 0 && now - seen_ >= kTransferBytes) num_bytes_ += now - seen_;
   seen_ = now;

@@ -12,7 +12,7 @@ class FileMeter {
  public:
   /// Reads the counters and returns the bytes counted so far. Ignores a small
   /// change between two calls, such as lines of a log. Used by one thread.
-  int64_t look();
+  int64_t read();
   /// Runs `work` without counting the bytes it reads and writes.
   void leave_out(const std::function<void()>& work);
 

@@ -19,7 +19,7 @@ class GoodbyeNews {
   /// FaultAwareWait::kLeftGrace, before which no wait misses a goodbye.
   static constexpr std::chrono::milliseconds kEvery{250};
 
-  void on_left(int global_rank) { untold_.add(global_rank); }
+  void on_left(int global_rank) { unsent_.add(global_rank); }
 
   /// @param is_end  whether this is the last call
   /// @return ranks whose goodbyes are to be told now; they count as told
@@ -30,8 +30,8 @@ class GoodbyeNews {
   std::optional<Clock::duration> due_in(Clock::time_point now) const;
 
  private:
-  RankSet untold_;
-  std::optional<Clock::time_point> told_at_;
+  RankSet unsent_;
+  std::optional<Clock::time_point> sent_at_;
 };
 
 }  // namespace smp::health

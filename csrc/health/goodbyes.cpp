@@ -26,19 +26,19 @@ bool Goodbyes::has(int global_rank) const {
   return left_.contains(global_rank);
 }
 
-std::optional<int> Goodbyes::who_left_before(const CollectiveId& collective) {
+std::optional<int> Goodbyes::rank_left_before(const CollectiveId& collective) {
   CollectiveId its_part = collective;
   its_part.goes_on_alone = true;  // the rank waited for it before it left
   std::optional<int> found;
-  if (!must_ask(its_part, found)) return found;
-  std::lock_guard lock(ask_mutex_);
-  if (ask_) ask_(its_part);
+  if (!must_query(its_part, found)) return found;
+  std::lock_guard lock(query_mutex_);
+  if (send_query_) send_query_(its_part);
   return std::nullopt;
 }
 
 // Returns whether the hub has to be asked, once after each news.
-bool Goodbyes::must_ask(const CollectiveId& collective,
-                        std::optional<int>& found) {
+bool Goodbyes::must_query(const CollectiveId& collective,
+                          std::optional<int>& found) {
   std::lock_guard lock(mutex_);
   if (left_.empty()) return false;
   bool is_known = true;
@@ -53,21 +53,22 @@ bool Goodbyes::must_ask(const CollectiveId& collective,
     }
   }
   if (is_known) return false;
-  Question& question = questions_[{collective.group, collective.sequence}];
-  found = question.answer;
-  if (found || question.asked_at == num_news_) return false;
-  question.asked_at = num_news_;
+  HubQuery& query = queries_[{collective.group, collective.sequence}];
+  found = query.answer;
+  if (found || query.sent_at == num_news_) return false;
+  query.sent_at = num_news_;
   return true;
 }
 
 void Goodbyes::on_answer(const CollectiveId& collective, int global_rank) {
   std::lock_guard lock(mutex_);
-  questions_[{collective.group, collective.sequence}].answer = global_rank;
+  queries_[{collective.group, collective.sequence}].answer = global_rank;
 }
 
-void Goodbyes::set_ask(std::function<void(const CollectiveId&)> ask) {
-  std::lock_guard lock(ask_mutex_);
-  ask_ = std::move(ask);
+void Goodbyes::set_send_query(
+    std::function<void(const CollectiveId&)> send_query) {
+  std::lock_guard lock(query_mutex_);
+  send_query_ = std::move(send_query);
 }
 
 }  // namespace smp::health

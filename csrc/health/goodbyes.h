@@ -29,33 +29,33 @@ class Goodbyes {
 
   /// Returns a rank of the collective that has left and will not do its part.
   /// Asks the hub if that is unknown, so that the answer may come with a later
-  /// call. Call it without locks that `ask` needs.
-  std::optional<int> who_left_before(const CollectiveId& collective);
+  /// call. Call it without locks that `send_query` needs.
+  std::optional<int> rank_left_before(const CollectiveId& collective);
 
   /// Records the hub's answer: `global_rank` will not do its part of that
   /// collective.
   void on_answer(const CollectiveId& collective, int global_rank);
 
-  /// Returns when no call to the previous `ask` is running.
+  /// Returns when no call to the previous `send_query` is running.
   /// @param ask  sends the question to the hub, from any thread; or nothing
-  void set_ask(std::function<void(const CollectiveId&)> ask);
+  void set_send_query(std::function<void(const CollectiveId&)> send_query);
 
  private:
   // The hub's answer about a collective that this process has waited for.
-  struct Question {
-    int64_t asked_at = -1;  // number of news when it was asked
+  struct HubQuery {
+    int64_t sent_at = -1;  // number of news when it was sent
     std::optional<int> answer;
   };
   using Key = std::pair<uint64_t, int64_t>;  // group, sequence
 
-  bool must_ask(const CollectiveId& collective, std::optional<int>& found);
+  bool must_query(const CollectiveId& collective, std::optional<int>& found);
 
   mutable std::mutex mutex_;
   std::map<int, std::optional<CollectiveLog::State>> left_;
-  std::map<Key, Question> questions_;
+  std::map<Key, HubQuery> queries_;
   int64_t num_news_ = 0;
-  std::mutex ask_mutex_;  // held while asking: see set_ask
-  std::function<void(const CollectiveId&)> ask_;
+  std::mutex query_mutex_;  // held while asking: see set_send_query
+  std::function<void(const CollectiveId&)> send_query_;
 };
 
 }  // namespace smp::health

@@ -204,7 +204,7 @@ std::optional<std::string> HangWatch::due_stacks(Clock::time_point now) {
   return text;
 }
 
-std::optional<HangWatch::Stuck> HangWatch::due_fault(
+std::optional<HangWatch::StuckRanks> HangWatch::due_fault(
     Clock::time_point now) const {
   if (!raises_ || stacks_asked_at_ || reported_ < 2 * after_) {
     return std::nullopt;
@@ -217,7 +217,7 @@ std::optional<HangWatch::Stuck> HangWatch::due_fault(
           [&](int number) { return is_busy(number, now); })) {
     return std::nullopt;
   }
-  Stuck stuck{.global_ranks = found->stuck, .text = {}};
+  StuckRanks stuck{.global_ranks = found->stuck, .text = {}};
   stuck.text = "it has neither waited nor moved for " +
                seconds_text(found->lasts) +
                " while other ranks waited (SMP_HANG_S, SMP_HANG_ACTION)";

@@ -22,7 +22,7 @@ class HangWatch {
   using Clock = std::chrono::steady_clock;
 
   /// The ranks that are stuck, as sent to all ranks.
-  struct Stuck {
+  struct StuckRanks {
     std::vector<int> global_ranks;  ///< ascending, at least one
     std::string text;               ///< with their stacks
   };
@@ -59,7 +59,7 @@ class HangWatch {
   /// @return the stuck ranks when the run has to end: twice the time is over,
   ///         their stacks have been shown, and none of their scripts has moved
   ///         for the time
-  std::optional<Stuck> due_fault(Clock::time_point now) const;
+  std::optional<StuckRanks> due_fault(Clock::time_point now) const;
 
  private:
   struct Rank {

@@ -55,7 +55,7 @@ void HubConnections::serve(milliseconds timeout) {
 void HubConnections::tick() {
   close_late();
   drop_closed();
-  door_.look_again();
+  door_.retry_accept();
   watch_door();
 }
 
@@ -86,7 +86,7 @@ void HubConnections::accept_all() {
     try {
       events_.add(fd.get(), EPOLLIN, Kind::kIncoming, id);
     } catch (const Error& error) {
-      door_.tell_of(fd, error.what());
+      door_.log_refusal(fd, error.what());
       door_.on_no_longer_half_open();
       continue;
     }
@@ -106,7 +106,7 @@ void HubConnections::receive(uint64_t id, Connection& connection) {
   try {
     read(id, connection);
   } catch (const Error& error) {  // not one of us, or confused
-    if (is_stranger) door_.tell_of(connection.fd, error.what());
+    if (is_stranger) door_.log_refusal(connection.fd, error.what());
     return note_closed(id, connection);
   }
   if (result != IoResult::kOk) note_closed(id, connection);
@@ -224,7 +224,7 @@ void HubConnections::close_late() {
     Connection& connection = *connections_.at(id);
     if (connection.is_closed) continue;
     if (!door_.is_late(connection.accepted)) return;
-    door_.tell_of(connection.fd, kTooLate);
+    door_.log_refusal(connection.fd, kTooLate);
     note_closed(id, connection);
   }
 }

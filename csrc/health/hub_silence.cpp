@@ -23,26 +23,26 @@ HubSilence::HubSilence(std::shared_ptr<FaultBoard> faults, Options options)
     : faults_(std::move(faults)), options_(std::move(options)) {}
 
 void HubSilence::leave_pause_out(Clock::time_point now) {
-  const Clock::duration pause = now - std::exchange(looked_at_, now);
+  const Clock::duration pause = now - std::exchange(checked_at_, now);
   if (pause > std::max(kStopped, 3 * options_.status_every)) {
-    heard_at_ += pause;  // no frame could be read meanwhile
+    last_frame_at_ += pause;  // no frame could be read meanwhile
   }
 }
 
-void HubSilence::look(const WaitRegistry::Snapshot& snapshot) {
+void HubSilence::check(const WaitRegistry::Snapshot& snapshot) {
   const Clock::time_point now = Clock::now();
   leave_pause_out(now);
   if (!snapshot.is_blocked || faults_->fault()) return blocked_since_.reset();
   if (!blocked_since_) blocked_since_ = now - snapshot.blocked_for;
   if (options_.hang_after == milliseconds(0)) return;
-  if (options_.hang_raises && now - heard_at_ >= 2 * options_.hang_after) {
-    return fail(now - heard_at_, snapshot.what);
+  if (options_.hang_raises && now - last_frame_at_ >= 2 * options_.hang_after) {
+    return fail(now - last_frame_at_, snapshot.what);
   }
   const Clock::time_point since =
-      std::max({heard_at_, *blocked_since_, reported_at_});
+      std::max({last_frame_at_, *blocked_since_, reported_at_});
   if (now - since < options_.hang_after || !is_watcher()) return;
   reported_at_ = now;
-  report(now - heard_at_, snapshot.what);
+  report(now - last_frame_at_, snapshot.what);
 }
 
 void HubSilence::report(Clock::duration silence, const std::string& what) {

@@ -22,7 +22,7 @@ class HubSilence {
   using Clock = std::chrono::steady_clock;
 
   struct Options {
-    std::chrono::milliseconds status_every;  ///< how often `look` is called
+    std::chrono::milliseconds status_every;  ///< how often `check` is called
     /// Silence of the hub after which this rank reports it, if it waits. 0:
     /// never.
     std::chrono::milliseconds hang_after;
@@ -32,11 +32,11 @@ class HubSilence {
 
   HubSilence(std::shared_ptr<FaultBoard> faults, Options options);
 
-  void on_heard() { heard_at_ = Clock::now(); }
-  Clock::time_point heard_at() const { return heard_at_; }
+  void on_frame() { last_frame_at_ = Clock::now(); }
+  Clock::time_point last_frame_at() const { return last_frame_at_; }
 
   /// @param snapshot  the current waits of this rank
-  void look(const WaitRegistry::Snapshot& snapshot);
+  void check(const WaitRegistry::Snapshot& snapshot);
 
  private:
   void leave_pause_out(Clock::time_point now);
@@ -46,8 +46,8 @@ class HubSilence {
 
   const std::shared_ptr<FaultBoard> faults_;
   const Options options_;
-  Clock::time_point looked_at_ = Clock::now();
-  Clock::time_point heard_at_ = Clock::now();
+  Clock::time_point checked_at_ = Clock::now();
+  Clock::time_point last_frame_at_ = Clock::now();
   std::optional<Clock::time_point> blocked_since_;
   Clock::time_point reported_at_;
 };

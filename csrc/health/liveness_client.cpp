@@ -101,7 +101,7 @@ LivenessClient::Impl::Impl(const HubAddress& hub,
                           .exit_process = options.exit_process}) {
   subscription = faults->subscribe([this] { on_board_change(); });
   on_board_change();  // a fault may be older than the connection
-  faults->goodbyes().set_ask([this](const CollectiveId& collective) {
+  faults->goodbyes().set_send_query([this](const CollectiveId& collective) {
     ask_who_left_before(collective);
   });
   thread = std::thread([this] { run(); });
@@ -176,7 +176,7 @@ bool LivenessClient::Impl::send_queued(bool& wants_to_write) {
 bool LivenessClient::Impl::take_received() {
   const IoResult result = read_available(fd, in);
   while (auto frame = take_frame(in)) {
-    hub_silence.on_heard();
+    hub_silence.on_frame();
     handle(std::move(*frame));
   }
   hub_is_unreachable = result == IoResult::kUnreachable;
@@ -186,11 +186,11 @@ bool LivenessClient::Impl::take_received() {
 void LivenessClient::Impl::send_status() {
   const WaitRegistry::Snapshot snapshot = faults->waits().snapshot();
   const LivenessFrame status = own_status.make(snapshot);
-  hub_silence.look(snapshot);
+  hub_silence.check(snapshot);
   own_status.watch_peers(status);
-  stuck_exit.look(status);
+  stuck_exit.check(status);
   const Clock::time_point now = Clock::now();
-  if (now - hub_silence.heard_at() > kQuietAfter &&
+  if (now - hub_silence.last_frame_at() > kQuietAfter &&
       now - status_sent_at < kQuietEvery) {
     return;
   }
@@ -207,7 +207,7 @@ void LivenessClient::Impl::outlive_hub() {
       std::lock_guard lock(mutex);
       if (stopping) return;
     }
-    stuck_exit.look(own_status.make(faults->waits().snapshot()));
+    stuck_exit.check(own_status.make(faults->waits().snapshot()));
     pollfd entry{wake.get(), POLLIN, 0};
     ::poll(&entry, 1, static_cast<int>(options.status_every.count()));
     if (entry.revents != 0) wake.clear();
@@ -312,7 +312,7 @@ void LivenessClient::Impl::close() {
   std::lock_guard close_lock(close_mutex);
   if (!thread.joinable()) return;
   faults->unsubscribe(subscription);
-  faults->goodbyes().set_ask(nullptr);
+  faults->goodbyes().set_send_query(nullptr);
   {
     std::unique_lock lock(mutex);
     changed.wait_for(lock, kFlushTimeout,

@@ -20,13 +20,13 @@ LivenessFrame OwnStatus::make(const WaitRegistry::Snapshot& snapshot) {
   status.progress = snapshot.progress;
   status.num_unsent = snapshot.num_unsent;
   if (snapshot.is_blocked) {
-    status.progress += meter_.look();
+    status.progress += meter_.read();
     // The network sends lost bytes again; until then no rank is stuck.
     status.num_unsent += meter_.num_lost();
     status.collectives =
         faults_->waits().collectives().state(snapshot.collective).encode();
   } else {
-    status.progress += files_.look();
+    status.progress += files_.read();
   }
   status.device_waits = snapshot.device_waits;
   status.where = faults_->coordinates(faults_->global_rank());

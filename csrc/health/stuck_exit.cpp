@@ -21,7 +21,7 @@ bool StuckExit::is_stuck() const {
                              faults_->global_rank()) > 0;
 }
 
-void StuckExit::look(const LivenessFrame& status) {
+void StuckExit::check(const LivenessFrame& status) {
   if (!is_stuck()) return;
   const Clock::time_point now = Clock::now();
   if (!status_ || status.progress != status_->progress ||

@@ -32,7 +32,7 @@ class StuckExit {
   /// Interrupts or ends the process when it is time. Progress restarts the
   /// time, as does a wait that begins or ends.
   /// @param status  current status
-  void look(const LivenessFrame& status);
+  void check(const LivenessFrame& status);
 
  private:
   using Clock = std::chrono::steady_clock;

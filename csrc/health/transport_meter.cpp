@@ -93,7 +93,7 @@ std::optional<uint64_t> socket_inode(const std::filesystem::path& link) {
 
 }  // namespace
 
-int64_t TransportMeter::look() {
+int64_t TransportMeter::read() {
   std::map<uint64_t, Sent> now;
   num_lost_ = 0;
   unreachable_.reset();

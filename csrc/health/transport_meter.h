@@ -22,16 +22,16 @@ struct Sent {
 /// Counts the bytes that TCP connections of this process have delivered to
 /// their other ends, as the system counts them. Gloo, MPI and NCCL have sockets
 /// of their own, and none of them reports its progress. A connection counts if
-/// bytes wait in it at two looks in a row, as on a slow link, and some packets
+/// bytes wait in it at two reads in a row, as on a slow link, and some packets
 /// got through in between. A message of some logger is thus no transfer, nor
 /// are the regular messages of ranks.
 class TransportMeter {
  public:
   /// Reads the counters and returns the bytes counted so far. Used by one
   /// thread.
-  int64_t look();
+  int64_t read();
 
-  /// Returns the number of connections with losses at the last look.
+  /// Returns the number of connections with losses at the last read.
   int64_t num_lost() const { return num_lost_; }
 
   /// Returns the address of a host that has acknowledged nothing for

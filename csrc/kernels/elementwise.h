@@ -68,27 +68,6 @@ struct Rotary {
   Dtype dtype = Dtype::kFloat;
 };
 
-/// Functions on rows [begin, end); for `rotary` a row is a pair (sample,
-/// position).
-namespace cpu {
-
-void bias_gelu_forward(const BiasGelu& gelu, int64_t begin, int64_t end);
-
-/// @param dbias  Compute [columns], added to; null: not wanted
-void bias_gelu_backward(const BiasGelu& gelu, int64_t begin, int64_t end,
-                        void* dbias);
-
-void bias_dropout_residual_forward(const BiasDropoutResidual& op, int64_t begin,
-                                   int64_t end);
-
-/// @param dbias  Compute [columns], added to; null: not wanted
-void bias_dropout_residual_backward(const BiasDropoutResidualBackward& op,
-                                    int64_t begin, int64_t end, void* dbias);
-
-void rotary(const Rotary& rotary, int64_t begin, int64_t end);
-
-}  // namespace cpu
-
 /// Functions on all rows, queued on `stream`. They return nullptr, or the text
 /// of the error. `partial_sums`: Compute [partial rows, columns], sums of dbias
 /// over some rows each; null: not wanted.

@@ -16,34 +16,7 @@ struct Array {
   Dtype dtype = Dtype::kFloat;
 };
 
-/// Two arrays of one length and dtype that do not overlap.
-struct ArrayPair {
-  void* y = nullptr;
-  const void* x = nullptr;
-  int64_t num_elements = 0;
-  Dtype dtype = Dtype::kFloat;
-};
-
-/// Functions on elements [begin, end). 16-bit elements are computed in float
-/// and rounded to nearest even.
-namespace cpu {
-
-/// Returns the sum in double precision, in an order that only the number of
-/// elements and the instruction set decide.
-double sum_of_squares(const Array& array, int64_t begin, int64_t end);
-
-/// Returns the largest absolute value, 0 for no elements; NaN if there is one.
-double max_abs(const Array& array, int64_t begin, int64_t end);
-
-/// Computes x *= factor.
-void scale(const Array& array, double factor, int64_t begin, int64_t end);
-
-/// Computes y += a * x, for whole arrays.
-void add_scaled(const ArrayPair* pairs, int64_t num_pairs, double a);
-
-}  // namespace cpu
-
-/// The same functions on a GPU. Arrays live on the device that is current; work
+/// Functions on a GPU. Arrays live on the device that is current; work
 /// is queued on `stream` (a cudaStream_t) and not waited for. Each function
 /// returns nullptr, or the text of the error.
 namespace cuda {
@@ -66,10 +39,6 @@ const char* max_abs(const Array* arrays, int64_t num_arrays, double* partials,
 /// @param factor  device memory, one double
 const char* scale(const Array* arrays, int64_t num_arrays, const double* factor,
                   void* stream);
-
-/// Computes y += a * x.
-const char* add_scaled(const ArrayPair* pairs, int64_t num_pairs, double a,
-                       void* stream);
 
 }  // namespace cuda
 

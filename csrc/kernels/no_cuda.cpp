@@ -31,10 +31,6 @@ const char* scale(const Array*, int64_t, const double*, void*) {
   return kNoCuda;
 }
 
-const char* add_scaled(const ArrayPair*, int64_t, double, void*) {
-  return kNoCuda;
-}
-
 const char* norm_forward(const Norm&, void*) { return kNoCuda; }
 
 int64_t norm_partial_rows(const NormBackward&) { return 0; }

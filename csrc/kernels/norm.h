@@ -37,18 +37,6 @@ struct NormBackward {
   Dtype dtype = Dtype::kFloat;
 };
 
-/// Functions on rows [begin, end).
-namespace cpu {
-
-void norm_forward(const Norm& norm, int64_t begin, int64_t end);
-
-/// @param dweight  Compute [columns], added to; null: not wanted
-/// @param dbias  the same
-void norm_backward(const NormBackward& norm, int64_t begin, int64_t end,
-                   void* dweight, void* dbias);
-
-}  // namespace cpu
-
 /// Functions on all rows, queued on `stream`. They return nullptr, or the text
 /// of the error.
 namespace cuda {

@@ -151,28 +151,6 @@ novograd_factors(const NovoGradOptions& options, double step, double norm,
   return f;
 }
 
-/// Functions on elements [begin, end) of one parameter. The caller handles
-/// `step` and the scalars: factors are those of the current update.
-namespace cpu {
-
-/// Updates moments and parameter: p -= lr * u.
-void adam(const UpdateArrays& arrays, const AdamFactors& factors, double lr,
-          int64_t begin, int64_t end);
-
-/// Updates the moments only.
-/// @param sums  two numbers: the sums of squares of p and of u
-void lamb_moments(const UpdateArrays& arrays, const AdamFactors& factors,
-                  int64_t begin, int64_t end, double* sums);
-
-/// Computes p -= rate * u from the current moments; gradients are not read.
-void lamb_apply(const UpdateArrays& arrays, const AdamFactors& factors,
-                double rate, int64_t begin, int64_t end);
-
-void momentum(const UpdateArrays& arrays, const MomentumFactors& factors,
-              int64_t begin, int64_t end);
-
-}  // namespace cpu
-
 /// Functions on all arrays, queued on `stream` and not waited for. They return
 /// nullptr, or the text of the error. `adam`, `lamb_moments` and `novograd`
 /// count the step.

@@ -111,18 +111,6 @@ struct CrossEntropyBackward {
   Dtype dtype = Dtype::kFloat;
 };
 
-/// Functions on rows [begin, end).
-namespace cpu {
-
-void softmax_forward(const ScaledMaskedSoftmax& op, int64_t begin, int64_t end);
-void softmax_backward(const ScaledMaskedSoftmaxBackward& op, int64_t begin,
-                      int64_t end);
-void cross_entropy_forward(const CrossEntropy& op, int64_t begin, int64_t end);
-void cross_entropy_backward(const CrossEntropyBackward& op, int64_t begin,
-                            int64_t end);
-
-}  // namespace cpu
-
 /// Functions on all rows, queued on `stream`. They return nullptr, or the text
 /// of the error.
 namespace cuda {

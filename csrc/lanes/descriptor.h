@@ -39,8 +39,8 @@ inline const char* to_string(LaneKind kind) {
 /// The part of a message that replaces a tensor that travels over a lane.
 struct Descriptor {
   LaneKind lane = LaneKind::kHost;
-  /// Slot of the sender's ring, or index of the pair's way; -1: the lane has
-  /// none.
+  /// Slot of the sender's ring, or index of the pair's channel; -1: the lane
+  /// has none.
   int32_t slot = -1;
   int64_t sequence = 0;  ///< number in the lane, for one pair of ranks
   int64_t num_bytes = 0;
@@ -60,7 +60,7 @@ struct LaneCounters {
   int64_t tensors_sent = 0;
   int64_t bytes_sent = 0;
   int64_t tensors_received = 0;
-  /// Sent tensors that found no free slot or way, and took the host lane.
+  /// Sent tensors that found no free slot or channel, and took the host lane.
   int64_t times_full = 0;
   /// Sent tensors that were larger than a slot, and took the host lane.
   int64_t times_too_large = 0;

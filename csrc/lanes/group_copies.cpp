@@ -20,17 +20,17 @@ namespace {
 using memory::Mark;
 using memory::MarkedTensor;
 
-// Group ranks of the two ends of a way.
+// Group ranks of the two ends of a channel.
 constexpr int kSource = 0;
 constexpr int kDestination = 1;
 constexpr int kTag = 0;
 
 // The end of an operation of a group, as an event.
-class WorkEnd final : public Mark::Event {
+class OperationEnd final : public Mark::Event {
  public:
   /// @param tensor  tensor that the operation reads or writes
-  WorkEnd(comm::WorkPtr work, at::Tensor tensor,
-          std::shared_ptr<health::FaultBoard> faults)
+  OperationEnd(comm::WorkPtr work, at::Tensor tensor,
+               std::shared_ptr<health::FaultBoard> faults)
       : work_(std::move(work)),
         faults_(std::move(faults)),
         tensor_(std::move(tensor)) {}
@@ -85,36 +85,39 @@ class GroupCopies final : public MeetingCopies {
   }
 
   // Returns nothing: groups find each other by the store of the run.
-  std::string offer(const std::vector<Way>& /*ways*/) override { return {}; }
+  std::string offer(const std::vector<CopyChannel>& /*channels*/) override {
+    return {};
+  }
 
-  void connect(const Way& way, const std::string& /*offer_of_peer*/) override {
-    const comm::CommunicatorPtr group = options_.make(way);
+  void connect(const CopyChannel& channel,
+               const std::string& /*offer_of_peer*/) override {
+    const comm::CommunicatorPtr group = options_.make(channel);
     SMP_CHECK(group && group->size() == 2 && group->is_stream_ordered(),
-              "a way between devices needs a group of two ranks that is "
+              "a channel between devices needs a group of two ranks that is "
               "ordered by streams, got ",
               group ? group->name() : "none");
-    const int own = way.src == global_rank_ ? kSource : kDestination;
+    const int own = channel.src == global_rank_ ? kSource : kDestination;
     SMP_CHECK(group->group_rank() == own, group->name(), ": expected rank ",
               own, " of the group, got ", group->group_rank());
     if (options_.flights) options_.flights->add_group(group);
     const std::lock_guard lock(mutex_);
     SMP_CHECK(!is_stopped_, "the lane is closed");
-    ways_[way].group = group;
+    channels_[channel].group = group;
   }
 
-  Mark send(const Way& way, const at::Tensor& data) override {
-    return ask(way, "send", data, [&](comm::Communicator& group) {
+  Mark send(const CopyChannel& channel, const at::Tensor& data) override {
+    return enqueue(channel, "send", data, [&](comm::Communicator& group) {
       return group.send(as_bytes(data), kDestination, kTag);
     });
   }
 
-  MarkedTensor receive(const Way& way, at::IntArrayRef sizes,
+  MarkedTensor receive(const CopyChannel& channel, at::IntArrayRef sizes,
                        at::ScalarType dtype) override {
     const memory::DeviceScope scope(receiving_);
     MarkedTensor result{
         at::empty(sizes, at::TensorOptions(dtype).device(device_))};
-    result.mark =
-        ask(way, "receive", result.data, [&](comm::Communicator& group) {
+    result.mark = enqueue(
+        channel, "receive", result.data, [&](comm::Communicator& group) {
           return group.recv(as_bytes(result.data), kSource, kTag);
         });
     return result;
@@ -125,8 +128,8 @@ class GroupCopies final : public MeetingCopies {
     {
       const std::lock_guard lock(mutex_);
       is_stopped_ = true;
-      for (const auto& [way, end] : ways_) {
-        if (end.num_asking > 0 || !is_over(end.last)) {
+      for (const auto& [channel, end] : channels_) {
+        if (end.num_enqueuing > 0 || !is_over(end.last)) {
           in_flight.push_back(end.group);
         }
       }
@@ -135,10 +138,10 @@ class GroupCopies final : public MeetingCopies {
   }
 
  private:
-  struct WayEnd {
+  struct ChannelEnd {
     comm::CommunicatorPtr group;
     Mark last;
-    int num_asking = 0;  // calls that may be blocked
+    int num_enqueuing = 0;  // calls that may be blocked
   };
 
   static bool is_over(const Mark& mark) {
@@ -151,33 +154,34 @@ class GroupCopies final : public MeetingCopies {
 
   // Enqueues a copy without the lock, since the call may block until `stop`.
   template <typename Call>
-  Mark ask(const Way& way, const char* what, const at::Tensor& tensor,
-           const Call& call) {
+  Mark enqueue(const CopyChannel& channel, const char* what,
+               const at::Tensor& tensor, const Call& call) {
     comm::CommunicatorPtr group;
     {
       const std::lock_guard lock(mutex_);
       SMP_CHECK(!is_stopped_, "a copy was asked for after its lane was closed");
-      WayEnd& end = ways_.at(way);
+      ChannelEnd& end = channels_.at(channel);
       group = end.group;
-      ++end.num_asking;
+      ++end.num_enqueuing;
     }
-    std::shared_ptr<const WorkEnd> event;
+    std::shared_ptr<const OperationEnd> event;
     std::exception_ptr failure;
     try {
-      event = std::make_shared<const WorkEnd>(call(*group), tensor, faults_);
+      event =
+          std::make_shared<const OperationEnd>(call(*group), tensor, faults_);
     } catch (const std::exception&) {
       failure = std::current_exception();
     }
     const std::lock_guard lock(mutex_);
-    WayEnd& end = ways_.at(way);
-    --end.num_asking;
+    ChannelEnd& end = channels_.at(channel);
+    --end.num_enqueuing;
     if (failure) std::rethrow_exception(failure);
     end.last = Mark(event);
     if (options_.flights) {
       options_.flights->add(
           {.is_over = [event] { return event->is_over(); },
            .what = detail::concat(what, " over ", group->name()),
-           .ranks = {way.src, way.dst}});
+           .ranks = {channel.src, channel.dst}});
     }
     return end.last;
   }
@@ -189,7 +193,7 @@ class GroupCopies final : public MeetingCopies {
   std::optional<c10::Stream> receiving_;  // none on the CPU
   std::mutex mutex_;
   bool is_stopped_ = false;
-  std::map<Way, WayEnd> ways_;
+  std::map<CopyChannel, ChannelEnd> channels_;
 };
 
 }  // namespace

@@ -226,11 +226,11 @@ void IpcLane::stop() {
   }
   const bool can_free = is_over();
   copies_->stop();
-  if (!can_free) let_go();
+  if (!can_free) release();
 }
 
 // Keeps memory that a device may still access until the process ends.
-void IpcLane::let_go() {
+void IpcLane::release() {
   struct Kept {
     DeviceMemory ring;
     Events written;

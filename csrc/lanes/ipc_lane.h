@@ -73,7 +73,7 @@ class IpcLane final : public DeviceLane {
 
   Events new_events();
   Peer& peer_of(int global_rank);
-  void let_go();
+  void release();
 
   const std::unique_ptr<DeviceCopies> copies_;
   const RingOptions options_;

@@ -50,7 +50,7 @@ std::vector<int> peers_of(int rank, LaneKind kind, const LaneChoices& choices) {
 }
 
 // Returns the most peers of any rank.
-int most_peers(LaneKind kind, const LaneChoices& choices) {
+int max_peers(LaneKind kind, const LaneChoices& choices) {
   size_t most = 0;
   for (size_t rank = 0; rank < choices.size(); ++rank) {
     most =
@@ -60,11 +60,11 @@ int most_peers(LaneKind kind, const LaneChoices& choices) {
 }
 
 // Moves ranks with too many peers to the next lane, because a rank has a
-// limited number of ways.
+// limited number of channels.
 void leave_out_crowds(const std::vector<LaneFacts>& facts,
                       LaneChoices& choices) {
   const int size = static_cast<int>(choices.size());
-  constexpr size_t most = kMostWays / 2;
+  constexpr size_t most = kMaxChannels / 2;
   std::vector<size_t> counts;
   for (int rank = 0; rank < size; ++rank) {
     counts.push_back(peers_of(rank, LaneKind::kNccl, choices).size());
@@ -172,7 +172,7 @@ LaneChoices agree_on_lanes(const LaneFacts& own, int global_rank,
     facts.push_back(unpack_facts(bytes));
   }
   LaneChoices choices = choose_lanes(facts);
-  if (most_peers(LaneKind::kIpc, choices) > 0) {
+  if (max_peers(LaneKind::kIpc, choices) > 0) {
     const auto peers = peers_of(global_rank, LaneKind::kIpc, choices);
     const auto offers = exchange(offer_of(lanes.ipc, peers));
     const auto verdicts =
@@ -183,8 +183,8 @@ LaneChoices agree_on_lanes(const LaneFacts& own, int global_rank,
     }
   }
   leave_out_crowds(facts, choices);
-  if (const int most = most_peers(LaneKind::kNccl, choices); most > 0) {
-    if (lanes.nccl != nullptr) lanes.nccl->fit_ways(most);
+  if (const int most = max_peers(LaneKind::kNccl, choices); most > 0) {
+    if (lanes.nccl != nullptr) lanes.nccl->limit_channels(most);
     const auto peers = peers_of(global_rank, LaneKind::kNccl, choices);
     const auto offers = exchange(offer_of(lanes.nccl, peers));
     const auto verdicts =

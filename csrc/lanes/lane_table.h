@@ -27,7 +27,7 @@ struct LaneParts {
   std::unique_ptr<MeetingCopies> meetings = {};  ///< for an NcclLane
   std::unique_ptr<DeviceLane> other = {};        ///< takes other tensors
   RingOptions ring = {};
-  WayOptions ways = {};
+  ChannelOptions channels = {};
   std::string why_no_copies = {};
   std::string why_no_meetings = {};
 };

@@ -19,14 +19,14 @@
 
 namespace smp::lanes {
 
-/// Most ways of a rank, in both directions. PyTorch hands out 32 streams of
-/// high priority in turn, and no two ways may share one; the other groups of a
-/// rank use the rest.
-inline constexpr int kMostWays = 16;
+/// Most channels of a rank, in both directions. PyTorch hands out 32 streams of
+/// high priority in turn, and no two channels may share one; the other groups
+/// of a rank use the rest.
+inline constexpr int kMaxChannels = 16;
 
-struct WayOptions {
-  int num_ways = 2;  ///< most ways of a pair in one direction
-  /// Time to test all ways of a pair in one direction.
+struct ChannelOptions {
+  int num_channels = 2;  ///< most channels of a pair in one direction
+  /// Time to test all channels of a pair in one direction.
   std::chrono::milliseconds timeout = std::chrono::minutes(1);
 };
 
@@ -34,27 +34,27 @@ struct WayOptions {
 ///
 /// A copy needs both ranks. The sender's part is enqueued when the tensor is
 /// posted, and the receiver's part when the message has come, by a thread that
-/// may block. A pair of ranks has a few ways in each direction, and a way has
-/// one copy at most. The next tensor takes a way whose last copy is over, or
-/// another lane if there is none. Thus no copy waits for an earlier one, and
-/// may begin as soon as it is enqueued and its tensor is there
+/// may block. A pair of ranks has a few channels in each direction, and a
+/// channel has one copy at most. The next tensor takes a channel whose last
+/// copy is over, or another lane if there is none. Thus no copy waits for an
+/// earlier one, and may begin as soon as it is enqueued and its tensor is there
 /// (docs/design/device_lanes.md has the reasons).
 class NcclLane final : public DeviceLane {
  public:
-  NcclLane(std::unique_ptr<MeetingCopies> copies, WayOptions options,
+  NcclLane(std::unique_ptr<MeetingCopies> copies, ChannelOptions options,
            c10::Device device, int global_rank,
            std::shared_ptr<health::FaultBoard> faults);
   ~NcclLane() override;
 
-  /// Limits the number of ways by that of peers, the same on all ranks.
-  /// @param most_peers  most peers of any rank, kMostWays / 2 at most
-  void fit_ways(int most_peers);
+  /// Limits the number of channels by that of peers, the same on all ranks.
+  /// @param max_peers  most peers of any rank, kMaxChannels / 2 at most
+  void limit_channels(int max_peers);
   /// Returns data that peers need before `open`.
   /// @param peers  ranks that may send to this one and receive from it
   std::string offer(const std::vector<int>& peers);
-  /// Makes the ways from one rank to another one, of which one is this rank,
-  /// and tests them. Both call it, all ranks in the order of (src, dst).
-  /// @throws Error when a way does not carry the test's numbers in time
+  /// Makes the channels from one rank to another one, of which one is this
+  /// rank, and tests them. Both call it, all ranks in the order of (src, dst).
+  /// @throws Error when a channel does not carry the test's numbers in time
   void open(int src, int dst, const std::string& offer_of_peer);
   /// Restricts the lane to peers that have opened each other in both
   /// directions.
@@ -73,30 +73,30 @@ class NcclLane final : public DeviceLane {
 
  private:
   struct State {
-    memory::Mark end;        // of its last copy; none: no copy yet
-    bool is_asking = false;  // a thread enqueues the next copy
+    memory::Mark end;           // of its last copy; none: no copy yet
+    bool is_enqueuing = false;  // a thread enqueues the next copy
   };
 
-  std::optional<Way> take_way(int dst, int64_t& sequence);
-  void set_end(const Way& way, const memory::Mark& end);
-  void try_way(const Way& way);
+  std::optional<CopyChannel> reserve_channel(int dst, int64_t& sequence);
+  void set_end(const CopyChannel& channel, const memory::Mark& end);
+  void test_channel(const CopyChannel& channel);
   bool all_over() const;
   void wait_for(const memory::Mark& mark,
                 std::chrono::steady_clock::time_point end) const;
 
   const std::unique_ptr<MeetingCopies> copies_;
-  const WayOptions options_;
+  const ChannelOptions options_;
   const c10::Device device_;
   const int global_rank_;
   const std::shared_ptr<health::FaultBoard> faults_;
   // The next two members do not change after the first message.
-  int num_ways_;
+  int num_channels_;
   std::set<int> peers_;
   ArrivalOrder arrivals_;
   std::atomic<bool> stopped_{false};
 
   mutable std::mutex mutex_;  // not held while a copy is asked for
-  std::map<Way, State> ways_;
+  std::map<CopyChannel, State> channels_;
   std::map<int, int64_t> next_sequence_;  // by destination
 };
 

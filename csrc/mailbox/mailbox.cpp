@@ -107,12 +107,12 @@ Mailbox::Impl::Impl(comm::CommunicatorPtr the_world,
         });
     owner.lanes = &lane_posts->table();
     if (lanes.needs_agreement()) {
-      comm::Patience patience;
-      patience.timeout = lanes.timeout;
-      patience.faults = faults;
-      patience.hint = "did every rank call smp.init?";
+      comm::WaitOptions wait;
+      wait.timeout = lanes.timeout;
+      wait.faults = faults;
+      wait.hint = "did every rank call smp.init?";
       lane_posts->table().agree([&](const std::string& own) {
-        return comm::gather_bytes(*world, own, patience,
+        return comm::gather_bytes(*world, own, wait,
                                   "agreement on lanes between devices");
       });
     }

@@ -26,7 +26,7 @@ Mark DeviceMeter::mark() {
   return mark;
 }
 
-int64_t DeviceMeter::look() {
+int64_t DeviceMeter::read() {
   const std::lock_guard lock(mutex_);
   const Clock::time_point now = Clock::now();
   take_reached(now);

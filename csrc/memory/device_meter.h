@@ -32,10 +32,10 @@ class DeviceMeter {
   Mark mark();
 
   /// Returns a number that grows with each mark that the device has reached,
-  /// and with each look while it has not reached the last one, for up to
+  /// and with each read while it has not reached the last one, for up to
   /// `longest_task`. A source of progress for health::WaitRegistry; any thread
   /// may call.
-  int64_t look();
+  int64_t read();
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -45,7 +45,7 @@ class DeviceMeter {
   const c10::Device device_;
   const Options options_;
   std::mutex mutex_;
-  std::deque<Mark> ahead_;  // not reached at the last look
+  std::deque<Mark> ahead_;  // not reached at the last read
   Clock::time_point moved_at_;
   int64_t count_ = 0;
 };

@@ -4,7 +4,7 @@
 
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
-#include "csrc/kernels/elementwise.h"
+#include "csrc/kernels/cpu/fused_table.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -60,7 +60,7 @@ at::Tensor bias_dropout_residual_forward(const at::Tensor& x,
     });
   } else {
     for_rows(rows.count, rows.columns, [&](int64_t begin, int64_t end) {
-      kernels::cpu::bias_dropout_residual_forward(op, begin, end);
+      kernels::fused().bias_dropout_residual_forward(op, begin, end);
     });
   }
   return y;
@@ -107,15 +107,16 @@ Pair bias_dropout_residual_backward(const at::Tensor& dy,
     return {dx, wants_dbias ? sums.sum(0) : sums};
   }
   if (wants_dbias) {
-    const at::Tensor sums = sum_over_rows(
-        1, rows.count, rows.columns, type,
-        [&](int64_t begin, int64_t end, char* dbias) {
-          kernels::cpu::bias_dropout_residual_backward(op, begin, end, dbias);
-        });
+    const at::Tensor sums =
+        sum_over_rows(1, rows.count, rows.columns, type,
+                      [&](int64_t begin, int64_t end, char* dbias) {
+                        kernels::fused().bias_dropout_residual_backward(
+                            op, begin, end, dbias);
+                      });
     return {dx, sums.select(0, 0)};
   }
   for_rows(rows.count, rows.columns, [&](int64_t begin, int64_t end) {
-    kernels::cpu::bias_dropout_residual_backward(op, begin, end, nullptr);
+    kernels::fused().bias_dropout_residual_backward(op, begin, end, nullptr);
   });
   return {dx, at::Tensor()};
 }

@@ -4,7 +4,7 @@
 
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
-#include "csrc/kernels/elementwise.h"
+#include "csrc/kernels/cpu/fused_table.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -36,7 +36,7 @@ at::Tensor bias_gelu_forward(const at::Tensor& x, const OptionalTensor& bias,
     });
   } else {
     for_rows(rows.count, rows.columns, [&](int64_t begin, int64_t end) {
-      kernels::cpu::bias_gelu_forward(gelu, begin, end);
+      kernels::fused().bias_gelu_forward(gelu, begin, end);
     });
   }
   return y;
@@ -82,12 +82,12 @@ Pair bias_gelu_backward(const at::Tensor& dy, const at::Tensor& x,
     const at::Tensor sums = sum_over_rows(
         1, rows.count, rows.columns, type,
         [&](int64_t begin, int64_t end, char* dbias) {
-          kernels::cpu::bias_gelu_backward(gelu, begin, end, dbias);
+          kernels::fused().bias_gelu_backward(gelu, begin, end, dbias);
         });
     return {dx, sums.select(0, 0)};
   }
   for_rows(rows.count, rows.columns, [&](int64_t begin, int64_t end) {
-    kernels::cpu::bias_gelu_backward(gelu, begin, end, nullptr);
+    kernels::fused().bias_gelu_backward(gelu, begin, end, nullptr);
   });
   return {dx, at::Tensor()};
 }

@@ -5,7 +5,7 @@
 
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
-#include "csrc/kernels/softmax.h"
+#include "csrc/kernels/cpu/fused_table.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -89,7 +89,7 @@ at::Tensor statistics(const at::Tensor& logits, const at::Tensor& targets,
     });
   } else {
     for_rows(num_rows, logits.size(1), [&](int64_t begin, int64_t end) {
-      kernels::cpu::cross_entropy_forward(op, begin, end);
+      kernels::fused().cross_entropy_forward(op, begin, end);
     });
   }
   return result;
@@ -119,7 +119,7 @@ void write_gradient(const at::Tensor& dloss, const at::Tensor& logits,
     });
   } else {
     for_rows(logits.size(0), logits.size(1), [&](int64_t begin, int64_t end) {
-      kernels::cpu::cross_entropy_backward(op, begin, end);
+      kernels::fused().cross_entropy_backward(op, begin, end);
     });
   }
 }

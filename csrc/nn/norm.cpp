@@ -1,4 +1,3 @@
-#include "csrc/kernels/norm.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -6,6 +5,7 @@
 
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
+#include "csrc/kernels/cpu/fused_table.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -56,7 +56,7 @@ NormResult norm_forward(const at::Tensor& x, const OptionalTensor& weight,
     });
   } else {
     for_rows(rows.count, rows.columns, [&](int64_t begin, int64_t end) {
-      kernels::cpu::norm_forward(norm, begin, end);
+      kernels::fused().norm_forward(norm, begin, end);
     });
   }
   return {y, mean, rstd};
@@ -80,7 +80,7 @@ at::Tensor sums_on_cpu(const kernels::NormBackward& norm, const at::Tensor& x,
                        bool wants_sums) {
   if (!wants_sums) {
     for_rows(norm.num_rows, norm.num_columns, [&](int64_t begin, int64_t end) {
-      kernels::cpu::norm_backward(norm, begin, end, nullptr, nullptr);
+      kernels::fused().norm_backward(norm, begin, end, nullptr, nullptr);
     });
     return {};
   }
@@ -89,8 +89,8 @@ at::Tensor sums_on_cpu(const kernels::NormBackward& norm, const at::Tensor& x,
       norm.num_columns * static_cast<int64_t>(c10::elementSize(type));
   return sum_over_rows(2, norm.num_rows, norm.num_columns, type,
                        [&](int64_t begin, int64_t end, char* sums) {
-                         kernels::cpu::norm_backward(norm, begin, end, sums,
-                                                     sums + second);
+                         kernels::fused().norm_backward(norm, begin, end, sums,
+                                                        sums + second);
                        });
 }
 

@@ -4,7 +4,7 @@
 
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
-#include "csrc/kernels/elementwise.h"
+#include "csrc/kernels/cpu/fused_table.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -60,7 +60,7 @@ at::Tensor rotary_apply(const at::Tensor& x, const at::Tensor& cos,
   } else {
     for_rows(x.size(0) * x.size(1), x.size(2) * x.size(3),
              [&](int64_t begin, int64_t end) {
-               kernels::cpu::rotary(rotary, begin, end);
+               kernels::fused().rotary(rotary, begin, end);
              });
   }
   return y;

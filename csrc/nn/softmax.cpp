@@ -1,4 +1,3 @@
-#include "csrc/kernels/softmax.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -7,6 +6,7 @@
 
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
+#include "csrc/kernels/cpu/fused_table.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -108,7 +108,7 @@ Pair softmax_forward(const at::Tensor& scores, const OptionalTensor& mask,
   } else {
     for_rows(scores.numel() / op.num_keys, op.num_keys,
              [&](int64_t begin, int64_t end) {
-               kernels::cpu::softmax_forward(op, begin, end);
+               kernels::fused().softmax_forward(op, begin, end);
              });
   }
   return {y, probs};
@@ -140,7 +140,7 @@ at::Tensor softmax_backward(const at::Tensor& dy, const at::Tensor& probs,
     });
   } else {
     for_rows(op.num_rows, op.num_keys, [&](int64_t begin, int64_t end) {
-      kernels::cpu::softmax_backward(op, begin, end);
+      kernels::fused().softmax_backward(op, begin, end);
     });
   }
   return dscores;

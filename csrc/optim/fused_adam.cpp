@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "csrc/common/check.h"
+#include "csrc/kernels/cpu/fused_table.h"
 #include "csrc/memory/on_devices.h"
 #include "csrc/optim/chunks.h"
 #include "csrc/optim/update_list.h"
@@ -41,8 +42,8 @@ void fused_adam_(at::TensorList params, at::TensorList grads,
     const double rate = scalars.lr();
     // A norm of the gradients has often just been taken.
     for_chunks_backwards(chunks_of(arrays), [&](const Chunk& chunk, size_t) {
-      kernels::cpu::adam(arrays[chunk.array_idx], factors[chunk.array_idx],
-                         rate, chunk.begin, chunk.end);
+      kernels::fused().adam(arrays[chunk.array_idx], factors[chunk.array_idx],
+                            rate, chunk.begin, chunk.end);
     });
   }
   for (at::TensorList list : {params, exp_avgs, exp_avg_sqs, steps, copies}) {

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "csrc/common/check.h"
+#include "csrc/kernels/cpu/fused_table.h"
 #include "csrc/memory/on_devices.h"
 #include "csrc/optim/chunks.h"
 #include "csrc/optim/update_list.h"
@@ -34,9 +35,9 @@ void moments_on_cpu(const std::vector<kernels::UpdateArrays>& arrays,
   const std::vector<Chunk> chunks = chunks_of(arrays);
   std::vector<double> parts(2 * chunks.size());
   for_chunks(chunks, [&](const Chunk& chunk, size_t idx) {
-    kernels::cpu::lamb_moments(arrays[chunk.array_idx],
-                               factors[chunk.array_idx], chunk.begin, chunk.end,
-                               &parts[2 * idx]);
+    kernels::fused().lamb_moments(arrays[chunk.array_idx],
+                                  factors[chunk.array_idx], chunk.begin,
+                                  chunk.end, &parts[2 * idx]);
   });
   add_up(chunks, parts, num_arrays, sums);
 }
@@ -120,8 +121,8 @@ void fused_lamb_apply_(at::TensorList params, at::TensorList exp_avgs,
       const int64_t i = chunk.array_idx;
       const double ratio =
           kernels::trust_ratio(options, squares[i], squares[num_arrays + i]);
-      kernels::cpu::lamb_apply(arrays[i], factors[i], rate * ratio, chunk.begin,
-                               chunk.end);
+      kernels::fused().lamb_apply(arrays[i], factors[i], rate * ratio,
+                                  chunk.begin, chunk.end);
     });
   }
   bump_versions(params);

@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "csrc/common/check.h"
+#include "csrc/kernels/cpu/fused_table.h"
 #include "csrc/memory/on_devices.h"
 #include "csrc/optim/chunks.h"
 #include "csrc/optim/update_list.h"
@@ -39,8 +40,8 @@ void update_on_cpu(const std::vector<kernels::UpdateArrays>& arrays,
             : move_norm<float>(arrays[i], options, scalars, norms[i]));
   }
   for_chunks_backwards(chunks_of(arrays), [&](const Chunk& chunk, size_t) {
-    kernels::cpu::momentum(arrays[chunk.array_idx], factors[chunk.array_idx],
-                           chunk.begin, chunk.end);
+    kernels::fused().momentum(arrays[chunk.array_idx], factors[chunk.array_idx],
+                              chunk.begin, chunk.end);
   });
 }
 

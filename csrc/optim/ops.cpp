@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "csrc/common/check.h"
+#include "csrc/kernels/cpu/fused_table.h"
 #include "csrc/kernels/multi_array.h"
 #include "csrc/memory/on_devices.h"
 #include "csrc/optim/chunks.h"
@@ -90,7 +91,7 @@ at::Tensor nothing_of_none(at::TensorList tensors) {
 }  // namespace
 
 at::Tensor sums_of_squares(at::TensorList tensors) {
-  return reduce_each(kSums, tensors, &kernels::cpu::sum_of_squares,
+  return reduce_each(kSums, tensors, kernels::fused().sum_of_squares,
                      &kernels::cuda::sums_of_squares,
                      [](double a, double b) { return a + b; });
 }
@@ -109,7 +110,7 @@ at::Tensor sum_of_squares(at::TensorList tensors) {
 
 at::Tensor max_abs(at::TensorList tensors) {
   return reduce_each(
-      kMax, tensors, &kernels::cpu::max_abs, &kernels::cuda::max_abs,
+      kMax, tensors, kernels::fused().max_abs, &kernels::cuda::max_abs,
       // NaN stays.
       [](double a, double b) { return a > b || a != a ? a : b; });
 }
@@ -139,8 +140,8 @@ void scale_(at::TensorList tensors, const at::Tensor& factor) {
       });
     } else if (*data != 1) {
       for_chunks(chunks_of(arrays), [&](const Chunk& chunk, size_t) {
-        kernels::cpu::scale(arrays[chunk.array_idx], *data, chunk.begin,
-                            chunk.end);
+        kernels::fused().scale(arrays[chunk.array_idx], *data, chunk.begin,
+                               chunk.end);
       });
     }
   }

@@ -123,7 +123,7 @@ void BackwardUses::end(int task) {
     }
     active_.erase(found);
   }
-  store_->let_go(done);
+  store_->release(done);
   store_->end_passing();
 }
 

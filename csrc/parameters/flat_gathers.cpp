@@ -7,10 +7,10 @@
 namespace smp::parameters {
 
 FlatGathers::FlatGathers(std::vector<at::Tensor> flats,
-                         comm::CommunicatorPtr shard, comm::Patience patience)
+                         comm::CommunicatorPtr shard, comm::WaitOptions wait)
     : flats_(std::move(flats)),
       shard_(std::move(shard)),
-      patience_(std::move(patience)),
+      wait_(std::move(wait)),
       works_(flats_.size()) {
   for (const at::Tensor& flat : flats_) {
     SMP_CHECK_VALUE(flat.dim() == 1 && flat.is_contiguous() &&
@@ -48,7 +48,7 @@ void FlatGathers::forget(int flat_idx, const comm::WorkPtr& work) {
 void FlatGathers::await(int flat_idx) {
   const comm::WorkPtr work = work_of(flat_idx);
   if (!work) return;
-  comm::follow(*work, patience_, *shard_,
+  comm::follow(*work, wait_, *shard_,
                detail::concat("gather of updated parameters, bucket ", flat_idx,
                               " of ", flats_.size()));
   forget(flat_idx, work);

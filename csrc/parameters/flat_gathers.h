@@ -24,7 +24,7 @@ class FlatGathers {
   ///     sizes in one order on all ranks
   /// @param shard  no other code may launch on it out of order
   FlatGathers(std::vector<at::Tensor> flats, comm::CommunicatorPtr shard,
-              comm::Patience patience);
+              comm::WaitOptions wait);
 
   /// Begins to gather everything, after waiting for earlier gathers: they may
   /// still read memory that an update is going to write. Collective.
@@ -51,7 +51,7 @@ class FlatGathers {
 
   const std::vector<at::Tensor> flats_;
   const comm::CommunicatorPtr shard_;
-  const comm::Patience patience_;
+  const comm::WaitOptions wait_;
   std::atomic<int> num_pending_ = 0;
   std::atomic<int64_t> num_gathers_ = 0;
   std::atomic<int64_t> num_overlapped_ = 0;

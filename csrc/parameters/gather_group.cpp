@@ -22,10 +22,9 @@ class GatherInOneHop final : public Gather {
   GatherInOneHop(comm::CommunicatorPtr group, comm::WorkPtr work)
       : group_(std::move(group)), work_(std::move(work)) {}
 
-  void follow(const comm::Patience& patience,
-              const std::string& what) override {
+  void follow(const comm::WaitOptions& wait, const std::string& what) override {
     if (!work_) return;
-    comm::follow(*work_, patience, *group_, what);
+    comm::follow(*work_, wait, *group_, what);
     work_.reset();
   }
 
@@ -48,10 +47,9 @@ class NeighbourStamps final : public Gather {
               group_->recv(theirs_, previous_, kTag)};
   }
 
-  void follow(const comm::Patience& patience,
-              const std::string& what) override {
+  void follow(const comm::WaitOptions& wait, const std::string& what) override {
     for (const comm::WorkPtr& work : works_) {
-      comm::wait_for(*work, patience, *group_, what);
+      comm::wait_for(*work, wait, *group_, what);
     }
     works_.clear();
     const auto theirs = *theirs_.const_data_ptr<int64_t>();
@@ -123,11 +121,10 @@ class GatherInTwoHops final : public Gather {
     });
   }
 
-  void follow(const comm::Patience& patience,
-              const std::string& what) override {
+  void follow(const comm::WaitOptions& wait, const std::string& what) override {
     if (!work_) return;
     for (const comm::WorkPtr& work : works_) {
-      comm::follow(*work, patience, *within_, what + " within a host");
+      comm::follow(*work, wait, *within_, what + " within a host");
     }
     work_.reset();
     works_.clear();

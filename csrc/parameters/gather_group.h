@@ -19,7 +19,7 @@ class Gather {
   /// Waits like `comm::follow`: on a device the host does not wait. One thread
   /// at a time; may be called again.
   /// @throws Disagreement when another rank has called something else
-  virtual void follow(const comm::Patience& patience,
+  virtual void follow(const comm::WaitOptions& wait,
                       const std::string& what) = 0;
 };
 

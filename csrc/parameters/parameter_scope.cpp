@@ -65,7 +65,7 @@ ParameterScope::~ParameterScope() {
   if (has_left_) return;
   std::erase(scopes_of_thread, this);
   try {
-    uses_->store()->let_go(units_);
+    uses_->store()->release(units_);
   } catch (const Error&) {
     // Gathering ahead failed; code that needs the unit gets the error.
   }
@@ -106,7 +106,7 @@ void ParameterScope::leave(const std::vector<at::Tensor>& results) {
   scopes_of_thread.pop_back();
   if (at::GradMode::is_enabled() && !units_.empty()) expect_backward(results);
   hand_on(results);
-  uses_->store()->let_go(units_);
+  uses_->store()->release(units_);
   if (scopes_of_thread.empty() && !at::GradMode::is_enabled()) {
     uses_->store()->end_passing();
   }

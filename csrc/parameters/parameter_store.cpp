@@ -73,7 +73,7 @@ void ParameterStore::meet() {
     meeting = group_->meet(stamp_of_end());
   }
   follow(stamp_of_end(), [&] {
-    meeting->follow(options_.patience, "end of the use of sharded parameters");
+    meeting->follow(options_.wait, "end of the use of sharded parameters");
   });
 }
 
@@ -205,7 +205,7 @@ void ParameterStore::finish(Lock& lock, int unit_idx) {
   lock.unlock();
   try {
     follow(static_cast<uint64_t>(unit_idx) + 1,
-           [&] { gather->finish(options_.patience); });
+           [&] { gather->finish(options_.wait); });
   } catch (...) {
     lock.lock();
     is_broken_ = true;
@@ -243,12 +243,12 @@ void ParameterStore::raise(const comm::OtherCall& other, uint64_t stamp) const {
 // Units and names are the same on all ranks of the group.
 std::string ParameterStore::describe(int group_rank, uint64_t stamp) const {
   std::string who = "another rank";
-  const std::vector<int>& ranks = options_.patience.peers;
+  const std::vector<int>& ranks = options_.wait.peers;
   if (group_rank >= 0 && group_rank < std::ssize(ranks)) {
     const int rank = ranks[group_rank];
     who = detail::concat("global_rank ", rank);
-    if (options_.patience.faults) {
-      who += " (" + options_.patience.faults->coordinates(rank) + ")";
+    if (options_.wait.faults) {
+      who += " (" + options_.wait.faults->coordinates(rank) + ")";
     }
   }
   if (stamp == stamp_of_end()) return who + " has run all that it runs";
@@ -312,8 +312,8 @@ at::Tensor ParameterStore::gather_one(int param_idx) {
                                 param.shard().view(at::kByte), stamp);
   }
   follow(stamp, [&] {
-    if (comparison) comparison->follow(options_.patience, what);
-    gather->follow(options_.patience, what);
+    if (comparison) comparison->follow(options_.wait, what);
+    gather->follow(options_.wait, what);
   });
   return parts.narrow(0, 0, param.numel()).view(param.whole().sizes());
 }

@@ -43,7 +43,7 @@ class ParameterStore {
     /// Number of units gathered ahead. With 1, one unit arrives while another
     /// one is used; more units take memory at the very peak of a step.
     int num_ahead = 1;
-    comm::Patience patience;
+    comm::WaitOptions wait;
   };
 
   struct Stats {
@@ -89,7 +89,7 @@ class ParameterStore {
   /// @param done  units held before, each as often as it is named
   /// @throws ValueError when another rank of the group gathers something else
   void hold(const std::vector<int>& units, const std::vector<int>& done = {});
-  void let_go(const std::vector<int>& done) { hold({}, done); }
+  void release(const std::vector<int>& done) { hold({}, done); }
 
   /// Notes that the shards have other values: parameters that stayed whole are
   /// out of date.

@@ -79,11 +79,11 @@ at::Tensor UnitGather::packed_shards() const {
   return packed;
 }
 
-void UnitGather::finish(const comm::Patience& patience) {
+void UnitGather::finish(const comm::WaitOptions& wait) {
   const std::lock_guard lock(mutex_);
   if (is_finished_) return;
-  if (comparison_) comparison_->follow(patience, what_);
-  for (const GatherPtr& gather : gathers_) gather->follow(patience, what_);
+  if (comparison_) comparison_->follow(wait, what_);
+  for (const GatherPtr& gather : gathers_) gather->follow(wait, what_);
   const at::NoGradGuard no_grad;
   if (!small_.empty()) copy_out();
   for (ShardedParameter* param : params_) param->show();

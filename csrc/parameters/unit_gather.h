@@ -29,7 +29,7 @@ class UnitGather {
   /// Waits (on a device: makes the current stream wait), then lets the
   /// parameters show their values. Thread-safe; may be called again.
   /// @throws comm::Disagreement when another rank gathers something else
-  void finish(const comm::Patience& patience);
+  void finish(const comm::WaitOptions& wait);
 
   int num_collectives() const { return static_cast<int>(gathers_.size()); }
 

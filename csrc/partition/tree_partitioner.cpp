@@ -31,27 +31,27 @@ void check_num_stages(const DecisionTree& decisions,
 // Time of a step, in ideal times, if a microbatch visits a rank twice.
 constexpr double kCostOfReturn = 1.38;
 
-struct Found {
+struct EvaluatedSplit {
   std::vector<int> stages;  // per node
   Evaluation evaluation;
 };
 
-std::optional<Found> cut(const DecisionTree& decisions,
-                         const PartitionOptions& options) {
+std::optional<EvaluatedSplit> cut(const DecisionTree& decisions,
+                                  const PartitionOptions& options) {
   const Objective objective(decisions, options);
   const auto unit_stages = split_units(objective);
   if (!unit_stages) return std::nullopt;
   std::vector<int> stages = decisions.complete(*unit_stages);
   Evaluation evaluation = objective.evaluate(stages);
   if (evaluation.excess_bytes > 0) return std::nullopt;
-  return Found{std::move(stages), std::move(evaluation)};
+  return EvaluatedSplit{std::move(stages), std::move(evaluation)};
 }
 
-std::optional<Found> best(const DecisionTree& decisions,
-                          const PartitionOptions& options) {
-  std::optional<Found> found = cut(decisions, options);
+std::optional<EvaluatedSplit> best(const DecisionTree& decisions,
+                                   const PartitionOptions& options) {
+  std::optional<EvaluatedSplit> found = cut(decisions, options);
   if (!decisions.has_wishes()) return found;
-  std::optional<Found> other =
+  std::optional<EvaluatedSplit> other =
       cut(DecisionTree(decisions.tree(), true), options);
   if (!other) return found;
   const bool pays = !found || other->evaluation.largest_load * kCostOfReturn <
@@ -123,13 +123,13 @@ Assignment solve(const ModuleTree& tree, const PartitionOptions& options) {
   check_options(options);
   check_wishes(tree, options.num_partitions);
   const DecisionTree decisions(tree);
-  std::optional<Found> found;
+  std::optional<EvaluatedSplit> found;
   if (options.num_partitions == 1) {
     // Several stages of one partition would wait for themselves.
     std::vector<int> stages(tree.num_nodes(), 0);
     Evaluation evaluation = Objective(decisions, options).evaluate(stages);
     if (evaluation.excess_bytes == 0 || !options.must_fit) {
-      found = Found{std::move(stages), std::move(evaluation)};
+      found = EvaluatedSplit{std::move(stages), std::move(evaluation)};
     }
   } else {
     check_num_stages(decisions, options);

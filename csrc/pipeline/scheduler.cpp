@@ -202,7 +202,7 @@ mailbox::Message Scheduler::wait(Slot& slot, const char* waits_for,
   wait_for_baton(lock, context);
   slot.waiter = nullptr;
   throw_if_cancelled_locked();
-  device_.generators().give_to(*context);
+  device_.give_generators_to(*context);
   return std::move(*slot.message);
 }
 
@@ -226,7 +226,7 @@ void Scheduler::enter_phase(Phase phase) {
   release_baton_locked();
   wait_for_baton(lock, context);
   throw_if_cancelled_locked();
-  device_.generators().give_to(*context);
+  device_.give_generators_to(*context);
 }
 
 void Scheduler::fill(Slot& slot, mailbox::Message message) {
@@ -276,7 +276,7 @@ void Scheduler::run_context(Context* context) {
           {choice_.options().step, static_cast<int>(context->key.mb)});
       {
         Lock lock(mutex_);
-        device_.generators().give_to(*context);
+        device_.give_generators_to(*context);
       }
       context->work();
       run_ahead_.mark();
@@ -296,7 +296,7 @@ void Scheduler::run_context(Context* context) {
 Context* Scheduler::finish(Context* context) {
   Lock lock(mutex_);
   context->state = Context::State::kDone;
-  device_.generators().forget(*context);
+  device_.forget(*context);
   choice_.note_end(*context);
   const bool held_baton = baton_.holder() == context;
   contexts_.erase(context);

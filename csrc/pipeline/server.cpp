@@ -4,18 +4,8 @@
 #include <utility>
 
 #include "csrc/common/check.h"
-#include "csrc/schedule/schedule_text.h"
 
 namespace smp::pipeline {
-namespace {
-
-std::unique_ptr<Policy> policy_of(const ServerOptions& options) {
-  return options.actions ? schedule::make_listed_policy(
-                               schedule::parse_actions(*options.actions))
-                         : schedule::make_policy(options.policy);
-}
-
-}  // namespace
 
 Server::Server(Options options, std::shared_ptr<mailbox::Mailbox> mailbox,
                std::shared_ptr<health::FaultBoard> faults,
@@ -23,7 +13,7 @@ Server::Server(Options options, std::shared_ptr<mailbox::Mailbox> mailbox,
     : options_(std::move(options)),
       mailbox_(std::move(mailbox)),
       faults_(std::move(faults)),
-      policy_(policy_of(options_)),
+      policy_(schedule::make_policy(options_.policy)),
       timeline_(options_.timeline
                     ? options_.timeline
                     : std::make_shared<Timeline>(options_.device)),

@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,8 +18,6 @@ struct ServerOptions {
   std::vector<int> pp_ranks;     ///< global ranks of this replica
   std::vector<int> order_ranks;  ///< dp peers of this rank, leader first
   std::string policy = schedule::kDefaultPolicy;
-  /// Actions of this rank in the text form; they replace the policy.
-  std::optional<std::string> actions;
   int num_chunks = 1;           ///< parts of each model on each rank
   int active_microbatches = 0;  ///< 0: the policy's default
   bool deterministic = false;

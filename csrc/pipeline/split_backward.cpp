@@ -121,7 +121,7 @@ class Graph {
 };
 
 /// The beginning of the second part: its edges and their gradients.
-struct Rest {
+struct SecondPart {
   edge_list edges;
   variable_list grads;
 
@@ -139,9 +139,9 @@ struct Rest {
 /// gradients that came in. A node of other code computes everything at once: it
 /// runs in the first part, and the second part begins with the gradients that
 /// came out.
-class Meeting {
+class SplitPoint {
  public:
-  explicit Meeting(const Graph& graph) {
+  explicit SplitPoint(const Graph& graph) {
     std::unordered_set<const Node*> begun;  // by what came out
     for (Node* node : graph.nodes()) {
       if (!graph.reach(node).input) continue;
@@ -212,12 +212,12 @@ edge_list edges_of(const std::vector<GraphEdge>& edges) {
   return result;
 }
 
-std::function<void()> second_part(Rest rest) {
-  auto kept = std::make_shared<Rest>(std::move(rest));
+std::function<void()> second_part(SecondPart second) {
+  auto kept = std::make_shared<SecondPart>(std::move(second));
   return [kept] {
-    const Rest rest = std::exchange(*kept, {});
-    if (rest.edges.empty()) return;
-    Engine::get_default_engine().execute(rest.edges, rest.grads,
+    const SecondPart second = std::exchange(*kept, {});
+    if (second.edges.empty()) return;
+    Engine::get_default_engine().execute(second.edges, second.grads,
                                          /*keep_graph=*/false,
                                          /*create_graph=*/false,
                                          /*accumulate_grad=*/true);
@@ -234,15 +234,15 @@ std::optional<InputBackward> run_input_backward(
   const edge_list inputs = edges_of(the_inputs);
   const Graph graph(roots, inputs);
   if (!graph.may_be_split()) return std::nullopt;
-  Meeting meeting(graph);
-  if (!meeting.is_clear()) return std::nullopt;
+  SplitPoint split(graph);
+  if (!split.is_clear()) return std::nullopt;
 
-  Rest rest;
+  SecondPart second;
   edge_list first_edges;
   variable_list first_grads;
   for (size_t i = 0; i < roots.size(); ++i) {
     if (graph.is_for_weights(roots[i])) {
-      rest.add(roots[i], root_grads[i]);
+      second.add(roots[i], root_grads[i]);
     } else {
       first_edges.push_back(roots[i]);
       first_grads.push_back(root_grads[i]);
@@ -259,7 +259,7 @@ std::optional<InputBackward> run_input_backward(
   InputBackward result;
   result.input_grads.resize(inputs.size());
   if (!wanted.empty()) {
-    const edge_list& met = meeting.edges();
+    const edge_list& met = split.edges();
     wanted.insert(wanted.end(), met.begin(), met.end());
     variable_list grads = Engine::get_default_engine().execute(
         first_edges, first_grads, /*keep_graph=*/true, /*create_graph=*/false,
@@ -268,11 +268,11 @@ std::optional<InputBackward> run_input_backward(
       result.input_grads[wanted_inputs[i]] = dense_grad(std::move(grads[i]));
     }
     for (size_t i = 0; i < met.size(); ++i) {
-      rest.add(met[i], std::move(grads[wanted_inputs.size() + i]));
+      second.add(met[i], std::move(grads[wanted_inputs.size() + i]));
     }
-    meeting.cut(graph);
+    split.cut(graph);
   }
-  result.add_weight_grads = second_part(std::move(rest));
+  result.add_weight_grads = second_part(std::move(second));
   return result;
 }
 

@@ -36,16 +36,16 @@ StepWait::StepWait(const ServerOptions& options,
 
 void StepWait::until(std::unique_lock<std::mutex>& lock,
                      std::condition_variable& changed,
-                     const Questions& questions) {
+                     const Callbacks& callbacks) {
   auto last_progress = SteadyClock::now();
   int64_t progress = -1;
   int64_t due_turns = -1;  // when this rank last waited
   std::optional<SteadyClock::time_point> left_since;
   health::BlockedScope blocked(faults_->waits());
   const ActivityEnd activity_end(faults_->waits());
-  while (!questions.is_over()) {
+  while (!callbacks.is_over()) {
     changed.wait_for(lock, kPoll);
-    if (questions.is_over()) return;
+    if (callbacks.is_over()) return;
     lock.unlock();
     faults_->check_interrupt();
     // A failure of this rank arrives with its context, as the real exception.
@@ -65,13 +65,13 @@ void StepWait::until(std::unique_lock<std::mutex>& lock,
                                             20 * scheduler_.longest_turn())) {
       run_held_back();
     }
-    const std::string what = questions.describe();
+    const std::string what = callbacks.describe();
     const bool is_blocked = waits && now - last_progress >= kPoll;
     const int64_t now_due = scheduler_.num_due_turns();
     blocked.update(is_blocked, what, /*goes_on=*/now_due == due_turns);
     if (is_blocked) due_turns = now_due;
     faults_->waits().set_activity(what);
-    for (const int rank : questions.ranks_needed()) {
+    for (const int rank : callbacks.ranks_needed()) {
       if (!faults_->has_left(rank)) continue;
       if (!left_since || !waits) left_since = now;
       if (now - *left_since >= health::FaultAwareWait::kLeftGrace) {
@@ -90,7 +90,7 @@ void StepWait::until(std::unique_lock<std::mutex>& lock,
 // Returns the progress of this rank's device, for whose results other ranks may
 // wait.
 int64_t StepWait::device_progress() const {
-  return options_.device_meter ? options_.device_meter->look() : 0;
+  return options_.device_meter ? options_.device_meter->read() : 0;
 }
 
 // Runs a task that is held back. A schedule that waits for a task that never

@@ -18,7 +18,7 @@ namespace smp::pipeline {
 /// and describes the wait for people.
 class StepWait {
  public:
-  struct Questions {
+  struct Callbacks {
     std::function<bool()> is_over;  ///< asked under the lock; the others not
     std::function<std::vector<int>()> ranks_needed;  ///< to end the wait
     std::function<std::string()> describe;
@@ -32,7 +32,7 @@ class StepWait {
   /// @throws whatever ends it early: a fault or the departure of a rank of this
   ///     replica, Ctrl-C, `timeout` without any progress
   void until(std::unique_lock<std::mutex>& lock,
-             std::condition_variable& changed, const Questions& questions);
+             std::condition_variable& changed, const Callbacks& callbacks);
 
  private:
   void run_held_back();

@@ -122,8 +122,8 @@ void Steps::take_early_messages() {
 
 // ------------------------------------------------------------------- steps
 
-Steps::Begun Steps::begin(const std::string& name, int num_microbatches,
-                          const std::string& words) {
+Steps::StepStart Steps::begin(const std::string& name, int num_microbatches,
+                              const std::string& words) {
   faults_->raise_if_faulted();
   Messenger& messenger = parts_.messenger;
   Lock lock(mutex_);

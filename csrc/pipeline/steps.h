@@ -52,7 +52,7 @@ class Steps {
   void set_microbatch_done(std::function<void(int mb)> done);
 
   /// The driver's number of microbatches, which counts, and its words.
-  struct Begun {
+  struct StepStart {
     int num_microbatches;
     std::string words;
   };
@@ -61,8 +61,8 @@ class Steps {
   /// @param name   name of the step function; must agree on all ranks
   /// @param num_microbatches  number of pieces of the batch here
   /// @param words  text from the driver's script for the other ranks
-  Begun begin(const std::string& name, int num_microbatches,
-              const std::string& words = "");
+  StepStart begin(const std::string& name, int num_microbatches,
+                  const std::string& words = "");
   /// Runs `body` once per microbatch and serves until the driver ends the step.
   /// @param seed  seed of this step, the same on all ranks of the replica
   /// Raises what a body raised, or PeerFailure when another rank failed.

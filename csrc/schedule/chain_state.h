@@ -32,9 +32,6 @@ class ChainState {
   int num_chunks(int rank) const {
     return static_cast<int>(stages_of_rank_[rank].size());
   }
-  const std::vector<int>& stages_of_rank(int rank) const {
-    return stages_of_rank_[rank];
-  }
   /// Returns the number of ranks that the chain meets before this one.
   int depth(int rank) const { return depth_[rank]; }
 

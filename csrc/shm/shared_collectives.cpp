@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "csrc/comm/communicator_checks.h"
+#include "csrc/comm/forwarding_communicator.h"
 #include "csrc/comm/next_stamps.h"
 #include "csrc/common/check.h"
 #include "csrc/shm/collective_memory.h"
@@ -202,28 +203,14 @@ class QueuedWork final : public comm::Work {
   const EntryPtr entry_;
 };
 
-class SharedCommunicator final : public comm::Communicator {
+class SharedCommunicator final : public comm::ForwardingCommunicator {
  public:
   SharedCommunicator(comm::CommunicatorPtr inner,
                      std::unique_ptr<CollectiveMemory> memory)
-      : inner_(std::move(inner)),
+      : ForwardingCommunicator(std::move(inner)),
         info_(std::make_shared<comm::GroupInfo>(comm::GroupInfo{
             inner_->name(), inner_->group_rank(), inner_->size()})),
         queue_(std::make_shared<Queue>(std::move(memory))) {}
-
-  int group_rank() const override { return info_->group_rank; }
-  int size() const override { return info_->size; }
-  const std::string& name() const override { return info_->name; }
-
-  comm::WorkPtr send(const at::Tensor& tensor, int dst, int tag) override {
-    return inner_->send(tensor, dst, tag);
-  }
-  comm::WorkPtr recv(at::Tensor tensor, int src, int tag) override {
-    return inner_->recv(std::move(tensor), src, tag);
-  }
-  comm::WorkPtr recv_any(at::Tensor tensor, int tag) override {
-    return inner_->recv_any(std::move(tensor), tag);
-  }
 
   comm::WorkPtr all_reduce(at::Tensor tensor, comm::ReduceOp op) override {
     comm::CallName call{info_, "all_reduce"};
@@ -302,7 +289,6 @@ class SharedCommunicator final : public comm::Communicator {
                                         queue_->add(std::move(operation)));
   }
 
-  const comm::CommunicatorPtr inner_;
   const std::shared_ptr<const comm::GroupInfo> info_;
   const std::shared_ptr<Queue> queue_;
   comm::NextStamps stamps_;

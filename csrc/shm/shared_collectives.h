@@ -2,7 +2,6 @@
 
 #include <chrono>
 #include <string>
-#include <vector>
 
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/group_wait.h"
@@ -28,10 +27,6 @@ struct SharedCollectivesOptions {
 /// @throws PeerFailure when another rank fails meanwhile
 comm::CommunicatorPtr share_collectives(comm::CommunicatorPtr inner,
                                         const SharedCollectivesOptions& options,
-                                        const comm::Patience& patience);
-
-/// Makes the same for ranks that are threads of this process, one per `inner`.
-std::vector<comm::CommunicatorPtr> share_collectives_locally(
-    std::vector<comm::CommunicatorPtr> inner);
+                                        const comm::WaitOptions& wait);
 
 }  // namespace smp::shm

@@ -32,7 +32,7 @@ SegmentStamp new_stamp() {
 }
 
 // The place of a rank's segment, if it has one.
-struct Offer {
+struct SegmentOffer {
   SegmentStamp stamp;
   uint64_t machine;
   int32_t pid;
@@ -43,15 +43,14 @@ struct Offer {
 
 template <typename Record>
 std::vector<Record> exchange(comm::Communicator& group,
-                             const comm::Patience& patience,
-                             const Record& own) {
+                             const comm::WaitOptions& wait, const Record& own) {
   static_assert(std::is_trivially_copyable_v<Record>);
   const at::TensorOptions options(at::kByte);
   const at::Tensor input = at::empty({sizeof(Record)}, options);
   std::memcpy(input.mutable_data_ptr(), &own, sizeof(Record));
   const at::Tensor output =
       at::empty({group.size() * static_cast<int64_t>(sizeof(Record))}, options);
-  comm::wait_for(*group.all_gather(output, input), patience, group,
+  comm::wait_for(*group.all_gather(output, input), wait, group,
                  "set-up of shared memory");
   std::vector<Record> all(static_cast<size_t>(group.size()));
   std::memcpy(all.data(), output.const_data_ptr(), output.nbytes());
@@ -62,22 +61,22 @@ std::vector<Record> exchange(comm::Communicator& group,
 
 comm::CommunicatorPtr share_collectives(comm::CommunicatorPtr inner,
                                         const SharedCollectivesOptions& options,
-                                        const comm::Patience& patience) {
+                                        const comm::WaitOptions& wait) {
   if (inner->size() == 1) return inner;
   health::OwnedFd fd;
   SharedSegment own;
-  Offer offer{new_stamp(), std::hash<std::string>{}(options.machine),
-              ::getpid(),  -1,
-              0,           0};
+  SegmentOffer offer{new_stamp(), std::hash<std::string>{}(options.machine),
+                     ::getpid(),  -1,
+                     0,           0};
   if (options.enabled) {
     offer.is_made = SharedSegment::make_file(offer.stamp, fd, own) == 0;
     offer.fd = fd.get();
   }
-  const auto offers = exchange(*inner, patience, offer);
+  const auto offers = exchange(*inner, wait, offer);
   int64_t is_complete = 1;
   std::vector<std::shared_ptr<uint8_t>> areas;
   for (int other = 0; other < inner->size() && is_complete; ++other) {
-    const Offer& theirs = offers[other];
+    const SegmentOffer& theirs = offers[other];
     SharedSegment segment = own;
     if (theirs.is_made == 0 || theirs.machine != offer.machine ||
         (other != inner->group_rank() &&
@@ -90,26 +89,11 @@ comm::CommunicatorPtr share_collectives(comm::CommunicatorPtr inner,
   }
   // All ranks use the memory or none. No rank closes its file before all have
   // opened it.
-  const auto verdicts = exchange(*inner, patience, is_complete);
+  const auto verdicts = exchange(*inner, wait, is_complete);
   if (std::find(verdicts.begin(), verdicts.end(), 0) != verdicts.end()) {
     return inner;
   }
   return make_shared_communicator(std::move(inner), std::move(areas));
-}
-
-std::vector<comm::CommunicatorPtr> share_collectives_locally(
-    std::vector<comm::CommunicatorPtr> inner) {
-  if (inner.size() == 1) return inner;
-  std::vector<std::shared_ptr<uint8_t>> areas;
-  for (size_t i = 0; i < inner.size(); ++i) {
-    areas.push_back(area_of(SharedSegment::make_anonymous(
-        {{}, CollectiveMemory::bytes_per_rank(), 1})));
-  }
-  std::vector<comm::CommunicatorPtr> result;
-  for (const comm::CommunicatorPtr& one : inner) {
-    result.push_back(make_shared_communicator(one, areas));
-  }
-  return result;
 }
 
 }  // namespace smp::shm

@@ -22,8 +22,6 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kFileSlice{200};
-constexpr int kReceiveBell = 0;
-constexpr int kSendBell = 1;
 // Value in place of an errno: the pair does not try.
 constexpr int32_t kNotTried = -1;
 
@@ -63,7 +61,7 @@ std::vector<Record> exchange(comm::Communicator& world,
 }
 
 // A rank's first message, before it makes any segment.
-struct Claim {
+struct RankClaim {
   uint64_t machine;
   int64_t ring_bytes;  // 0: it shares nothing
 };
@@ -90,9 +88,9 @@ FileOffer make_offer(int64_t num_rings, int64_t ring_bytes, health::OwnedFd& fd,
 }
 
 // Returns the ranks that try to share memory with `rank`, ascending.
-std::vector<int> candidates_of(int rank, const std::vector<Claim>& claims) {
+std::vector<int> candidates_of(int rank, const std::vector<RankClaim>& claims) {
   std::vector<int> result;
-  const Claim& own = claims[rank];
+  const RankClaim& own = claims[rank];
   for (int i = 0; i < static_cast<int>(claims.size()); ++i) {
     if (i != rank && own.ring_bytes > 0 && claims[i].ring_bytes > 0 &&
         claims[i].machine == own.machine) {
@@ -103,7 +101,8 @@ std::vector<int> candidates_of(int rank, const std::vector<Claim>& claims) {
 }
 
 // Returns the index of the ring in which `owner` receives from `sender`.
-int64_t ring_index(int owner, int sender, const std::vector<Claim>& claims) {
+int64_t ring_index(int owner, int sender,
+                   const std::vector<RankClaim>& claims) {
   const std::vector<int> senders = candidates_of(owner, claims);
   return std::find(senders.begin(), senders.end(), sender) - senders.begin();
 }
@@ -126,7 +125,7 @@ std::string reason_text(int rank, int other, int32_t error,
 // Logs one line on rank 0 when ranks of one machine do not share memory
 // although some of them have it enabled.
 void log_failures(const std::string& world_name,
-                  const std::vector<Claim>& claims,
+                  const std::vector<RankClaim>& claims,
                   const std::vector<FileOffer>& offers,
                   const std::vector<int32_t>& verdicts) {
   const int size = static_cast<int>(claims.size());
@@ -180,8 +179,8 @@ SharedMemoryPtr connect_shared_memory(comm::Communicator& world,
   SMP_CHECK_VALUE(options.ring_bytes > 0,
                   "a ring in shared memory needs more than 0 bytes, got ",
                   options.ring_bytes);
-  const Claim claim{std::hash<std::string>{}(options.machine),
-                    options.enabled ? options.ring_bytes : 0};
+  const RankClaim claim{std::hash<std::string>{}(options.machine),
+                        options.enabled ? options.ring_bytes : 0};
   const auto claims = exchange(world, faults, &claim, 1, options.timeout);
 
   const std::vector<int> candidates = candidates_of(self, claims);
@@ -212,9 +211,9 @@ SharedMemoryPtr connect_shared_memory(comm::Communicator& world,
     mappings.push_back(theirs.mapping());
     peers.push_back({other,
                      {theirs.ring(ring_index(other, self, claims)),
-                      theirs.bells() + kReceiveBell},
+                      theirs.bells() + SharedMemory::kReceiveBell},
                      {own.ring(ring_index(self, other, claims)),
-                      theirs.bells() + kSendBell}});
+                      theirs.bells() + SharedMemory::kSendBell}});
   }
   Doorbell* own_bells = nullptr;
   if (!peers.empty()) {
@@ -223,31 +222,6 @@ SharedMemoryPtr connect_shared_memory(comm::Communicator& world,
   }
   return std::make_shared<SharedMemory>(std::move(mappings), own_bells,
                                         std::move(peers));
-}
-
-std::vector<SharedMemoryPtr> make_local_shared_memory(int size,
-                                                      int64_t ring_bytes) {
-  std::vector<SharedSegment> segments;
-  std::vector<SharedMemory::Mapping> mappings;
-  for (int i = 0; i < size; ++i) {
-    segments.push_back(SharedSegment::make_anonymous({{}, ring_bytes, size}));
-    mappings.push_back(segments.back().mapping());
-  }
-  std::vector<SharedMemoryPtr> result;
-  for (int self = 0; self < size; ++self) {
-    std::vector<SharedMemory::Peer> peers;
-    for (int other = 0; other < size; ++other) {
-      if (other == self) continue;
-      const SharedSegment& theirs = segments[other];
-      peers.push_back(
-          {other,
-           {theirs.ring(self), theirs.bells() + kReceiveBell},
-           {segments[self].ring(other), theirs.bells() + kSendBell}});
-    }
-    result.push_back(std::make_shared<SharedMemory>(
-        mappings, segments[self].bells(), std::move(peers)));
-  }
-  return result;
 }
 
 }  // namespace smp::shm

@@ -18,6 +18,8 @@ namespace smp::shm {
 /// them. It has no name that could outlive the processes.
 class SharedMemory {
  public:
+  static constexpr int kReceiveBell = 0;
+  static constexpr int kSendBell = 1;
   struct Peer {
     int global_rank;
     RingWriter to;
@@ -36,8 +38,8 @@ class SharedMemory {
   /// Returns the ends of the rings, for the one mailbox that uses them.
   /// @throws Error the second time
   std::vector<Peer> take_peers();
-  Doorbell& receive_bell() { return own_bells_[0]; }
-  Doorbell& send_bell() { return own_bells_[1]; }
+  Doorbell& receive_bell() { return own_bells_[kReceiveBell]; }
+  Doorbell& send_bell() { return own_bells_[kSendBell]; }
 
  private:
   const std::vector<Mapping> mappings_;
@@ -68,10 +70,5 @@ struct SharedMemoryOptions {
 SharedMemoryPtr connect_shared_memory(comm::Communicator& world,
                                       health::FaultBoard& faults,
                                       const SharedMemoryOptions& options);
-
-/// Makes memory for `size` ranks that are threads of this process, or processes
-/// forked from it later: one per global rank.
-std::vector<SharedMemoryPtr> make_local_shared_memory(int size,
-                                                      int64_t ring_bytes);
 
 }  // namespace smp::shm

@@ -276,7 +276,7 @@ class AllGather final : public SharedOperation {
 
 // An operation in which each rank has a part for each other rank. A slot holds
 // these parts, one after the other.
-class Personal : public SharedOperation {
+class PartPerRank : public SharedOperation {
  public:
   void write(const CollectiveMemory& memory, int64_t chunk) override {
     const Span span = span_of(chunk);
@@ -289,8 +289,8 @@ class Personal : public SharedOperation {
   }
 
  protected:
-  Personal(comm::CallName call, const CollectiveStamp& stamp, at::Tensor output,
-           at::Tensor input, int size)
+  PartPerRank(comm::CallName call, const CollectiveStamp& stamp,
+              at::Tensor output, at::Tensor input, int size)
       : SharedOperation(std::move(call), stamp,
                         static_cast<int64_t>(input.nbytes()) / size,
                         chunk_bytes(size)),
@@ -331,14 +331,14 @@ class Personal : public SharedOperation {
   const int64_t chunk_bytes_;
 };
 
-class ReduceScatter final : public Personal {
+class ReduceScatter final : public PartPerRank {
  public:
   ReduceScatter(comm::CallName call, uint64_t stamp, at::Tensor output,
                 at::Tensor input, comm::ReduceOp op)
-      : Personal(call,
-                 stamp_for(OperationKind::kReduceScatter, stamp, input,
-                           static_cast<int>(op)),
-                 output, input, call.group->size),
+      : PartPerRank(call,
+                    stamp_for(OperationKind::kReduceScatter, stamp, input,
+                              static_cast<int>(op)),
+                    output, input, call.group->size),
         combiner_(input.scalar_type(), op) {}
 
   void read(const CollectiveMemory& memory, int64_t chunk) override {
@@ -355,12 +355,12 @@ class ReduceScatter final : public Personal {
   const Combiner combiner_;
 };
 
-class AllToAll final : public Personal {
+class AllToAll final : public PartPerRank {
  public:
   AllToAll(comm::CallName call, uint64_t stamp, at::Tensor output,
            at::Tensor input)
-      : Personal(call, stamp_for(OperationKind::kAllToAll, stamp, input),
-                 output, input, call.group->size) {}
+      : PartPerRank(call, stamp_for(OperationKind::kAllToAll, stamp, input),
+                    output, input, call.group->size) {}
 
   void read(const CollectiveMemory& memory, int64_t chunk) override {
     const Span span = span_of(chunk);

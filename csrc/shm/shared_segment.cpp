@@ -6,11 +6,8 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 #include <string>
 #include <utility>
-
-#include "csrc/common/check.h"
 
 namespace smp::shm {
 namespace {
@@ -49,21 +46,12 @@ void stamp_memory(void* memory, const SegmentStamp& stamp) {
 int SharedSegment::map(int fd, const SegmentStamp& stamp,
                        SharedSegment& segment) {
   const auto size = static_cast<size_t>(size_of(stamp));
-  const int flags = MAP_SHARED | (fd < 0 ? MAP_ANONYMOUS : 0);
-  void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, fd, 0);
+  void* memory =
+      ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) return errno;
   segment.mapping_ = {memory, [size](void* mapped) { ::munmap(mapped, size); }};
   segment.stamp_ = stamp;
   return 0;
-}
-
-SharedSegment SharedSegment::make_anonymous(const SegmentStamp& stamp) {
-  SharedSegment segment;
-  const int error = map(-1, stamp, segment);
-  SMP_CHECK(error == 0, "cannot map ", size_of(stamp),
-            " bytes of shared memory: ", std::strerror(error));
-  stamp_memory(segment.mapping_.get(), stamp);
-  return segment;
 }
 
 int SharedSegment::make_file(const SegmentStamp& stamp, health::OwnedFd& fd,

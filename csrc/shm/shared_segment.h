@@ -25,10 +25,6 @@ class SharedSegment {
  public:
   SharedSegment() = default;
 
-  /// Makes memory of this process and of children forked later.
-  /// @throws Error when the system refuses
-  static SharedSegment make_anonymous(const SegmentStamp& stamp);
-
   /// Makes a file without a name, which others open by the descriptor.
   /// @return errno, or 0
   static int make_file(const SegmentStamp& stamp, health::OwnedFd& fd,

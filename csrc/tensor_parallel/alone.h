@@ -21,12 +21,12 @@ bool set_alone(bool is_alone);
 bool alone();
 
 /// Restores in a backward whether its forward ran alone.
-class SameCompany {
+class AloneScope {
  public:
-  explicit SameCompany(bool is_alone) : before_(set_alone(is_alone)) {}
-  ~SameCompany() { set_alone(before_); }
-  SameCompany(const SameCompany&) = delete;
-  SameCompany& operator=(const SameCompany&) = delete;
+  explicit AloneScope(bool is_alone) : before_(set_alone(is_alone)) {}
+  ~AloneScope() { set_alone(before_); }
+  AloneScope(const AloneScope&) = delete;
+  AloneScope& operator=(const AloneScope&) = delete;
 
  private:
   const bool before_;

@@ -145,7 +145,7 @@ struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const LinearsCall& call = kept<LinearsCall>(context);
-    const SameCompany company(call.was_alone);
+    const AloneScope alone(call.was_alone);
     const variable_list saved = context->get_saved_variables();
     variable_list results;
     {

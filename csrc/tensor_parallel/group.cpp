@@ -161,12 +161,12 @@ at::Tensor Pending::take() {
 }
 
 Group::Group(comm::CommunicatorPtr communicator, comm::CommunicatorPtr control,
-             int group_rank, int size, comm::Patience patience)
+             int group_rank, int size, comm::WaitOptions wait)
     : communicator_(std::move(communicator)),
       control_(std::move(control)),
       group_rank_(group_rank),
       size_(size),
-      patience_(std::move(patience)) {
+      wait_(std::move(wait)) {
   SMP_CHECK_VALUE(size >= 1 && group_rank >= 0 && group_rank < size,
                   "expected a group rank in [0, ", size, "), got ", group_rank);
   SMP_CHECK_VALUE(!communicator_ || (communicator_->size() == size &&
@@ -214,7 +214,7 @@ comm::WorkPtr Group::issue(comm::Communicator& on, const Header& header,
 void Group::finish(comm::Work& work, const comm::Communicator& on,
                    const Header& header) const {
   try {
-    comm::follow(work, patience_, on, header.what.data());
+    comm::follow(work, wait_, on, header.what.data());
   } catch (const comm::Disagreement&) {
     raise_disagreement(header);
   }
@@ -224,7 +224,7 @@ std::vector<at::Tensor> Group::gather_headers(const at::Tensor& own,
                                               const char* what) const {
   comm::Communicator& on = control();
   const at::Tensor all = at::empty({size_, own.numel()}, own.options());
-  comm::wait_for(*on.all_gather(all, own), patience_, on, what);
+  comm::wait_for(*on.all_gather(all, own), wait_, on, what);
   return all.unbind(0);
 }
 

@@ -65,7 +65,7 @@ class Group {
   ///     device: a device call that has begun with different arguments can only
   ///     be aborted
   Group(comm::CommunicatorPtr communicator, comm::CommunicatorPtr control,
-        int group_rank, int size, comm::Patience patience);
+        int group_rank, int size, comm::WaitOptions wait);
 
   int group_rank() const { return group_rank_; }
   int size() const { return size_; }
@@ -137,7 +137,7 @@ class Group {
   const comm::CommunicatorPtr control_;
   const int group_rank_;
   const int size_;
-  const comm::Patience patience_;
+  const comm::WaitOptions wait_;
   std::atomic<int64_t> num_calls_ = 0;
   std::atomic<int64_t> bytes_sent_ = 0;
 };

@@ -91,7 +91,7 @@ struct Region : torch::autograd::Function<Region> {
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const RegionCall& call = kept<RegionCall>(context);
-    const SameCompany company(call.was_alone);
+    const AloneScope alone(call.was_alone);
     at::Tensor dx;
     {
       at::NoGradGuard no_grad;
@@ -123,7 +123,7 @@ struct Exchange : torch::autograd::Function<Exchange> {
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto& call = kept<ExchangeCall>(context);
-    const SameCompany company(call.was_alone);
+    const AloneScope alone(call.was_alone);
     at::Tensor dx;
     {
       at::NoGradGuard no_grad;

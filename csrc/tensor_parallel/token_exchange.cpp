@@ -91,7 +91,7 @@ struct Dispatch : torch::autograd::Function<Dispatch> {
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto& call = kept<TokenCall>(context);
-    const SameCompany company(call.routes->was_alone);
+    const AloneScope alone(call.routes->was_alone);
     variable_list dx{at::Tensor()};  // gradients of the call
     {
       at::NoGradGuard no_grad;
@@ -115,7 +115,7 @@ struct Combine : torch::autograd::Function<Combine> {
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto& call = kept<TokenCall>(context);
-    const SameCompany company(call.routes->was_alone);
+    const AloneScope alone(call.routes->was_alone);
     at::Tensor dy;
     {
       at::NoGradGuard no_grad;
@@ -199,13 +199,13 @@ RoutesPtr route(const GroupPtr& group, const at::Tensor& experts,
 std::vector<at::Tensor> dispatch(const GroupPtr& group,
                                  const std::vector<at::Tensor>& tensors,
                                  const RoutesPtr& routes) {
-  const SameCompany company(routes->was_alone);
+  const AloneScope alone(routes->was_alone);
   return Dispatch::apply(TokenCall{group, routes}, at::TensorList(tensors));
 }
 
 at::Tensor combine(const GroupPtr& group, const at::Tensor& y,
                    const RoutesPtr& routes) {
-  const SameCompany company(routes->was_alone);
+  const AloneScope alone(routes->was_alone);
   return Combine::apply(TokenCall{group, routes}, y);
 }
 

@@ -33,10 +33,6 @@ bool varies(GroupKind kind, Axis axis) {
 
 }  // namespace
 
-const char* group_kind_name(GroupKind kind) {
-  return kGroupKindNames[static_cast<int>(kind)];
-}
-
 GroupKind parse_group_kind(const std::string& name) {
   const auto* found =
       std::find(std::begin(kGroupKindNames), std::end(kGroupKindNames), name);

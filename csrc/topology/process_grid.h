@@ -20,10 +20,8 @@ enum class GroupKind {
 
 inline constexpr int kNumGroupKinds = 6;
 
-/// Returns "world", "mp", "dp", "pp", "tp" or "rdp".
-const char* group_kind_name(GroupKind kind);
-
-/// Inverts `group_kind_name`. @throws ValueError for another word
+/// Reads "world", "mp", "dp", "pp", "tp" or "rdp".
+/// @throws ValueError for another word
 GroupKind parse_group_kind(const std::string& name);
 
 struct Coordinates {

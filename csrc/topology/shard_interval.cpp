@@ -39,14 +39,6 @@ ShardInterval ShardInterval::flat(int64_t numel, int num_shards,
           std::min(numel, part * (shard_idx + 1)), numel};
 }
 
-ShardInterval ShardInterval::intersect(const ShardInterval& other) const {
-  SMP_CHECK_VALUE(dim == other.dim && extent == other.extent,
-                  "intervals of different cuts cannot be compared: ",
-                  describe(), " and ", other.describe());
-  const int64_t low = std::max(begin, other.begin);
-  return {dim, low, std::max(low, std::min(end, other.end)), extent};
-}
-
 std::string ShardInterval::describe() const {
   const std::string cut =
       dim == kFlat ? std::string("flat") : detail::concat("dim ", dim);

@@ -33,10 +33,6 @@ struct ShardInterval {
   bool empty() const { return begin == end; }
   bool is_whole() const { return begin == 0 && end == extent; }
 
-  /// Returns the indices that both hold (possibly none).
-  /// @throws ValueError when dim or extent differ
-  ShardInterval intersect(const ShardInterval& other) const;
-
   /// Returns "dim 0 [4, 8) of 16" or "flat [0, 100) of 400".
   std::string describe() const;
 

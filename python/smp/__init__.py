@@ -32,7 +32,7 @@ from smp.checkpoint import (  # noqa: E402
     save_checkpoint,
     wait_for_uploads,
 )
-from smp.checkpoint.stopping import StoppingSaver  # noqa: E402
+from smp.checkpoint.saving import StoppingSaver  # noqa: E402
 from smp.initial.delay import delay_param_initialization  # noqa: E402
 from smp.initial.delay import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
 from smp.model import DistributedModel, is_tracing, whole_parameters  # noqa: E402

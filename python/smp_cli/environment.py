@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from smp_cli.cores import usable_cores
 
@@ -20,13 +23,55 @@ _OF_A_HOST_PREFIXES = ("SSH_", "XDG_", "DBUS_", "LC_TERMINAL", "SMP_RENDEZVOUS")
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a rank among all ranks and among those of its host."""
+class Share:
+    """The ranks of a job on one host, whose numbers are consecutive; at first all ranks."""
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
+    command: list[str]
+    environment: Mapping[str, str]
+    """Variables of all ranks."""
+    num_ranks: int
+    world_size: int
+    first_rank: int = 0
+    torch_env: bool = False
+    """Set torchrun's variables, too."""
+    folder: str = field(default_factory=os.getcwd)
+    """Current folder of the ranks."""
+
+    @property
+    def ranks(self) -> range:
+        """Returns the global ranks."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+    def environment_of(self, rank: int, restart_count: int, meeting: Path) -> dict[str, str]:
+        """Returns the environment of one rank.
+
+        Args:
+            rank: global rank.
+            restart_count: number of earlier starts of all ranks.
+            meeting: folder of this start, to which the rank writes why it failed.
+        """
+        local_rank, local_size = str(rank - self.first_rank), str(self.num_ranks)
+        env = {
+            # Several ranks that each use all cores are slower than with one thread each.
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // self.num_ranks)),
+            "PYTHONUNBUFFERED": "1",
+            **self.environment,
+            "SMP_RANK": str(rank),
+            "SMP_WORLD_SIZE": str(self.world_size),
+            "SMP_LOCAL_RANK": local_rank,
+            "SMP_LOCAL_SIZE": local_size,
+            "SMP_RESTART_COUNT": str(restart_count),
+            "SMP_FAILURE_FILE": str(failure_file(meeting, rank)),
+        }
+        if self.torch_env:
+            env |= {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
+            env |= {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+        return env
+
+
+def failure_file(meeting: Path, rank: int) -> Path:
+    """Returns the file to which a rank writes why it failed."""
+    return meeting / f"failure{rank}.json"
 
 
 def without_foreign(env: Mapping[str, str]) -> dict[str, str]:
@@ -43,40 +88,8 @@ def for_other_hosts(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def rank_environment(
-    base: Mapping[str, str],
-    place: Place,
-    *,
-    restart_count: int,
-    failure_file: str,
-    torch_env: bool,
-    **more: str,
-) -> dict[str, str]:
-    """Returns the environment of one rank.
-
-    Args:
-        base: variables of all ranks.
-        place: place of the rank.
-        restart_count: number of earlier starts of all ranks.
-        failure_file: path to which the rank writes why it failed.
-        torch_env: set torchrun's variables, too.
-        more: address at which the ranks meet; variables in `base` take precedence.
-    """
-    env = {
-        **base,
-        "SMP_RANK": str(place.rank),
-        "SMP_WORLD_SIZE": str(place.size),
-        "SMP_LOCAL_RANK": str(place.local_rank),
-        "SMP_LOCAL_SIZE": str(place.local_size),
-        "SMP_RESTART_COUNT": str(restart_count),
-        "SMP_FAILURE_FILE": failure_file,
-    }
-    # Several ranks that each use all cores are slower than with one thread each.
-    env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // place.local_size)))
-    env.setdefault("PYTHONUNBUFFERED", "1")
-    for name, value in more.items():
-        env.setdefault(name, value)
-    if torch_env:
-        env |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
-        env |= {"LOCAL_RANK": str(place.local_rank), "LOCAL_WORLD_SIZE": str(place.local_size)}
-    return env
+def free_port(address: str = "") -> int:
+    """Returns a TCP port that is free at an address of this host; by default at all of them."""
+    with socket.create_server((address, 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port

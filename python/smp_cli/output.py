@@ -4,102 +4,79 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-_MAX_LINE_BYTES = 1 << 16
 _READ_BYTES = 1 << 16
 
-
-Write = Callable[[list[bytes]], None]
-"""Function that takes whole lines, without their ends."""
-
-
-@dataclass
-class Writers:
-    """The destinations of the two streams of a rank."""
-
-    out: Write
-    err: Write
-    log: IO[Any] | None = None
-
-    def close(self) -> None:
-        """Closes the log."""
-        if self.log is not None:
-            self.log.close()
+Write = Callable[[int, str, list[bytes]], None]
+"""Function that takes a rank, "out" or "err", and whole lines without their ends."""
 
 
-@dataclass(frozen=True)
 class Output:
-    """The destinations of the output of all ranks."""
+    """Prints the lines of all ranks, and writes their log files."""
 
-    prefix: bool = True
-    """Put the rank in front of each line."""
-    folder: Path | None = None
-    """Folder for ``rank<r>.log``, or None."""
-
-    @property
-    def is_direct(self) -> bool:
-        """Returns whether ranks of this machine write to the launcher's streams themselves."""
-        return not self.prefix and self.folder is None
-
-    def open(self, rank: int, is_first: bool) -> Writers:
-        """Returns the destinations of a rank's lines.
-
-        Args:
-            rank: number of the rank.
-            is_first: truncate the log file; otherwise continue it.
+    def __init__(self, prefix: bool, folder: Path | None, num_ranks: int) -> None:
         """
-        log: IO[Any] | None = None
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            log = open(self.folder / f"rank{rank}.log", "wb" if is_first else "ab")  # noqa: SIM115
-        prefix = f"[{rank}] ".encode() if self.prefix else b""
+        Args:
+            prefix: put the rank in front of each line.
+            folder: folder for ``rank<r>.log``, or None.
+            num_ranks: number of ranks of the job.
+        """
+        self._prefix = prefix
+        self._logs: list[IO[Any]] = []
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            paths = (folder / f"rank{rank}.log" for rank in range(num_ranks))
+            self._logs = [path.open("wb") for path in paths]
 
-        def writer(to: IO[Any]) -> Write:
-            return lambda lines: _write(lines, prefix, to, log)
+    def write(self, rank: int, stream: str, lines: list[bytes]) -> None:
+        """Takes lines of a rank, as `Write` says."""
+        prefix = b"[%d] " % rank if self._prefix else b""
+        _write(sys.stdout.buffer if stream == "out" else sys.stderr.buffer, prefix, lines)
+        if self._logs:
+            _write(self._logs[rank], b"", lines)
 
-        return Writers(writer(sys.stdout.buffer), writer(sys.stderr.buffer), log)
 
-
-def _write(lines: list[bytes], prefix: bytes, to: IO[Any], log: IO[Any] | None) -> None:
-    _write_all(to, b"".join(prefix + line + b"\n" for line in lines))
-    if log is not None:
-        _write_all(log, b"".join(line + b"\n" for line in lines))
+def _write(to: IO[Any], prefix: bytes, lines: list[bytes]) -> None:
+    try:
+        to.write(b"".join(prefix + line + b"\n" for line in lines))
+        to.flush()
+    except OSError:
+        pass  # the other side no longer reads; the ranks continue
 
 
 class LineRelay:
-    """Relays one stream of a rank, whole lines at a time, so that lines of ranks do not mix."""
+    """Relays one stream, whole lines at a time, so that lines of ranks do not mix."""
 
-    def __init__(self, fd: int, write: Write) -> None:
+    def __init__(
+        self, stream: IO[bytes], write: Callable[[list[bytes]], None], max_line_bytes: int
+    ) -> None:
         """
         Args:
-            fd: descriptor to read from; closed by `close`.
+            stream: stream to read from; closed by `close`.
             write: function that takes the lines.
+            max_line_bytes: length at which a line is relayed although it has no end yet.
         """
-        os.set_blocking(fd, False)
-        self.fd = fd
-        self._write = write
+        os.set_blocking(stream.fileno(), False)
+        self._stream, self._write, self._max_line_bytes = stream, write, max_line_bytes
         self._rest = b""
 
     def pump(self) -> bool:
         """Relays the available output; returns False at the end of the stream."""
-        while True:
-            try:
-                data = os.read(self.fd, _READ_BYTES)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
-            self._take(data)
+        try:
+            while data := os.read(self._stream.fileno(), _READ_BYTES):
+                self._take(data)
+        except BlockingIOError:
+            return True
+        return False
 
     def _take(self, data: bytes) -> None:
         # A progress bar ends its lines with a carriage return.
         lines = (self._rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         self._rest = lines.pop()
-        if len(self._rest) > _MAX_LINE_BYTES:
+        if len(self._rest) > self._max_line_bytes:
             lines.append(self._rest)
             self._rest = b""
         if lines:
@@ -110,23 +87,9 @@ class LineRelay:
         self.pump()
         if self._rest:
             self._write([self._rest])
-        os.close(self.fd)
+        self._stream.close()
 
 
-def _write_all(to: IO[Any], data: bytes) -> None:
-    try:
-        to.write(data)
-        to.flush()
-    except OSError:
-        pass  # the other side no longer reads; the ranks continue
-
-
-def say(text: str) -> None:
-    """Prints a line of the launcher itself."""
-    print(f"smp run: {text}", file=sys.stderr, flush=True)
-
-
-def show(lines: Sequence[str]) -> None:
-    """Prints lines that a rank has left for the end."""
-    if lines:
-        print("\n".join(lines), file=sys.stderr, flush=True)
+def say(*lines: str) -> None:
+    """Prints a line of the launcher itself, and lines that a rank has left for the end."""
+    print("smp run: " + "\n".join(lines), file=sys.stderr, flush=True)

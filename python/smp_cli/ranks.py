@@ -1,4 +1,4 @@
-"""Runs the processes of one attempt, and relays their output."""
+"""Runs the processes of one start of a job, and relays their output."""
 
 from __future__ import annotations
 
@@ -7,114 +7,159 @@ import os
 import selectors
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import IO
 
-from smp_cli.output import LineRelay, Output, Writers
+from smp_cli.environment import Share
+from smp_cli.output import LineRelay, Write
 
 _PR_SET_PDEATHSIG = 1
+_Lines = Callable[[list[bytes]], None]
 
 
 class Ranks:
-    """Processes, each in its own session, so that their child processes can be ended with them."""
+    """The ranks of a job from their start to their end, however they are started."""
 
-    def __init__(self, output: Output, is_first: bool) -> None:
-        """
-        Args:
-            output: destination of the ranks' output.
-            is_first: log files are truncated; otherwise they are continued.
-        """
-        self._output = output
-        self._is_first = is_first
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._relays: dict[int, LineRelay] = {}
-        self._writers: list[Writers] = []
-        self._selector = selectors.DefaultSelector()
-        self._pidfds: dict[int, int] = {}
+    _max_line_bytes = 1 << 16
+    """Length at which a line is relayed although it has no end yet."""
+
+    def __init__(self) -> None:
         self.ended: list[tuple[int, int]] = []
-        """Rank and status of ended processes, in the order of their ends."""
+        """Rank and status of ended ranks, in the order of their ends."""
+        self._running: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+        self._relays: list[LineRelay] = []
 
     @property
     def running(self) -> list[int]:
         """Returns the ranks that have not ended."""
-        return sorted(self._pidfds.values())
+        return sorted(self._running)
 
-    def start(self, command: list[str], env: dict[str, str]) -> None:
-        """Starts the next rank."""
-        rank = len(self._processes)
-        piped = None if self._output.is_direct else subprocess.PIPE
-        process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=piped,
-            stderr=piped,
-            start_new_session=True,
-            preexec_fn=die_with_parent(os.getpid()),
-        )
-        self._processes.append(process)
-        pidfd = os.pidfd_open(process.pid)
-        self._pidfds[pidfd] = rank
-        self._selector.register(pidfd, selectors.EVENT_READ)
-        if piped is not None:
-            self._relay(process, self._output.open(rank, self._is_first))
-
-    def _relay(self, process: subprocess.Popen[bytes], writers: Writers) -> None:
-        self._writers.append(writers)
-        for stream, write in ((process.stdout, writers.out), (process.stderr, writers.err)):
-            assert stream is not None
-            relay = LineRelay(os.dup(stream.fileno()), write)
-            stream.close()
-            self._relays[relay.fd] = relay
-            self._selector.register(relay.fd, selectors.EVENT_READ)
+    def start(self, restart_count: int) -> None:
+        """Starts all ranks; `restart_count` is the number of earlier starts."""
+        raise NotImplementedError
 
     def wait(self, timeout_s: float) -> None:
         """Relays output and notes ends; returns after the first event or the timeout."""
         for key, _ in self._selector.select(timeout_s):
-            assert isinstance(key.fd, int)
-            if key.fd in self._pidfds:
-                self._note_end(key.fd)
-            elif not self._relays[key.fd].pump():
-                self._end_relay(key.fd)
-
-    def _note_end(self, pidfd: int) -> None:
-        rank = self._pidfds.pop(pidfd)
-        self._selector.unregister(pidfd)
-        os.close(pidfd)
-        self.ended.append((rank, self._processes[rank].wait()))
-
-    def _end_relay(self, fd: int) -> None:
-        self._selector.unregister(fd)
-        self._relays.pop(fd).close()
+            key.data()
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to the running ranks; SIGKILL also to their child processes."""
-        for rank in self.running:
-            process = self._processes[rank]
-            if number == signal.SIGKILL:
-                os.killpg(process.pid, number)
-            else:
-                process.send_signal(number)
+        raise NotImplementedError
 
-    def kill(self) -> None:
-        """Ends the ranks, and all processes that are left in their sessions."""
-        for process in self._processes:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        while self._pidfds:
-            self.wait(1.0)
-
-    def close(self) -> None:
-        """Relays the last output and frees everything."""
-        for fd in list(self._relays):
-            self._end_relay(fd)
-        for writers in self._writers:
-            writers.close()
+    def end(self) -> None:
+        """Ends all ranks and their child processes, relays the last output, frees everything."""
+        for relay in self._relays:
+            relay.close()
         self._selector.close()
 
+    def relay(
+        self, stream: IO[bytes], write: _Lines, on_close: Callable[[], object] = lambda: None
+    ) -> LineRelay:
+        """Relays the lines of a stream while `wait` waits."""
+        relay = LineRelay(stream, write, self._max_line_bytes)
+        self._relays.append(relay)
 
-def die_with_parent(parent: int) -> Callable[[], None]:
+        def pump() -> None:
+            if not relay.pump():
+                self._selector.unregister(stream)
+                on_close()
+
+        self._selector.register(stream, selectors.EVENT_READ, pump)
+        return relay
+
+    def _launch(
+        self,
+        command: list[str],
+        on_end: Callable[[int], None],
+        write: tuple[_Lines, _Lines] | None,
+        stdin: int = subprocess.DEVNULL,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Starts a process in its own session, so that its child processes can be ended with it.
+
+        Args:
+            command: command with its arguments.
+            on_end: function that `wait` calls with the status, after the process's last lines.
+            write: functions that take lines of both streams; None: they are the launcher's.
+            stdin: standard input, as for `subprocess`.
+            env: environment; None: that of the launcher.
+        """
+        piped = None if write is None else subprocess.PIPE
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=stdin,
+            stdout=piped,
+            stderr=piped,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(os.getpid()),
+        )
+        streams = zip((process.stdout, process.stderr), write or (), strict=False)
+        relays = [self.relay(stream, take) for stream, take in streams if stream]
+        pidfd = os.pidfd_open(process.pid)
+
+        def end() -> None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+            for relay in relays:
+                relay.pump()
+            on_end(process.wait())
+
+        self._selector.register(pidfd, selectors.EVENT_READ, end)
+        return process
+
+    def _note_end(self, rank: int, status: int) -> None:
+        self._running.discard(rank)
+        self.ended.append((rank, status))
+
+
+class LocalRanks(Ranks):
+    """Ranks that are processes of this machine."""
+
+    def __init__(self, share: Share, write: Write | None, meeting: Path) -> None:
+        """
+        Args:
+            share: ranks to start.
+            write: destination of their output; None: they write to the launcher's streams.
+            meeting: folder in which ranks report why they failed.
+        """
+        super().__init__()
+        self._share, self._write, self.meeting = share, write, meeting
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, restart_count: int) -> None:
+        for rank in self._share.ranks:
+            write = self._write and (
+                partial(self._write, rank, "out"),
+                partial(self._write, rank, "err"),
+            )
+            env = self._share.environment_of(rank, restart_count, self.meeting)
+            on_end = partial(self._note_end, rank)
+            self._processes[rank] = self._launch(self._share.command, on_end, write, env=env)
+            self._running.add(rank)
+
+    def send(self, number: signal.Signals) -> None:
+        for rank in self.running:
+            if number == signal.SIGKILL:
+                os.killpg(self._processes[rank].pid, number)
+            else:
+                self._processes[rank].send_signal(number)
+
+    def end(self) -> None:
+        for process in self._processes.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        while self._running:
+            self.wait(1.0)
+        super().end()
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
     """Returns a function for the child: the kernel then ends it when the launcher is killed."""
     libc = ctypes.CDLL(None)
 

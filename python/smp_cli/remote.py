@@ -1,22 +1,23 @@
-"""Runs the ranks of a job on several hosts, with the interface of `Ranks` for one machine."""
+"""Runs the ranks of a job on several hosts."""
 
 from __future__ import annotations
 
+import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from smp_cli import frames
+from smp_cli.environment import Share, failure_file
 from smp_cli.hosts import Agent, HostPlan
-from smp_cli.output import LineRelay, Output, Writers, say
-from smp_cli.ranks import die_with_parent
+from smp_cli.output import Write, say
+from smp_cli.ranks import Ranks
 
 _HELLO_S = 60.0
 _END_S = 5.0  # for the process of a host to end its ranks
@@ -29,73 +30,53 @@ class HostError(RuntimeError):
     """A host does not take part; the text names it and the reason."""
 
 
-@dataclass(frozen=True)
-class RemoteJob:
-    """A job that runs on several hosts."""
-
-    command: list[str]
-    hosts: Sequence[HostPlan]
-    agent: Agent
-    environment: Mapping[str, str]
-    """Variables of all ranks, in addition to those of their hosts."""
-    torch_env: bool = False
-    folder: str = field(default_factory=os.getcwd)
-    """Current folder of all ranks."""
-
-
+@dataclass
 class _Host:
     """The process on one host."""
 
-    def __init__(self, plan: HostPlan, process: subprocess.Popen[bytes]) -> None:
-        self.plan, self.process = plan, process
-        self.running = set(plan.ranks)
-        self.port: int | None = None
-        self.refusal = ""
-        self.said: list[str] = []
-        """Last lines that the agent itself has written to its standard error."""
+    plan: HostPlan
+    process: subprocess.Popen[bytes]
+    status: int | None = None
+    port: int | None = None
+    """Port that is free there; None until the process has answered."""
+    refusal: str = ""
+    said: list[str] = field(default_factory=list)
+    """Last lines that the agent itself has written."""
 
-    def send(self, kind: str, **content: Any) -> None:
-        """Sends an order to the process, if it still reads."""
+    def send(self, order: str) -> None:
+        """Sends an order to the process, if it still reads; `wait` notices its end."""
         assert self.process.stdin is not None
-        try:
-            frames.send(self.process.stdin, kind, **content)
-        except (OSError, ValueError):
-            pass  # its end is noticed where its output is read
+        with suppress(OSError, ValueError):
+            self.process.stdin.write(order.encode() + b"\n")
+            self.process.stdin.flush()
 
     def hang_up(self) -> None:
         """Closes the connection, so that the process ends its ranks, and itself."""
         assert self.process.stdin is not None
-        try:
+        with suppress(OSError):
             self.process.stdin.close()
-        except OSError:
-            pass
 
 
-class RemoteRanks:
-    """Ranks that are started by processes on other hosts."""
+class RemoteRanks(Ranks):
+    """Ranks that are started by a process on each host."""
 
-    def __init__(self, job: RemoteJob, output: Output, is_first: bool, folder: Path) -> None:
+    _max_line_bytes = sys.maxsize  # a message has many lines of a rank
+
+    def __init__(
+        self, share: Share, hosts: Sequence[HostPlan], agent: Agent, write: Write, meeting: Path
+    ) -> None:
         """
         Args:
-            job: job to run.
-            output: destination of the ranks' output.
-            is_first: log files are truncated; otherwise they are continued.
-            folder: folder for ``failure<rank>.json`` of ranks that report why they failed.
+            share: all ranks; its environment is added to that of their hosts.
+            hosts: division of the ranks.
+            agent: command that starts the process on a host.
+            write: destination of the ranks' output.
+            meeting: folder for what ranks report of their failures.
         """
-        self._job, self._folder = job, folder
-        self._selector = selectors.DefaultSelector()
+        super().__init__()
+        self._share, self._plans, self._agent = share, hosts, agent
+        self._write, self._meeting = write, meeting
         self._hosts: list[_Host] = []
-        self._writers: dict[int, Writers] = {
-            rank: output.open(rank, is_first) for host in job.hosts for rank in host.ranks
-        }
-        self._relays: dict[int, tuple[_Host, LineRelay]] = {}
-        self.ended: list[tuple[int, int]] = []
-        """Rank and status of ended processes, in the order of their ends."""
-
-    @property
-    def running(self) -> list[int]:
-        """Returns the ranks that have not ended."""
-        return sorted(rank for host in self._hosts for rank in host.running)
 
     def start(self, restart_count: int) -> None:
         """Starts all ranks, once every host has answered.
@@ -103,35 +84,29 @@ class RemoteRanks:
         Raises:
             HostError: a host did not answer.
         """
-        for plan in self._job.hosts:
+        for plan in self._plans:
             self._call(plan)
-        self._wait_for_hellos()
-        first, base = self._hosts[0], self._job.environment
+        self._wait_for_answers()
+        first, base = self._hosts[0], self._share.environment
         meeting = {"MASTER_ADDR": first.plan.address, "MASTER_PORT": str(first.port)}
         for host in self._hosts:
             own = {"SM_CURRENT_HOST": host.plan.address} if "SM_HOSTS" in base else {}
-            host.send(
-                "run",
-                command=self._job.command,
+            share = replace(
+                self._share,
                 environment={**meeting, **base, **own},
-                folder=self._job.folder,
                 first_rank=host.plan.first_rank,
-                local_size=host.plan.num_ranks,
-                world_size=sum(plan.num_ranks for plan in self._job.hosts),
-                restart_count=restart_count,
-                torch_env=self._job.torch_env,
+                num_ranks=host.plan.num_ranks,
             )
+            host.send(json.dumps({"restart_count": restart_count, "share": asdict(share)}))
 
     def _call(self, plan: HostPlan) -> None:
-        words = self._job.agent.command(plan.name)
+        words = self._agent.command(plan.name)
         try:
-            process = subprocess.Popen(
+            process = self._launch(
                 words,
+                lambda status: self._end_host(host, status),
+                (lambda lines: self._take(host, lines), lambda lines: self._note(host, lines)),
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                preexec_fn=die_with_parent(os.getpid()),
             )
         except OSError as error:
             raise HostError(
@@ -140,63 +115,39 @@ class RemoteRanks:
             ) from None
         host = _Host(plan, process)
         self._hosts.append(host)
-        assert process.stdout is not None and process.stderr is not None
-        for stream, take in (
-            (process.stdout, lambda lines: self._take(host, lines)),
-            (process.stderr, lambda lines: self._note(host, lines)),
-        ):
-            relay = LineRelay(os.dup(stream.fileno()), take)
-            stream.close()
-            self._relays[relay.fd] = (host, relay)
-            self._selector.register(relay.fd, selectors.EVENT_READ)
+        self._running |= set(plan.ranks)
 
-    def _wait_for_hellos(self) -> None:
+    def _wait_for_answers(self) -> None:
         deadline = time.monotonic() + _HELLO_S
         while silent := [host for host in self._hosts if host.port is None]:
-            self.wait(max(0.0, deadline - time.monotonic()))
             for host in silent:
-                if host.port is None and not self._is_open(host):
-                    status = host.process.wait()
+                if host.status is not None:
                     said = "; ".join(host.said) or "it said nothing"
                     raise HostError(
-                        f"host {host.plan.name}: {self._job.agent.words[0]} ended with status "
-                        f"{status}: {said}"
+                        f"host {host.plan.name}: {self._agent.words[0]} ended with status "
+                        f"{host.status}: {said}"
                     )
             if time.monotonic() > deadline:
                 names = ", ".join(host.plan.name for host in silent)
                 raise HostError(f"host {names}: no answer within {_HELLO_S:.0f} s")
-
-    def _is_open(self, host: _Host) -> bool:
-        return any(one is host for one, _ in self._relays.values())
-
-    # ---- messages of hosts ------------------------------------------------------
-
-    def wait(self, timeout_s: float) -> None:
-        """Relays output and notes ends; returns after the first event or the timeout."""
-        for key, _ in self._selector.select(timeout_s):
-            assert isinstance(key.fd, int)
-            host, relay = self._relays[key.fd]
-            if relay.pump():
-                continue
-            self._end_relay(key.fd)
-            if not self._is_open(host):
-                self._note_silence(host)
+            self.wait(max(0.0, deadline - time.monotonic()))
 
     def _take(self, host: _Host, lines: list[bytes]) -> None:
+        """Takes the messages of a host (`frames`)."""
         for line in lines:
-            said = frames.read(line, frames.MARK)
-            if said is None:
-                self._note(host, [line])  # a greeting of the shell
-            elif said["kind"] == "hello":
-                host.port = said["port"]
-            elif said["kind"] == "lines":
-                writers = self._writers[said["rank"]]
-                write = writers.out if said["stream"] == "out" else writers.err
-                write([frames.to_bytes(text) for text in said["lines"]])
-            elif said["kind"] == "ended":
-                self._note_end(host, said["rank"], said["status"], said["failure"])
-            elif said["kind"] == "refused":
-                host.refusal = said["text"]
+            match frames.read(line):
+                case {"port": int(port)}:
+                    host.port = port
+                case {"rank": int(rank), "stream": stream, "lines": texts}:
+                    self._write(rank, stream, [text.encode("latin-1") for text in texts])
+                case {"rank": int(rank), "status": int(status), "failure": failure}:
+                    if failure is not None:
+                        failure_file(self._meeting, rank).write_text(failure)
+                    self._note_end(rank, status)
+                case {"refusal": str(text)}:
+                    host.refusal = text
+                case _:
+                    self._note(host, [line])  # a greeting of the shell
 
     def _note(self, host: _Host, lines: list[bytes]) -> None:
         for line in lines:
@@ -205,50 +156,29 @@ class RemoteRanks:
             if host.port is not None:
                 print(f"[{host.plan.name}] {text}", file=sys.stderr, flush=True)
 
-    def _note_end(self, host: _Host, rank: int, status: int, failure: str | None) -> None:
-        if failure is not None:
-            (self._folder / f"failure{rank}.json").write_text(failure)
-        host.running.discard(rank)
-        self.ended.append((rank, status))
-
-    def _note_silence(self, host: _Host) -> None:
+    def _end_host(self, host: _Host, status: int) -> None:
         """Notes that the agent of a host has ended."""
-        status = host.process.wait()
-        if not host.running or host.port is None:
-            return
-        why = host.refusal or f"{self._job.agent.words[0]} ended with status {status}"
-        say(f"host {host.plan.name}: {why}; its ranks {sorted(host.running)} are lost")
-        for rank in sorted(host.running):
-            self._note_end(host, rank, LOST, None)
-
-    def _end_relay(self, fd: int) -> None:
-        self._selector.unregister(fd)
-        self._relays.pop(fd)[1].close()
-
-    # ---- ends ------------------------------------------------------------------
+        host.status = status
+        lost = sorted(self._running.intersection(host.plan.ranks))
+        if lost and host.port is not None:
+            why = host.refusal or f"{self._agent.words[0]} ended with status {status}"
+            say(f"host {host.plan.name}: {why}; its ranks {lost} are lost")
+            for rank in lost:
+                self._note_end(rank, LOST)
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the running ranks; SIGKILL also to their child processes."""
         for host in self._hosts:
-            if host.running:
-                host.send("signal", signal=int(number))
+            if self._running.intersection(host.plan.ranks):
+                host.send(str(int(number)))
 
-    def kill(self) -> None:
-        """Ends the ranks and the processes on the hosts, and relays their last output."""
+    def end(self) -> None:
         for host in self._hosts:
             host.hang_up()
-        deadline = time.monotonic() + (_END_S if self.running else _LAST_WORDS_S)
-        while self._relays and time.monotonic() < deadline:
+        deadline = time.monotonic() + (_END_S if self._running else _LAST_WORDS_S)
+        while any(host.status is None for host in self._hosts) and time.monotonic() < deadline:
             self.wait(deadline - time.monotonic())
         for host in self._hosts:
             if host.process.poll() is None:
                 os.killpg(host.process.pid, signal.SIGKILL)
                 host.process.wait()
-
-    def close(self) -> None:
-        """Frees everything."""
-        for fd in list(self._relays):
-            self._end_relay(fd)
-        for writers in self._writers.values():
-            writers.close()
-        self._selector.close()
+        super().end()

@@ -8,15 +8,17 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from smp_cli.environment import Place, for_other_hosts, rank_environment, without_foreign
+from smp_cli.environment import Share, for_other_hosts, free_port, without_foreign
 from smp_cli.hosts import AGENT, Agent, HostPlan, plan_hosts
 from smp_cli.output import Output, say
 from smp_cli.preflight import find_problems
-from smp_cli.remote import RemoteJob
+from smp_cli.ranks import LocalRanks, Ranks
+from smp_cli.remote import RemoteRanks
 from smp_cli.sagemaker import CONFIG_FORM, read_config, variables
-from smp_cli.supervisor import Attempt, Job, Running, run_job, start_here, start_on_hosts
+from smp_cli.supervisor import run_job
 
 _EXAMPLES = """\
 examples:
@@ -38,11 +40,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("-n", "--ranks", type=_positive, required=True, help="number of processes")
+    add("-n", "--ranks", type=_at_least(1), required=True, help="number of processes")
     add("--config", metavar=CONFIG_FORM, help="configuration, passed on as SageMaker does")
     add(
         "--max-restarts",
-        type=_natural,
+        type=_at_least(0),
         default=0,
         metavar="N",
         help="start all ranks again after a failure, N times at most (0); with N > 0 also whenever "
@@ -116,13 +118,17 @@ def execute(arguments: argparse.Namespace) -> int:
     agent = Agent(shlex.split(arguments.agent), arguments.python)
     if arguments.preflight:
         problems = find_problems(hosts, agent, for_other_hosts(base))
-        for problem in problems:
-            say(f"preflight: {problem}")
         if problems:
+            for problem in problems:
+                say(f"preflight: {problem}")
             say("nothing is started")
             return 1
-    start = _on_hosts(arguments, base, hosts, agent) if hosts else _here(arguments, base)
-    return run_job(Job(start, arguments.max_restarts, arguments.grace_s))
+    python = agent.python if hosts else sys.executable
+    module = ["-m"] if arguments.module else []
+    command = [python, *module, arguments.script, *arguments.args]
+    share = Share(command, base, arguments.ranks, arguments.ranks, torch_env=arguments.torch_env)
+    make = _make_ranks(arguments, share, hosts, agent)
+    return run_job(make, arguments.max_restarts, arguments.grace_s)
 
 
 def _sagemaker_variables(
@@ -138,53 +144,36 @@ def _sagemaker_variables(
     return found
 
 
-def _command(arguments: argparse.Namespace, python: str) -> list[str]:
-    module = ["-m"] if arguments.module else []
-    return [python, *module, arguments.script, *arguments.args]
+def _make_ranks(
+    arguments: argparse.Namespace, share: Share, hosts: list[HostPlan], agent: Agent
+) -> Callable[[Path], Ranks]:
+    """Returns a function that makes the ranks of one start, with the folder for it."""
+    prefix, logs = arguments.output == "prefix", arguments.log_dir
+    is_direct = not (hosts or prefix or logs)
+    write = None if is_direct else Output(prefix, logs, arguments.ranks).write
 
-
-def _output(arguments: argparse.Namespace) -> Output:
-    return Output(prefix=arguments.output == "prefix", folder=arguments.log_dir)
-
-
-def _here(arguments: argparse.Namespace, base: dict[str, str]) -> Callable[[Attempt], Running]:
-    def environment(rank: int, attempt: Attempt) -> dict[str, str]:
-        size = arguments.ranks
-        return rank_environment(
-            {**base, "SMP_RENDEZVOUS": f"file://{attempt.folder}/rendezvous"},
-            Place(rank, size, rank, size),
-            restart_count=attempt.index,
-            failure_file=str(attempt.failure_file(rank)),
-            torch_env=arguments.torch_env,
+    def here(meeting: Path) -> Ranks:
+        environment = {
             # Scripts may use torch.distributed themselves with these; smp meets in a file.
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(attempt.port),
-        )
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port("127.0.0.1")),
+            **share.environment,
+            "SMP_RENDEZVOUS": f"file://{meeting}/rendezvous",
+        }
+        return LocalRanks(replace(share, environment=environment), write, meeting)
 
-    command = _command(arguments, sys.executable)
-    return start_here(command, arguments.ranks, environment, _output(arguments))
+    def on_hosts(meeting: Path) -> Ranks:
+        assert write is not None
+        everywhere = replace(share, environment=for_other_hosts(share.environment))
+        return RemoteRanks(everywhere, hosts, agent, write, meeting)
 
-
-def _on_hosts(
-    arguments: argparse.Namespace, base: dict[str, str], hosts: list[HostPlan], agent: Agent
-) -> Callable[[Attempt], Running]:
-    job = RemoteJob(
-        command=_command(arguments, agent.python),
-        hosts=hosts,
-        agent=agent,
-        environment=for_other_hosts(base),
-        torch_env=arguments.torch_env,
-    )
-    return start_on_hosts(job, _output(arguments))
+    return on_hosts if hosts else here
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number > 0")
-    return int(text)
+def _at_least(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+        return int(text)
 
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
-    return int(text)
+    return read

@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tests.dist.training import assert_bitwise_equal, local_parameters
+from tests.harness import train_step_of
 
 TOKENS, HIDDEN = 128, 64  # activations of 32 kB
 OFFLOADED_BYTES = 1 << 14  # in tests smaller tensors than by default leave
@@ -390,13 +391,7 @@ def train(cell: Cell) -> Record:
     init(cell)
     model = make_model(cell)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-
-    @smp.step
-    def train_step(ids: Tensor) -> Tensor:
-        loss = compute_loss(cell, model, ids)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, lambda model, ids: compute_loss(cell, model, ids))
     record = Record()
     Counted.take()
     for step in range(cell.steps):

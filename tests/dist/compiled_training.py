@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.training import RankRecord, Run, strip, train
+from tests.harness import train_step_of
 from tests.reference.data import compute_loss, make_batch
 from tests.reference.models import build
 from tests.reference.single_process import accumulate_gradients
@@ -167,13 +168,7 @@ def train_layout(rank: int, folder: Path, family: str, config: dict[str, Any]) -
     with compiler_of(folder) as num_graphs, noting_units(units):
         model = smp.DistributedModel(plain, compile="stage")
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE))
-
-        @smp.step
-        def train_step(batch: dict[str, Tensor]) -> Tensor:
-            loss = compute_loss(case, model, batch)
-            model.backward(loss)
-            return loss
-
+        train_step = train_step_of(model, lambda model, batch: compute_loss(case, model, batch))
         losses, states = [], [copied(model.state_dict())]
         for step in range(STEPS):
             output = train_step(make_batch(case, torch.float32, replica, step))

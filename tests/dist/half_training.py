@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.training import strip
+from tests.harness import train_step_of
 from tests.reference import split_families
 from tests.reference.data import compute_loss, make_batch
 from tests.reference.half_precision import HalfRecord, make_optimizer, train_half
@@ -148,13 +149,7 @@ def make(
         make_inner(model.parameters()),
         **{"static_loss_scale": run.loss_scale, **optimizer_args},
     )
-
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss = loss_of(run, model, batch)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, lambda model, batch: loss_of(run, model, batch))
     return model, optimizer, train_step
 
 

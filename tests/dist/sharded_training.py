@@ -13,6 +13,7 @@ from smp.model import engine_of
 from smp.modules.materialize import is_placeholder
 from tests.dist.pool import Pool
 from tests.dist.training import Run, init, make_model
+from tests.harness import train_step_of
 from tests.reference.data import compute_loss, make_batch
 from tests.reference.models import build
 
@@ -99,12 +100,7 @@ def train(rank: int, run: Run, clip: float | None = None) -> Trained:
     def evaluate_step(batch: dict[str, Tensor]) -> Tensor:
         return compute_loss(case, model, batch)
 
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss = compute_loss(case, model, batch)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, lambda model, batch: compute_loss(case, model, batch))
     with torch.no_grad():
         model.eval()
         evaluated = torch.stack(list(evaluate_step(make_batch(case, run.dtype, 0, 99)).outputs))

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tests.harness import own_loss, train_step_of
 from tests.reference.shared_state import batch
 
 STEPS, MICROBATCHES = 3, 4
@@ -31,13 +32,7 @@ def train(
     if checkpoints:
         smp.set_activation_checkpointing(plain.blocks)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss = model(x)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     losses, grads = [], []
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -19,6 +19,7 @@ from torch import Tensor
 from smp import _C
 from smp.world import groups
 from smp.world.host_groups import CpuGroups
+from tests.harness import labelled_loss, train_step_of
 from tests.reference.split_families import build_split_family, make_split_batch
 
 Issued = list[tuple[str, str]]  # [(group, call)]
@@ -110,13 +111,7 @@ def train(rank: int, layout: Layout, steps: int = 3) -> Trained:
     )
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     optimizer: Any = smp.DistributedOptimizer(inner)
-
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = model(**batch)["loss"]
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, labelled_loss)
     result = Trained()
     is_sharded = dict(layout.config).get("sharded_data_parallel_degree", 1) > 1
     prescaled = dict(layout.config).get("prescaled_batch", False)

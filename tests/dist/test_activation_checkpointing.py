@@ -10,6 +10,7 @@ import pytest
 from tests.dist.checkpoint_training import Cell, Record, check_equal, train_all
 from tests.dist.pool import WITHOUT_CHECKS, Pool
 from tests.dist.sharded_training import SHARDED
+from tests.harness import train_step_of
 
 NUM_BLOCKS, STEPS = 6, 2
 STRATEGIES = ("each", "contiguous", "group_2")
@@ -162,7 +163,7 @@ def test_budget(pool: Pool) -> None:
 def measured_bytes(rank: int, degree: int) -> list[tuple[int, int]]:
     """Returns the bytes that a budget has measured of each layer: all kept ones, and arguments."""
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     import smp
     from smp.activations import budget
@@ -179,10 +180,7 @@ def measured_bytes(rank: int, degree: int) -> list[tuple[int, int]]:
         costs.append((cost.kept_bytes, cost.argument_bytes))
         return result, cost
 
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     try:
         budget.measure = noting
         train_step(torch.randn(8, 64))
@@ -232,11 +230,7 @@ def offload_warnings(rank: int, asks: str) -> int:
     net = Net()
     smp.set_partition(net.second, 1)
     model = smp.DistributedModel(net)
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).sum())
-
+    train_step = train_step_of(model, lambda model, x: model(x).sum())
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from smp.model import engine_of
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import own_loss, train_step_of
 
 WIDTH = 16
 
@@ -171,12 +172,7 @@ def change(rank: int, config: dict[str, Any], plan: list[str], zero: bool) -> An
         work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
         return work.get_future().then(lambda f: f.value()[0].mul(factor))
 
-    @smp.step
-    def step_function(x: Tensor) -> Tensor:
-        loss = model(x)
-        model.backward(loss)
-        return loss
-
+    step_function = train_step_of(model, own_loss)
     seen = []
     for step, kind in enumerate(plan):
         if kind:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import train_step_of
 
 
 class ByNormOfAll(torch.optim.Optimizer):
@@ -42,13 +43,7 @@ def train(rank: int, config: dict[str, Any], name: str) -> float:
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(make(name, model.parameters()))
     reference = make(name, alone.parameters())
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model)
     for step in range(3):
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step)).double()
         reference.zero_grad()

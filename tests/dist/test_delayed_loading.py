@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.dist.pool import Pool
+from tests.harness import train_step_of
 from tests.reference.data import compute_loss, make_batch
 from tests.reference.families import build_family
 
@@ -30,12 +30,7 @@ def start(config: dict[str, Any], split: bool = False, delayed: bool = True) -> 
     assert all(p.is_meta for p in plain.parameters()) == delayed
     model = smp.DistributedModel(plain)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss = compute_loss(CASE, model, batch)
-        model.backward(loss)
-        return loss
+    train_step = train_step_of(model, lambda model, batch: compute_loss(CASE, model, batch))
 
     def train(step: int) -> float:
         loss = train_step(make_batch(CASE, torch.float32, smp.rdp_rank(), step)).reduce_mean()

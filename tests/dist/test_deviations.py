@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from smp.metrics import difference, server_stats
 from tests.dist.pool import Pool
 from tests.dist.training import assert_bitwise_equal, local_parameters
+from tests.harness import train_step_of
 
 
 @dataclass
@@ -173,13 +174,7 @@ def fail_in_step(rank: int, pp: int) -> None:
     smp.set_partition(plain.head, pp - 1)
     smp.set_partition(plain.extra, pp - 1)
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x, STEADY, False)
-        model.backward(loss)
-        return loss
-
+    step = train_step_of(model, lambda model, x: model(x, STEADY, False))
     x = torch.randn(16, WIDTH, dtype=torch.float64)
     for _ in range(3):
         step(x)

@@ -34,7 +34,7 @@ COUNTERS = (
     "lane_times_full",
     "lane_times_too_large",
 )
-NUM_PROGRAMS = 30
+NUM_PROGRAMS = 12
 SOAK_STEPS = 80
 
 
@@ -61,18 +61,13 @@ def counted(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> A
     return result, counts
 
 
-def run_both(
-    pool: Pool, size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] = LANES
-) -> Any:
-    """Results without lanes, with them, and the sums of counters of all ranks with them."""
-    plain = pool.run(size, counted, function, args)
-    assert all(not any(counts.values()) for _, counts in plain), "the CPU has no lanes"
-    late = pool.run(size, counted, function, args, env=env)
+def sent_by_lanes(late: list[tuple[Any, Counter[str]]]) -> Counter[str]:
+    """Checks that lanes have carried tensors of each rank; returns the counters' sums."""
     counts: Counter[str] = sum((counts for _, counts in late), Counter())
     assert all(counts["lane_tensors_sent"] > 0 for _, counts in late), "a rank sent nothing"
     assert counts["lane_tensors_sent"] == counts["lane_tensors_received"]
     assert counts["lane_times_full"] < counts["lane_tensors_sent"]
-    return [result for result, _ in plain], [result for result, _ in late], counts
+    return counts
 
 
 def assert_same_bits(plain: Any, late: Any) -> None:
@@ -92,62 +87,43 @@ def check_same(
     size: int,
     train_all: Callable[..., Any],
     runs: list[Any],
-    env: dict[str, str] = LANES,
+    *kinds: dict[str, str],
 ) -> None:
-    plain, late, counts = run_both(pool, size, train_all, runs, env=env)
-    for ours, theirs in zip(plain, late, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            assert_same_bits(one, other)
-    if env is LANES:  # slots of a ring are free sooner
-        assert counts["lane_times_full"] > 0, "no lane was ever full"
-    else:
-        passed_by = counts["lane_times_full"] + counts["lane_times_too_large"]
-        assert passed_by < counts["lane_tensors_sent"] / 2
+    """Compares runs without lanes with those over lanes of some kinds, `LANES` by default."""
+    plain = pool.run(size, counted, train_all, (runs,))
+    assert all(not any(counts.values()) for _, counts in plain), "the CPU has no lanes"
+    for env in kinds or (LANES,):
+        late = pool.run(size, counted, train_all, (runs,), env=env)
+        counts = sent_by_lanes(late)
+        for (ours, _), (theirs, _) in zip(plain, late, strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                assert_same_bits(one, other)
+        if env is LANES:  # slots of a ring are free sooner
+            assert counts["lane_times_full"] > 0, "no lane was ever full"
+        else:
+            passed_by = counts["lane_times_full"] + counts["lane_times_too_large"]
+            assert passed_by < counts["lane_tensors_sent"] / 2, env
 
 
 @pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("case", ["chain", "gpt2"])
 def test_schedules_give_the_bits_of_a_run_without_lanes(pool: Pool, case: str, pp: int) -> None:
+    """Between real processes, also over slots that two of them map, and by copies that need both.
+
+    Copies of the last kind move when both processes have asked for them, as those of NCCL.
+    """
     runs = [
         training.Run(case, pp, 1, schedule, microbatches=8, steps=2)
         for schedule in ("interleaved", "simple", "zero_bubble")
     ]
-    check_same(pool, pp, training.train_all, runs)
+    check_same(pool, pp, training.train_all, runs, LANES, RING, MEET)
 
 
 def test_virtual_stages_give_the_bits_of_a_run_without_lanes(pool: Pool) -> None:
     config = (("virtual_stages", 2),)
     runs = [training.Run("gpt2", 2, 1, "virtual_interleaved", config=config)]
     check_same(pool, 2, training.train_all, runs)
-
-
-@pytest.mark.sample(keep=1)
-@pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("case", ["chain", "gpt2"])
-def test_schedules_give_the_bits_of_a_run_without_lanes_over_mapped_memory(
-    pool: Pool, case: str, pp: int
-) -> None:
-    """Slots that two processes map, between real processes."""
-    runs = [
-        training.Run(case, pp, 1, schedule, microbatches=8, steps=2)
-        for schedule in ("interleaved", "simple", "zero_bubble")
-    ]
-    check_same(pool, pp, training.train_all, runs, RING)
-
-
-@pytest.mark.sample(keep=1)
-@pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("case", ["chain", "gpt2"])
-def test_schedules_give_the_bits_of_a_run_without_lanes_by_copies_that_need_both_ranks(
-    pool: Pool, case: str, pp: int
-) -> None:
-    """Copies that move when both processes have asked for them, as those of NCCL."""
-    runs = [
-        training.Run(case, pp, 1, schedule, microbatches=8, steps=2)
-        for schedule in ("interleaved", "simple", "zero_bubble")
-    ]
-    check_same(pool, pp, training.train_all, runs, MEET)
 
 
 def lanes_between_hosts(rank: int) -> Any:
@@ -294,10 +270,11 @@ def run_shorter(rank: int) -> Any:
 
 @pytest.mark.sample(keep=0)
 def test_many_steps_leave_nothing_on_lanes(pool: Pool) -> None:
-    plain, late, counts = run_both(pool, 2, run_shorter)
-    for (_, _, losses), (before, after, others) in zip(plain, late, strict=True):
+    plain = pool.run(2, run_shorter)
+    late = pool.run(2, counted, run_shorter, (), env=LANES)
+    for (_, _, losses), ((before, after, others), _) in zip(plain, late, strict=True):
         assert losses == others and len(losses) == SOAK_STEPS * 3 // 4
         for name in ("records", "stored"):
             assert before[name] == after[name] == 0
         assert after["lane_tensors_sent"] > before["lane_tensors_sent"] > 0
-    assert counts["lane_tensors_sent"] > SOAK_STEPS
+    assert sent_by_lanes(late)["lane_tensors_sent"] > SOAK_STEPS

@@ -11,6 +11,7 @@ import torch
 
 from tests.dist.pool import Pool
 from tests.dist.training import Run, assert_bitwise_equal, join_parts, train, train_all
+from tests.harness import forward_step
 
 DROPPING = Run("dropping", 2, 2, microbatches=8, manual=True)
 # Gradients come in numbers that differ between microbatches, steps and replicas.
@@ -105,11 +106,7 @@ def collect_masks(rank: int) -> list[list[float]]:
             return self.drop(torch.ones_like(self.local(self.remote(x))))
 
     model = smp.DistributedModel(Noise())
-
-    @smp.step
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return model(x)
-
+    forward = forward_step(model)
     masks: list[list[float]] = []
     for _ in range(2):
         with torch.no_grad():

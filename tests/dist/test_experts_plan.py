@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import own_loss, train_step_of
 from tests.reference.models import randomise_
 
 WIDTH, INNER, EXPERTS, CHOICES = 8, 6, 5, 2
@@ -87,13 +88,7 @@ def gradients(rank: int, plan: dict[str, str], prescaled: bool) -> dict[str, Any
     model = smp.DistributedModel(plain)
     spread = [m for m in plain.modules() if isinstance(m, SpreadExperts)]
     assert len(spread) == 2 and all(m.up.shape[0] in (2, 3) for m in spread)
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     train_step(make_input(0 if prescaled else rank))
     return marked_values(model, "grad")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.dist.expert_training import ExpertRun, init_experts, make_model, reference_of
 from tests.dist.pool import Pool
 from tests.dist.steps import make_optimizer
+from tests.harness import labelled_loss, train_step_of
 from tests.reference.expert_families import EXPERT_FAMILIES, build_experts, make_expert_batch
 from tests.reference.tolerances import assert_close
 
@@ -34,12 +35,7 @@ def train_on(
     if first_step:
         smp.resume_from_checkpoint(folder)
 
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = model(**batch)["loss"]
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, labelled_loss)
     for step in range(first_step, first_step + steps):
         train_step(make_expert_batch(smp.rdp_rank(), step))
         optimizer.step()

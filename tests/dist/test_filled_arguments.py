@@ -19,6 +19,7 @@ from tests.dist.stack_training import (
     assert_remote,
     assert_trained_as_alone,
 )
+from tests.harness import own_loss, train_step_of
 from tests.reference import filled_arguments
 from tests.reference.shared_state import Block, Stack, batch, train_plain
 
@@ -56,7 +57,7 @@ def assert_equal_to_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["checked"].startswith("equal"), ranks[0]["checked"]
 
 
-@pytest.mark.sample(keep=len(filled_arguments.CASES))
+@pytest.mark.sample(keep=6)
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("case", filled_arguments.CASES)
 def test_containers_are_filled_as_in_one_process(pool: Pool, case: str, pp: int) -> None:
@@ -190,13 +191,7 @@ def train_refused(rank: int, kind: type[nn.Module], config: dict[str, Any]) -> N
 
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, **config})
     model = smp.DistributedModel(kind())
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss = model(x)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     train_step(batch(0).float())
 
 

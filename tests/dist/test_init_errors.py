@@ -24,30 +24,14 @@ def error_of_init(rank: int, config: Any) -> str:
     return str(error.value)
 
 
-# Number of the row, configuration, words of the text.
+# Number of the row, configuration, words of the text: refused by one key, by its name, by several
+# keys, and by the world. All rows are those of tests/unit/test_config.py.
 ROWS: list[tuple[int, dict[str, Any], str]] = [
     (1, {"microbatches": "four"}, "microbatches='four'"),
-    (1, {"pipeline": "gpipe"}, "pipeline='gpipe'"),
     (2, {"microbatch": 4}, "did you mean 'microbatches'?"),
-    (2, {"horovod": True}, "TensorFlow"),
-    (3, {"partitions": 1, "pipeline_parallel_degree": 2}, "means the same key"),
     (4, {"partitions": 3}, "2 processes cannot form groups"),
-    (5, {"partitions": 1}, "set ddp=True"),
-    (5, {"tensor_parallel_degree": 2}, "needs ddp"),
-    (6, {"placement_strategy": "PPD"}, "placement_strategy='PPD'"),
-    (7, {"partitions": 2, "auto_partition": False, "default_partition": 2}, "outside [0, 2)"),
     (8, {"partitions": 2, "fp16": True, "bf16": True}, "choose one of fp16 and bf16"),
     (10, {"ddp": True, "sharded_data_parallel_degree": 3}, "does not divide"),
-    (
-        10,
-        {"ddp": True, "sharded_data_parallel_degree": 2, "shard_optimizer_state": True},
-        "shard_optimizer_state=False",
-    ),
-    (11, {"activation_loading_horizon": 0}, "activation_loading_horizon=0"),
-    (11, {"microbatches": 0}, "microbatches=0"),
-    (11, {"active_microbatches": 0}, "active_microbatches=0"),
-    (12, {"memory_weight": 1.5}, "memory_weight=1.5"),
-    (13, {"ddp_dist_backend": "gloo"}, "ddp_dist_backend='gloo'"),
 ]
 
 
@@ -117,16 +101,6 @@ def test_missing_rank_is_named_after_the_time_out(pool: Pool) -> None:
 # ---- rows with a condition of their own --------------------------------------------
 
 
-def accept(rank: int, config: dict[str, Any]) -> bool:
-    """BF16 needs no sharding."""
-    smp.init(config)
-    return runtime.current().rank.config.bf16
-
-
-def test_row_9_bf16_without_sharding_is_no_error_of_the_configuration(pool: Pool) -> None:
-    assert pool.run(2, accept, {"partitions": 2, "bf16": True}) == [True, True]
-
-
 def init_with_faked_gpus(rank: int, share: str, config: dict[str, Any]) -> str:
     """Init on a machine that seems to have one GPU: the device, or the text of the error."""
     os.environ["SMP_SHARE_GPU"] = share
@@ -166,16 +140,6 @@ def test_data_parallel_ranks_on_one_gpu_are_refused_on_all_ranks(pool: Pool) -> 
     texts = pool.run(2, init_with_faked_gpus, "1", {"ddp": True})
     assert texts[0] == texts[1]
     assert "ranks [0, 1] share GPU 0" in texts[0]
-
-
-def init_on_cpu(rank: int) -> str:
-    os.environ.update(SMP_DEVICE="cpu")
-    smp.init({"partitions": 2})
-    return str(runtime.current().rank.device)
-
-
-def test_row_14_does_not_apply_to_cpu(pool: Pool) -> None:
-    assert pool.run(2, init_on_cpu) == ["cpu", "cpu"]
 
 
 def init_twice(rank: int, second: dict[str, Any]) -> tuple[str, int]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from smp.model import engine_of
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import own_loss, train_step_of
 
 WIDTH, BATCH = 6, 4
 
@@ -96,12 +97,7 @@ def train_uneven(rank: int, case: Case, extra: int) -> Any:
         smp.set_partition(net.last, 1)
     optimizer = smp.DistributedOptimizer(make_optimizer(model))
     replica = smp.rdp_rank()
-
-    @smp.step
-    def step_function(x: Tensor) -> Tensor:
-        loss = model(x)
-        model.backward(loss)
-        return loss
+    step_function = train_step_of(model, own_loss)
 
     def train(step: int) -> None:
         x = batch_of(replica, step)
@@ -187,13 +183,7 @@ def train_split(rank: int, num_batches: list[int]) -> Any:
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(make_optimizer(model))
     model.load_state_dict(Split().double().state_dict())
-
-    @smp.step
-    def step_function(x: Tensor) -> Tensor:
-        loss = model(x)
-        model.backward(loss)
-        return loss
-
+    step_function = train_step_of(model, own_loss)
     with model.join():
         for step in range(num_batches[rank]):
             step_function(batch_of(rank, step))
@@ -230,12 +220,7 @@ def train_half(rank: int) -> Any:
     inner = make_optimizer(model)
     args = {"init_scale": 2.0**8, "scale_window": 2}
     optimizer = smp.DistributedOptimizer(inner, dynamic_loss_scale=True, dynamic_loss_args=args)
-
-    @smp.step
-    def step_function(x: Tensor) -> Tensor:
-        loss = model(x)
-        model.backward(loss)
-        return loss
+    step_function = train_step_of(model, own_loss)
 
     def train(step: int) -> None:
         step_function(batch_of(rank, step).float())
@@ -262,13 +247,7 @@ def refuse(rank: int, config: dict[str, Any], throw: bool) -> str:
 
     smp.init(config)
     model = smp.DistributedModel(make_net())
-
-    @smp.step
-    def step_function(x: Tensor) -> Tensor:
-        loss = model(x)
-        model.backward(loss)
-        return loss
-
+    step_function = train_step_of(model, own_loss)
     try:
         with model.join(throw_on_early_termination=throw):
             for step in range(1 + rank if throw else 0):

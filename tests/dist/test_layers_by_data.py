@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import own_loss, train_step_of
 from tests.reference.models import randomise_
 
 WIDTH = 8
@@ -39,13 +40,7 @@ def losses_of(
     else:
         smp.set_tensor_parallelism(plain, plan=plan)
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     losses = [train_step(batch(sign)).reduce_mean().item() for sign in signs[rank]]
     assert all(p.shape[-1] < WIDTH or p.shape[0] < WIDTH for p in model.parameters() if p.dim() > 1)
     return losses

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool
+from tests.harness import own_loss, train_step_of
 from tests.reference.dropping import PLAN, SAMPLES, Planned, Split, SplitLM, batch, make
 from tests.reference.gradients import has_parts, marked_gradients, whole_gradients
 from tests.reference.split_modules import float64
@@ -141,14 +142,8 @@ def make_optimizer(model: Any) -> Any:
 
 
 def run_steps(model: Any, optimizer: Any, setup: Setup, seen: Seen, begin: int, end: int) -> None:
-    import smp
 
-    @smp.step
-    def train_step(ids: Tensor) -> Tensor:
-        loss = model(ids)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     for step in range(begin, end):
         seen.losses.append(train_step(own_part(batch(step), setup)).reduce_mean().item())
         seen.grads.append(marked_gradients(model))
@@ -225,7 +220,6 @@ def compare_gradients(records: list[Seen], expected: Seen, setup: Setup) -> None
 
 def masks_of_one_process(rank: int, on: bool) -> list[dict[str, Tensor]]:
     """Returns masks of the elements that some modules drop, for steps of whole batches."""
-    import smp
 
     init(Setup(microbatches=1), layout_independent_dropout=on)
     model = make_model(Setup(), None)
@@ -241,12 +235,7 @@ def masks_of_one_process(rank: int, on: bool) -> list[dict[str, Tensor]]:
 
         module.get_submodule(name).register_forward_hook(note)
 
-    @smp.step
-    def train_step(ids: Tensor) -> Tensor:
-        loss = model(ids)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     for _ in range(2):
         steps.append({})
         train_step(batch(0))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool
+from tests.harness import own_loss, train_step_of
 
 
 class Net(nn.Module):
@@ -37,12 +38,8 @@ def wrap(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def train(model: Any, optimizer: Any) -> None:
-    import smp
 
-    @smp.step
-    def step_function(x: Tensor) -> None:
-        model.backward(model(x))
-
+    step_function = train_step_of(model, own_loss)
     step_function(torch.randn(4, 6))
     optimizer.step()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import train_step_of
 
 Config = dict[str, Any]
 
@@ -26,13 +27,7 @@ def train(rank: int, config: Config, how: str) -> float:
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     reference = torch.optim.SGD(alone.parameters(), lr=0.1)
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model)
     for step in range(3):
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
         reference.zero_grad()
@@ -100,11 +95,7 @@ def run_a_step(rank: int, net: nn.Module, config: Config, inputs: Tensor) -> Non
 
     smp.init({"ddp": True, "microbatches": 2, **config})
     model = smp.DistributedModel(net)
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(inputs)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from smp.model import engine_of
 from tests.dist.pool import Pool
+from tests.harness import own_loss, train_step_of
 from tests.reference.tolerances import assert_close
 
 MICROBATCHES = 2
@@ -37,13 +38,7 @@ def gradients(
     smp.init({"microbatches": MICROBATCHES, **config})
     torch.manual_seed(0)
     model = smp.DistributedModel(make(**options))
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss = model(x)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     train_step(batch())
     grads = {
         name.removeprefix("module."): p.grad.clone()
@@ -175,12 +170,7 @@ def checkpointed(
     for layer in model.get_module().layers:
         smp.set_activation_checkpointing(layer)
 
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss = model(x)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     Half.runs = []
     train_step(batch())
     grads = {
@@ -239,13 +229,7 @@ def switched_on(rank: int) -> tuple[list[int], list[bool]]:
     for layer in plain.model.layers:
         layer.mlp.act_fn = Spy()
     model = smp.DistributedModel(plain.train())
-
-    @smp.step
-    def train_step(ids: Tensor) -> Tensor:
-        loss = model(input_ids=ids, labels=ids).loss
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, lambda model, ids: model(input_ids=ids, labels=ids).loss)
     train_step(torch.randint(41, (4, 5), generator=torch.Generator().manual_seed(1)))
     partition_of = engine_of(model).partitioning.decision.partition_of
     owned = [m for layer in plain.model.layers for m in (layer.self_attn, layer.mlp)]
@@ -427,13 +411,7 @@ def count_by_hooks(rank: int) -> tuple[dict[int, str], list[str]]:
     ]
     try:
         model = smp.DistributedModel(TiedOnce())
-
-        @smp.step
-        def train_step(x: Tensor) -> Tensor:
-            loss: Tensor = model(x)
-            model.backward(loss)
-            return loss
-
+        train_step = train_step_of(model, own_loss)
         train_step(torch.ones(4, 6))
     finally:
         for handle in handles:
@@ -557,13 +535,7 @@ def split_llava(rank: int) -> tuple[float, int]:
     plain = images_and_text()
     smp.set_tensor_parallelism(plain, True)
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def evaluate(ids: Tensor) -> Tensor:
-        loss = model(input_ids=ids, labels=ids).loss
-        model.backward(loss)
-        return loss
-
+    evaluate = train_step_of(model, lambda model, ids: model(input_ids=ids, labels=ids).loss)
     ids = torch.arange(10).view(2, 5)
     loss = evaluate(ids).outputs[0].item()
     queries = [p for name, p in model.named_parameters() if name.endswith("q_proj.weight")]

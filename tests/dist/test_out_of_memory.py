@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.dist.pool import Pool
+from tests.harness import train_step_of
 from tests.host_limit import host_memory
 
 WIDTH, SAMPLES, NUM_LAYERS = 512, 8192, 8
@@ -25,13 +26,7 @@ def train_pipeline(rank: int, limits_mb: tuple[int, int], keys: dict[str, Any]) 
     torch.manual_seed(1)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(NUM_LAYERS)]
     model = smp.DistributedModel(nn.Sequential(*layers))
-
-    @smp.step
-    def train_step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model)
     with host_memory(limits_mb[rank]):
         for _ in range(2):
             train_step(torch.ones(SAMPLES, WIDTH))
@@ -64,13 +59,7 @@ def train_replicas(rank: int, limit_mb: int, keys: dict[str, Any]) -> str:
     torch.manual_seed(1)
     model = smp.DistributedModel(nn.Sequential(*(nn.Linear(1536, 1536) for _ in range(4))))
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
-
-    @smp.step
-    def train_step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model)
     with host_memory(limit_mb):
         for _ in range(2):
             train_step(torch.ones(4, 1536))

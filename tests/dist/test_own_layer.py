@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.dist.one_step import assert_gradients
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, launch, torchrun
+from tests.harness import square_loss, train_step_of
 from tests.reference.models import randomise_
-from tests.reference.tolerances import assert_close
 
 EXAMPLE = REPO / "examples" / "own_layer"
 MODES = tuple(itertools.product(("memory", "speed"), (False, True)))
@@ -45,13 +46,7 @@ def train_once(rank: int, tp: int, optimize: str, prescaled: bool) -> tuple[dict
     with smp.tensor_parallelism():
         network = randomise_(module.Network(WIDTH, 2).double(), 1)
     model = smp.DistributedModel(network)
-
-    @smp.step
-    def train_step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model)
     train_step(batch_of(smp.rdp_rank() if prescaled else smp.dp_rank()))
     num_split = sum(model.is_distributed_parameter(p) for p in model.parameters())
     return marked_values(model, "grad"), num_split
@@ -63,17 +58,12 @@ def train_once(rank: int, tp: int, optimize: str, prescaled: bool) -> tuple[dict
 def test_own_layer_has_the_gradients_of_one_process(
     pool: Pool, tp: int, optimize: str, prescaled: bool
 ) -> None:
-    from smp.tensor_parallel import partial
-
     results = pool.run(tp, train_once, tp, optimize, prescaled)
     assert all(num_split == 2 * 5 + 1 for _, num_split in results)  # gate, up, down; the head
     plain: nn.Module = randomise_(example().Network(WIDTH, 2).double(), 1)
     batches = [batch_of(idx) for idx in range(1 if prescaled else tp)]
-    for batch in batches:
-        (plain(batch).square().mean() / len(batches)).backward()
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    whole = partial.merge([grads for grads, _ in results])
-    assert_close(whole, expected, torch.float64, f"tp {tp} {optimize} {prescaled}")
+    where = f"tp {tp} {optimize} {prescaled}"
+    assert_gradients([grads for grads, _ in results], plain, batches, where, square_loss)
 
 
 @pytest.mark.sample(keep=0)

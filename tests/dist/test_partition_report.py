@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.dist.pool import Pool
 from tests.dist.training import Run, check_runs, init, make_model
+from tests.harness import train_step_of
 from tests.reference.data import compute_loss, make_batch
 
 CHAIN = Run("chain", 2, 1)
@@ -22,13 +23,7 @@ def partitioned(run: Run) -> nn.Module:
 
     init(run)
     model = make_model(run)
-
-    @smp.step
-    def train(batch: dict[str, Tensor]) -> Tensor:
-        loss = compute_loss(run.case, model, batch)
-        model.backward(loss)
-        return loss
-
+    train = train_step_of(model, lambda model, batch: compute_loss(run.case, model, batch))
     train(make_batch(run.case, run.dtype, smp.dp_rank(), 0))
     return model
 
@@ -95,16 +90,11 @@ def test_the_report_says_which_modules_were_set(pool: Pool) -> None:
 
 
 def set_apart(rank: int) -> str:
-    import smp
 
     run = Run("reuse", 2, 1, placed=(("other", 0), ("tied", 1)))
     init(run)
     model = make_model(run)
-
-    @smp.step
-    def train(batch: dict[str, Tensor]) -> None:
-        model.backward(compute_loss(run.case, model, batch))
-
+    train = train_step_of(model, lambda model, batch: compute_loss(run.case, model, batch))
     with pytest.raises(ValueError) as refusal:
         train(make_batch(run.case, torch.float64, 0, 0))
     return str(refusal.value)
@@ -196,15 +186,10 @@ def test_a_saved_partition_is_used_again_even_if_edited(pool: Pool, tmp_path: Pa
 
 
 def refused(rank: int, key: str, value: Any) -> str:
-    import smp
 
     init(Run("chain", 2, 1, config=((key, value),)))
     model = make_model(CHAIN)
-
-    @smp.step
-    def train(batch: dict[str, Tensor]) -> None:
-        model.backward(compute_loss("chain", model, batch))
-
+    train = train_step_of(model, lambda model, batch: compute_loss("chain", model, batch))
     with pytest.raises(ValueError) as refusal:
         train(make_batch("chain", torch.float64, 0, 0))
     return str(refusal.value)

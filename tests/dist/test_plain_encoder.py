@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.dist.pool import Pool
+from tests.harness import train_step_of
 from tests.reference.models import randomise_
 
 WIDTH = 8
@@ -30,13 +31,7 @@ def use_marked(rank: int) -> dict[str, Any]:
     with smp.tensor_parallelism():
         network = make()
     model = smp.DistributedModel(network)
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model)
     train_step(x)
     grads = {name: p.grad for name, p in network[0].named_parameters()}
     model.eval()

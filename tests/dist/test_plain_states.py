@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import train_step_of
 
 Config = dict[str, Any]
 PARTS: list[Config] = [{"pipeline_parallel_degree": 2}, {"sharded_data_parallel_degree": 2}]
@@ -27,10 +28,7 @@ def ask(rank: int, config: Config, what: str) -> Any:
     if smp.pp_size() > 1:
         smp.set_partition(last, 1)
 
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
     train_step(torch.ones(4, 64))
     optimizer.step()
@@ -76,11 +74,7 @@ def save_pretrained(rank: int, folder: str, gathers: bool) -> Any:
     sizes = dict(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=16)
     plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(ids: Tensor) -> None:
-        model.backward(model(ids, labels=ids).loss)
-
+    train_step = train_step_of(model, lambda model, ids: model(ids, labels=ids).loss)
     train_step(torch.ones(4, 8, dtype=torch.long))
     state = model.state_dict() if gathers else None
     if rank == 0:

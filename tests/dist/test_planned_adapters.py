@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.dist.pool import Pool
 from tests.dist.steps import marked_values
+from tests.harness import labelled_loss, train_step_of
 from tests.reference.lifted_casts import lift_forwards, lifted_casts
 from tests.reference.models import randomise_
 from tests.reference.split_families import make_split_batch, make_split_family
@@ -38,11 +39,7 @@ def train_once(rank: int, case: str, tp: int, prescaled: bool) -> tuple[Any, Any
     lift_forwards(plain)
     smp.set_tensor_parallelism(plain)
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> None:
-        model.backward(model(**batch)["loss"])
-
+    train_step = train_step_of(model, labelled_loss)
     train_step(make_split_batch(case, smp.rdp_rank() if prescaled else smp.dp_rank(), 0))
     shapes = {name: tuple(p.shape) for name, p in model.local_named_parameters()}
     return marked_values(model, "grad"), shapes

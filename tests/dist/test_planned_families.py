@@ -17,6 +17,7 @@ from tests.dist.split_training import (
     init_split,
 )
 from tests.dist.steps import marked_values
+from tests.harness import labelled_loss, train_step_of
 from tests.reference.lifted_casts import lifted_casts
 from tests.reference.split_families import (
     PLANNED_FAMILIES,
@@ -33,7 +34,8 @@ from tests.reference.tolerances import assert_close
 def test_planned_family_trains_like_one_process(
     pool: Pool, case: str, layout: tuple[int, int, int]
 ) -> None:
-    check_runs(pool, [SplitRun(case, *layout, mode, bool(scaled)) for mode, scaled in MODES])
+    modes = MODES if layout != (2, 2, 2) else (MODES[0], MODES[3])  # eight processes take longest
+    check_runs(pool, [SplitRun(case, *layout, mode, bool(scaled)) for mode, scaled in modes])
 
 
 @pytest.mark.sample(keep=1)
@@ -56,11 +58,7 @@ def train_on_masks(rank: int, run: SplitRun) -> dict[str, Any]:
 
     init_split(run)
     model = smp.DistributedModel(build_marked(run))
-
-    @smp.step
-    def train_step(batch: dict[str, torch.Tensor]) -> None:
-        model.backward(model(**batch)["loss"])
-
+    train_step = train_step_of(model, labelled_loss)
     train_step(batch_of(smp.dp_rank()))
     return marked_values(model, "grad")
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.dist.one_step import assert_gradients
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import own_loss, train_step_of
 from tests.reference.models import randomise_
-from tests.reference.tolerances import assert_close
 
 MODES = tuple(itertools.product(("memory", "speed"), (False, True)))
 SAMPLES, LENGTH, WIDTH, HEADS, INNER, WORDS = 3, 5, 12, 6, 14, 11
@@ -113,23 +114,16 @@ def train_once(
     with smp.tensor_parallelism(plan=plan):
         plain = randomise_(network().double(), 1)
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(ids: Tensor) -> Tensor:
-        loss: Tensor = model(ids)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     train_step(batch_of(smp.rdp_rank() if prescaled else smp.dp_rank()))
     shapes = {name: tuple(p.shape) for name, p in model.local_named_parameters()}
     return marked_values(model, "grad"), shapes
 
 
-def expected_grads(network: type[nn.Module], num_batches: int) -> dict[str, Any]:
+def check(results: Any, network: type[nn.Module], num_batches: int, where: str) -> None:
     plain = randomise_(network().double(), 1)
-    for idx in range(num_batches):
-        (plain(batch_of(idx)) / num_batches).backward()
-    return {name: p.grad for name, p in plain.named_parameters()}
+    batches = [batch_of(idx) for idx in range(num_batches)]
+    assert_gradients([grads for grads, _ in results], plain, batches, where)
 
 
 @pytest.mark.sample(keep=4)
@@ -138,8 +132,6 @@ def expected_grads(network: type[nn.Module], num_batches: int) -> dict[str, Any]
 def test_planned_modules_have_the_gradients_of_one_process(
     pool: Pool, tp: int, optimize: str, prescaled: bool
 ) -> None:
-    from smp.tensor_parallel import partial
-
     results = pool.run(tp, train_once, Network, tp, optimize, prescaled)
     for rank, (_, shapes) in enumerate(results):
         heads = (3, 3)[rank] if tp == 2 else (2, 2, 1, 1)[rank]
@@ -150,28 +142,20 @@ def test_planned_modules_have_the_gradients_of_one_process(
         assert shapes["blocks.1.down.weight"] == (WIDTH, inner)
         assert shapes["head.weight"][0] == shapes["table.weight"][0] < WORDS
         assert shapes["middle.weight"] == (WIDTH, WIDTH // tp)
-    expected = expected_grads(Network, 1 if prescaled else tp)
-    whole = partial.merge([grads for grads, _ in results])
-    assert_close(whole, expected, torch.float64, f"tp {tp} {optimize} {prescaled}")
+    check(results, Network, 1 if prescaled else tp, f"tp {tp} {optimize} {prescaled}")
 
 
 @pytest.mark.parametrize("prescaled", [False, True])
 def test_a_pipeline_cuts_between_planned_blocks(pool: Pool, prescaled: bool) -> None:
-    from smp.tensor_parallel import partial
-
     results = pool.run(4, train_once, Network, 2, "memory", prescaled, 2)
-    assert 0 < len(results[0][1]) < len(expected_grads(Network, 1))
-    whole = partial.merge([grads for grads, _ in results])
-    assert_close(whole, expected_grads(Network, 1 if prescaled else 2), torch.float64, "pp 2")
+    assert 0 < len(results[0][1]) < len(list(Network().parameters()))
+    check(results, Network, 1 if prescaled else 2, "pp 2")
 
 
 @pytest.mark.parametrize("prescaled", [False, True])
 def test_code_that_reads_planned_weights_gets_them_whole(pool: Pool, prescaled: bool) -> None:
-    from smp.tensor_parallel import partial
-
     results = pool.run(2, train_once, Reading, 2, "speed", prescaled)
-    whole = partial.merge([grads for grads, _ in results])
-    assert_close(whole, expected_grads(Reading, 1 if prescaled else 2), torch.float64, "read")
+    check(results, Reading, 1 if prescaled else 2, "read")
 
 
 class DroppingBlock(Block):
@@ -273,8 +257,6 @@ ROUTED = {
 def test_packed_columns_and_experts_have_the_gradients_of_one_process(
     pool: Pool, tp: int, prescaled: bool
 ) -> None:
-    from smp.tensor_parallel import partial
-
     results = pool.run(tp, train_once, Routed, tp, "speed", prescaled, 1, ROUTED)
     for rank, (_, shapes) in enumerate(results):
         inner = (7, 7)[rank] if tp == 2 else (5, 5, 4)[rank]
@@ -282,9 +264,7 @@ def test_packed_columns_and_experts_have_the_gradients_of_one_process(
         assert shapes["experts.gate_up"] == (3, 2 * inner, WIDTH)
         assert shapes["experts.down"] == (3, WIDTH, inner)
         assert shapes["table.weight"] == (WORDS, WIDTH // tp)
-    whole = partial.merge([grads for grads, _ in results])
-    expected = expected_grads(Routed, 1 if prescaled else tp)
-    assert_close(whole, expected, torch.float64, f"tp {tp} {prescaled}")
+    check(results, Routed, 1 if prescaled else tp, f"tp {tp} {prescaled}")
 
 
 class Gained(nn.Module):
@@ -307,10 +287,7 @@ def train_twice(rank: int, plan: dict[str, str], prescaled: bool) -> Tensor:
     with smp.tensor_parallelism(plan=plan):
         model = smp.DistributedModel(randomise_(Gained().double(), 1))
 
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     x = torch.ones(SAMPLES, LENGTH, WIDTH, dtype=torch.float64)
     train_step(x)
     grad = dict(model.local_named_parameters())["gain"].grad
@@ -368,11 +345,7 @@ def refuse(rank: int, plan: dict[str, str], make: Any, run: bool = False) -> Non
     with smp.tensor_parallelism(plan=plan):
         plain = make().double()
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x))
-
+    train_step = train_step_of(model, own_loss)
     if run:
         train_step(torch.ones(SAMPLES, LENGTH, WIDTH, dtype=torch.float64))
 

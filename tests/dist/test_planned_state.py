@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.dist.pool import Pool
 from tests.dist.split_training import SplitRun, build_marked
 from tests.dist.steps import make_optimizer
+from tests.harness import labelled_loss, train_step_of
 from tests.reference.former_names import make_former
 from tests.reference.split_families import make_split_batch
 
@@ -31,12 +32,7 @@ def make(run: SplitRun, seed: int, **config: Any) -> tuple[Any, Any, Any]:
     )  # fmt: skip
     model = smp.DistributedModel(build_marked(run, seed))
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
-
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = model(**batch)["loss"]
-        model.backward(loss)
-        return loss
+    train_step = train_step_of(model, labelled_loss)
 
     def train(step: int) -> None:
         train_step(make_split_batch(run.case, 0, step))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.dist.one_step import train_once
+from tests.dist.one_step import assert_gradients, train_once
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import labelled_loss, train_step_of
 from tests.reference.models import randomise_
 from tests.reference.split_families import build_split_family, make_split_batch
-from tests.reference.tolerances import assert_close
 
 SAMPLES, LENGTH, WIDTH, HEADS, INNER = 2, 5, 12, 4, 20
 QKV = {"body.qkv": "colwise", "body.proj": "rowwise"}
@@ -214,16 +214,10 @@ def test_code_that_looks_at_all_features_together_is_refused(
 def test_plans_that_fit_are_taken(
     pool: Pool, cls: type[nn.Module], plan: dict[str, str], tp: int, pp: int, prescaled: bool
 ) -> None:
-    from smp.tensor_parallel import partial
-
     results = pool.run(tp * pp, train, cls, plan, tp, prescaled, pp)
-    plain = make(cls)
-    num_batches = 1 if prescaled else tp
-    for idx in range(num_batches):
-        (plain(batch_of(idx)) / num_batches).backward()
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    merged = partial.merge([grads for grads, _, _ in results])
-    assert_close(merged, expected, torch.float64, f"{cls.__name__} tp {tp}")
+    batches = [batch_of(idx) for idx in range(1 if prescaled else tp)]
+    grads = [grads for grads, _, _ in results]
+    assert_gradients(grads, make(cls), batches, f"{cls.__name__} tp {tp}")
 
 
 def train_and_look(rank: int, cls: type[nn.Module]) -> Any:
@@ -286,11 +280,7 @@ def train_by_own_plan(rank: int, case: str, prescaled: bool, dtype: torch.dtype)
     plan = {key: word for key, word in plain.tp_plan.items() if key not in unused}
     smp.set_tensor_parallelism(plain, plan=plan)
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> None:
-        model.backward(model(**batch)["loss"])
-
+    train_step = train_step_of(model, labelled_loss)
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     try:

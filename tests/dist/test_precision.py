@@ -23,6 +23,7 @@ from tests.dist.half_training import (
     train,
 )
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import train_step_of
 from tests.reference.denoiser import Denoiser
 from tests.reference.tolerances import largest
 
@@ -249,13 +250,7 @@ def step_tinily(rank: int, precision: str) -> tuple[float, float, int]:
     smp.init({"ddp": True, precision: True})
     model = smp.DistributedModel(Scale())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=2.0**-13))
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss = model(x).mean()
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, lambda model, x: model(x).mean())
     changes = 0
     weight = model.get_module().weight
     for _ in range(128):

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.sample
 NUM_SOME, NUM_OTHERS = 24, 240
 DEFAULT = {"some": NUM_SOME, "others": NUM_OTHERS, "all": NUM_SOME + NUM_OTHERS}[SAMPLES]
 NUM_PROGRAMS = int(os.environ.get("SMP_NUM_PROGRAMS", str(DEFAULT)))
+NUM_FEW = max(20, NUM_PROGRAMS // 10) if NUM_PROGRAMS > NUM_SOME else 6
 SHRINK = bool(os.environ.get("SMP_SHRINK"))
 # Results of a callee that share memory with each other, and are then written to.
 REFUSAL = "results that share memory, and one of them was changed in place"
@@ -179,7 +180,7 @@ def test_random_programs_whose_results_change_with_the_data_equal_plain_autograd
     pool: Pool,
 ) -> None:
     """Results that are missing, or have fewer rows, as the data tell."""
-    seen = Seen(max(20, NUM_PROGRAMS // 10))
+    seen = Seen(NUM_FEW)
 
     def check(programs: list[Program]) -> None:
         surprising = [p for p in programs if '["maybe"' in p.text() or '["some"' in p.text()]
@@ -190,7 +191,7 @@ def test_random_programs_whose_results_change_with_the_data_equal_plain_autograd
 
 
 def test_random_programs_with_dropout_are_bitwise_equal_whatever_is_late(pool: Pool) -> None:
-    seen = Seen(max(20, NUM_PROGRAMS // 20))
+    seen = Seen(NUM_FEW)
 
     def check(programs: list[Program]) -> None:
         news = seen.news([p for p in programs if "dropout" in p.instructions()])

@@ -9,71 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import (
+    WIDTH,
+    Config,
+    Heard,
+    Layers,
+    assert_near,
+    layouts,
+    own_samples,
+    samples_of,
+    train_step_of,
+    wholes,
+    wrapped,
+)
 
-WIDTH, STEPS = 8, 4
-Config = dict[str, Any]
-LAYOUTS: dict[str, tuple[int, Config]] = {
-    "pipeline": (2, {"pipeline_parallel_degree": 2}),
-    "replicas": (2, {}),
-    "sharded": (2, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0}),
-    "sharded state": (2, {"shard_optimizer_state": True}),
-    "bf16": (2, {"bf16": True}),
-    "split": (2, {"tensor_parallel_degree": 2}),
-    "split, one batch": (2, {"tensor_parallel_degree": 2, "prescaled_batch": True}),
-    "pipeline of replicas": (4, {"pipeline_parallel_degree": 2}),
-}
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
-
-
-def samples_of(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, WIDTH, generator=generator, dtype=torch.float64)
-
-
-def own_samples(step: int) -> Tensor:
-    import smp
-
-    return samples_of(step).chunk(smp.rdp_size())[smp.rdp_rank()]
-
-
-class Heard(logging.Handler):
-    def __init__(self, words: str) -> None:
-        super().__init__()
-        self.words = words
-        self.texts: list[str] = []
-        logging.getLogger("smp").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self.words in record.getMessage():
-            self.texts.append(record.getMessage())
-
-
-def wrapped(config: Config, net: Any) -> Any:
-    import smp
-
-    smp.init({"ddp": True, "microbatches": 2, "auto_partition": False, **config})
-    if smp.tp_size() > 1:
-        for layer in net.layers[1:3]:
-            smp.set_tensor_parallelism(layer)
-    model = smp.DistributedModel(net)
-    if smp.pp_size() > 1:
-        for layer in net.layers[2:]:
-            smp.set_partition(layer, 1)
-    return model
+STEPS = 4
+LAYOUTS = layouts(
+    "pipeline", "replicas", "sharded", "sharded state", "bf16", "split", "split, one batch",
+    "pipeline of replicas",
+)  # fmt: skip
 
 
 # ---- hyperparameters ---------------------------------------------------------------------------
@@ -84,23 +41,19 @@ def reduce_on_plateau(rank: int, config: Config, differs: str, wraps: bool) -> A
     import smp
 
     dtype = torch.float32 if "bf16" in config else torch.float64
-    model = wrapped(config, Net().to(dtype))
+    model = wrapped(config, Layers().to(dtype))
     listed = list(model.parameters())
     groups = [{"params": listed[::2], "weight_decay": 0.1}, {"params": listed[1::2]}]
     own = torch.optim.AdamW(groups, lr=0.01)
     optimizer = smp.DistributedOptimizer(own) if wraps else own
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     for step in range(STEPS):
         optimizer.zero_grad()
-        train_step(own_samples(step).to(dtype))
+        train_step(own_samples(step, dtype))
         optimizer.step()
         if step == 1 and rank == smp.size() - 1 and differs:
             optimizer.param_groups[1][differs] = 0.5
-    return {name: value.double() for name, value in model.state_dict().items()}
+    return wholes(model)
 
 
 @pytest.mark.parametrize("differs", ["lr", "weight_decay"])
@@ -126,7 +79,7 @@ def leave_after(rank: int, config: Config, leaves: str, folder: str) -> None:
     """The last update has another rate on one rank; what it has made leaves the job."""
     import smp
 
-    model = wrapped(config, Net())
+    model = wrapped(config, Layers())
     listed = list(model.parameters())
     groups = [{"params": listed[::2]}, {"params": listed[1::2]}]
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups, lr=0.01))
@@ -138,7 +91,7 @@ def leave_after(rank: int, config: Config, leaves: str, folder: str) -> None:
             model.backward(loss)
 
     for number in range(2):
-        step(own_samples(number).float())
+        step(own_samples(number, torch.float32))
         if number == 1 and rank == smp.size() - 1:
             optimizer.param_groups[1]["lr"] = 0.5
         optimizer.step()
@@ -148,7 +101,7 @@ def leave_after(rank: int, config: Config, leaves: str, folder: str) -> None:
         model.state_dict()
     else:
         with torch.no_grad():
-            step(own_samples(2).float())
+            step(own_samples(2, torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +124,7 @@ def test_the_last_update_is_compared_where_it_leaves_the_job(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_hyperparameters_train_as_in_one_process(pool: Pool, layout: str) -> None:
     size, config = LAYOUTS[layout]
-    net = Net().double()
+    net = Layers().double()
     listed = list(net.parameters())
     groups = [{"params": listed[::2], "weight_decay": 0.1}, {"params": listed[1::2]}]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
@@ -180,21 +133,15 @@ def test_equal_hyperparameters_train_as_in_one_process(pool: Pool, layout: str) 
         net(samples_of(step)).square().mean().backward()
         optimizer.step()
     bound = 0.02 if "bf16" in config else 1e-12
-    for values in pool.run(size, reduce_on_plateau, config, "", True):
-        for name, value in net.state_dict().items():
-            torch.testing.assert_close(values[name], value, rtol=0, atol=bound)
+    assert_near(pool.run(size, reduce_on_plateau, config, "", True), net.state_dict(), bound)
 
 
 def by_rank(rank: int) -> None:
     """Trains on a pipeline whose ranks have groups of their own parameters, with own rates."""
     import smp
 
-    model = wrapped({"pipeline_parallel_degree": 2}, Net().double())
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    model = wrapped({"pipeline_parallel_degree": 2}, Layers().double())
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     own = list(model.local_parameters())
     groups = [{"params": own}] if rank == 0 else [{"params": [p], "lr": 0.3} for p in own]
@@ -215,7 +162,7 @@ def train_unwrapped(rank: int, config: Config, how: str) -> float:
     import smp
 
     smp.init({"ddp": True, "microbatches": 2, **config})
-    net = Net().double()
+    net = Layers().double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
     @smp.step
@@ -243,7 +190,7 @@ def test_a_forgotten_distributed_model_is_an_error(pool: Pool, size: int, config
 
 @pytest.mark.parametrize("how", ["evaluate", "look"])
 def test_step_functions_that_train_nothing_need_no_model(pool: Pool, how: str) -> None:
-    expected = Net().double()(samples_of(0)).square().mean().item()
+    expected = Layers().double()(samples_of(0)).square().mean().item()
     for seen in pool.run(2, train_unwrapped, {}, how):
         assert seen == pytest.approx(expected, rel=1e-12)
 
@@ -259,7 +206,7 @@ def train_on(rank: int, config: Config, others: str) -> list[str]:
     import smp
 
     heard = Heard("Ranks of one pipeline train on one batch")
-    model = wrapped(config, Net().double())
+    model = wrapped(config, Layers().double())
 
     @smp.step
     def train_step(x: Tensor | None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool
+from tests.harness import forward_step, train_step_of
 
 WIDTH = 8
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -47,17 +48,8 @@ def train(rank: int, config: dict[str, Any]) -> tuple[int, list[dict[str, Tensor
     if smp.pp_size() > 1:
         smp.set_partition(net.last, 1)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    @smp.step
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    @smp.step
-    def evaluate(x: Tensor) -> Tensor:
-        return model(x)
-
+    step = train_step_of(model)
+    evaluate = forward_step(model)
     same = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(9))
     states, outputs = [], []
     for idx in range(3):

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.dist.pool import Pool
 from tests.dist.resume_training import Job, make, state_of
+from tests.harness import train_step_of
 
 
 def save_on_one(rank: int, folder: str, elsewhere: str) -> tuple[str, str]:
@@ -388,13 +389,7 @@ def follow(rank: int, folder: str, saves: bool) -> str:
             smp.set_partition(layer, int(idx == 5))
     model = smp.DistributedModel(plain)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    @smp.step
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
-
+    step = train_step_of(model, lambda model, x: model(x).sum())
     if not saves:
         smp.resume_from_checkpoint(folder)
     step(torch.ones(2, 3))

@@ -15,6 +15,7 @@ from smp.checkpoint import exporting, huggingface, manifest, resharding
 from smp.v1.sharded_checkpoint import get_full_state_dict_from_sharded_data_parallel_checkpoint
 from tests.dist.pool import Pool
 from tests.dist.resume_training import BEFORE, CASE, Job, make, state_of
+from tests.samples import part_of
 
 WHOLE = (
     Job(1, 1, 1, "none", "fp32"),
@@ -143,11 +144,12 @@ FORMS = {
 }
 
 
+@pytest.mark.sample
 def test_whole_files_load_into_every_layout(pool: Pool, tmp_path: Path) -> None:
     expected = write_forms(tmp_path)
     jobs = (Job(2, 1, 2, "sdp2", "fp32", delayed=True), Job(1, 2, 1, "none", "fp32"))
-    for idx, (folder, tag) in enumerate(FORMS.items()):
-        job = jobs[idx % 2]
+    for folder, tag in part_of(list(FORMS.items()), 2):
+        job = jobs[list(FORMS).index(folder) % 2]
         for early in (True, False):
             arguments = (str(tmp_path / folder), tag, early)
             for content, state in pool.run(job.world_size, resume_whole, job, *arguments):

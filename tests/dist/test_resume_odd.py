@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.dist.pool import Pool
 from tests.dist.resume_training import State, state_of
+from tests.harness import train_step_of
 
 EXTRA = "counting._extra_state"
 
@@ -100,12 +101,7 @@ def make_odd(way: Way, seed: int) -> tuple[Any, Any, Any]:
     torch.manual_seed(seed)
     model = smp.DistributedModel(Odd(way.tied))
     optimizer = smp.DistributedOptimizer(OPTIMIZERS[way.optimizer](model))
-
-    @smp.step
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    step = train_step_of(model)
 
     def train(number: int) -> None:
         generator = torch.Generator().manual_seed(number)

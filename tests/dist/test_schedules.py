@@ -15,6 +15,7 @@ from smp import _C
 from smp.schedule import POLICIES
 from tests.dist.pool import Pool
 from tests.dist.training import SCHEDULES, Run, check_runs, strip
+from tests.harness import train_step_of
 from tests.reference.families import FAMILIES
 
 NEW = [name for name in POLICIES if name not in SCHEDULES]
@@ -71,11 +72,7 @@ def executed(
     smp.init({"pipeline_parallel_degree": pp, "skip_tracing": True} | config)
     torch.manual_seed(0)
     model = smp.DistributedModel(nn.Sequential(*(SlowBlock(*each) for each in times)))
-
-    @smp.step
-    def train(x: Tensor) -> None:
-        model.backward(model(x).mean())
-
+    train = train_step_of(model, lambda model, x: model(x).mean())
     for _ in range(3):
         train(torch.ones(config["microbatches"], 4))
     lines: list[str] = smp.allgather(smp.metrics.executed_schedule(), smp.PP_GROUP)
@@ -247,11 +244,7 @@ def _train_scaling(rank: int | None, pipeline: str = "") -> dict[str, Tensor]:
         return {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": pipeline})
     model: Any = smp.DistributedModel(net)
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(x)
     model.zero_grad()
     train_step(x)  # without the hooks of the check of the first step

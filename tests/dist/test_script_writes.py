@@ -15,10 +15,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from smp.tensor_parallel.sharding import interval_of, slice_of
 from tests.dist.pool import Pool
-from tests.dist.test_part_gradients import Heard
+from tests.harness import Config, Heard, Layers, train_step_of
 
 WIDTH, STEPS, LIMIT = 6, 4, 0.3
-Config = dict[str, Any]
 LAYOUTS: dict[str, tuple[int, Config]] = {
     "replicas": (2, {}),
     "pipeline": (2, {"pipeline_parallel_degree": 2}),
@@ -34,18 +33,11 @@ ABSENT = ["pipeline", "sharded", "pipeline and sharded"]
 SHOWN = ["replicas", "sharded state"]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        for parameter in self.layers[1].parameters():
-            parameter.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
+def made() -> Layers:
+    """Makes a model whose second layer is frozen."""
+    net = Layers(WIDTH)
+    net.layers[1].requires_grad_(False)
+    return net
 
 
 def samples_of(step: int) -> Tensor:
@@ -74,7 +66,7 @@ def wrapped(config: Config, net: nn.Module) -> Any:
 
 def masks() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(9)
-    parameters = Net().named_parameters()
+    parameters = made().named_parameters()
     return {n: torch.rand(p.shape, generator=generator) > 0.2 for n, p in parameters}
 
 
@@ -99,7 +91,7 @@ WRITES: list[Callable[[nn.Parameter, Tensor], None]] = [clip, decay, mask, fill]
 
 
 def plain_run(write: Any) -> dict[str, Tensor]:
-    net, kept = Net(), masks()
+    net, kept = made(), masks()
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -114,7 +106,7 @@ def run(rank: int, config: Config, write: Any) -> tuple[dict[str, Tensor], list[
     import smp
 
     kept = masks()
-    model = wrapped(config, Net())
+    model = wrapped(config, made())
     if smp.tp_size() > 1:
         kept = {
             n: slice_of(kept[n], interval_of(p)) for n, p in model.get_module().named_parameters()
@@ -122,11 +114,7 @@ def run(rank: int, config: Config, write: Any) -> tuple[dict[str, Tensor], list[
     optimizer = smp.DistributedOptimizer(
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     )
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     for step in range(STEPS):
         optimizer.zero_grad()
         train_step(samples_of(step).chunk(smp.dp_size())[smp.dp_rank()])
@@ -151,15 +139,11 @@ def test_writes_of_each_element_equal_one_process(pool: Pool, layout: str, write
 def keep_masters(rank: int, config: Config) -> dict[str, tuple[int, Tensor]]:
     import smp
 
-    model = wrapped({"bf16": True, **config}, Net())
+    model = wrapped({"bf16": True, **config}, made())
     optimizer = smp.DistributedOptimizer(
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     )
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     optimizer.step()
     for _ in range(20):
@@ -185,7 +169,7 @@ def keep_masters(rank: int, config: Config) -> dict[str, tuple[int, Tensor]]:
 def test_writes_of_each_element_are_done_with_the_digits_of_masters(
     pool: Pool, layout: str
 ) -> None:
-    net = Net()
+    net = made()
     for _ in range(20):
         for parameter in net.parameters():
             decay(parameter, parameter)
@@ -253,14 +237,10 @@ READS: list[Callable[[Any, Any], None]] = [
 def read(rank: int, config: Config, code: Any) -> dict[str, Tensor]:
     import smp
 
-    ahead = AveragedModel(Net(), multi_avg_fn=None)
-    model = wrapped(config, Net())
+    ahead = AveragedModel(made(), multi_avg_fn=None)
+    model = wrapped(config, made())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     for step in range(2):
         optimizer.zero_grad()
         train_step(samples_of(step).chunk(smp.dp_size())[smp.dp_rank()])
@@ -271,7 +251,7 @@ def read(rank: int, config: Config, code: Any) -> dict[str, Tensor]:
 
 
 def read_alone(code: Any) -> dict[str, Tensor]:
-    ahead, net = AveragedModel(Net()), Net()
+    ahead, net = AveragedModel(made()), made()
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
 
     class Plain:
@@ -324,13 +304,9 @@ def compute_numbers(rank: int, config: Config) -> list[str]:
     import smp
 
     heard = Heard("computes a number")
-    model = wrapped(config, Net())
+    model = wrapped(config, made())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     for step in range(2):
         train_step(samples_of(step))
         optimizer.step()
@@ -361,7 +337,7 @@ def test_a_number_of_a_slice_is_told_once_for_each_line(pool: Pool) -> None:
 def penalise_in_step(rank: int, config: Config) -> None:
     import smp
 
-    model = wrapped(config, Net())
+    model = wrapped(config, made())
 
     @smp.step
     def train_step(x: Tensor) -> None:
@@ -398,14 +374,9 @@ def other_memory(parameter: nn.Parameter) -> None:
 
 
 def write(rank: int, config: Config, code: Any) -> str:
-    import smp
 
-    model = wrapped(config, Net())
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    model = wrapped(config, made())
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     message = ""
     for parameter in model.parameters():
@@ -438,7 +409,7 @@ def rotate(parameters: dict[str, nn.Parameter]) -> None:
 
 
 def plain_rotation() -> list[dict[str, Tensor]]:
-    net, states = Net(), []
+    net, states = made(), []
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -452,16 +423,12 @@ def plain_rotation() -> list[dict[str, Tensor]]:
 def run_rotation(rank: int, config: Config) -> list[dict[str, Tensor]]:
     import smp
 
-    model = wrapped(config, Net())
+    model = wrapped(config, made())
     plain = model.get_module()
     optimizer = smp.DistributedOptimizer(
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     )
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     states = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -493,13 +460,9 @@ def show_some(rank: int, config: Config) -> dict[str, str]:
     import smp
     from smp.modules.materialize import is_placeholder
 
-    model = wrapped(config, Net())
+    model = wrapped(config, made())
     plain = model.get_module()
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     messages: dict[str, str] = {}
 
@@ -546,7 +509,7 @@ def test_some_parameters_are_whole_and_misuse_is_named(pool: Pool, layout: str) 
 def enter_on_one_rank(rank: int) -> None:
     import smp
 
-    model = wrapped({}, Net())
+    model = wrapped({}, made())
     if rank == 0:
         with smp.whole_parameters(model):
             pass

@@ -15,6 +15,7 @@ from smp.model import engine_of
 from smp.modules.materialize import is_placeholder
 from tests.dist.pool import WITHOUT_CHECKS, Outcome, Pool
 from tests.dist.sharded_training import SHARDED, stats_of
+from tests.harness import forward_step, train_step_of
 from tests.reference.models import randomise_
 
 WIDTH = 6
@@ -310,11 +311,7 @@ def train_slopes(rank: int) -> None:
     init(microbatches=1)
     model = wrap("Blocks")
     optimizer = smp.DistributedOptimizer(sgd(model))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(slope_of(model, x))
-
+    train_step = train_step_of(model, lambda model, x: slope_of(model, x))
     plain = build("Blocks")
     plain_optimizer = sgd(plain)
     for step in range(2):
@@ -361,16 +358,11 @@ def test_plain_loops_and_evaluation_outside_of_steps(pool: Pool) -> None:
 
 
 def keep_small(rank: int) -> None:
-    import smp
 
     init(sdp_param_persistence_threshold=WIDTH + 1)
     model = wrap("Blocks")
     root = model.get_module()
-
-    @smp.step
-    def evaluate(x: Tensor) -> Tensor:
-        return model(x)
-
+    evaluate = forward_step(model)
     with torch.no_grad():
         evaluate(batch_of(0, 0))
         gathered = stats_of(model)["gathered_bytes"]
@@ -492,15 +484,10 @@ def test_a_forward_that_fails_everywhere_does_no_harm(pool: Pool) -> None:
 
 
 def disagree(rank: int) -> None:
-    import smp
 
     init(microbatches=4)
     model = wrap("Blocks")
-
-    @smp.step
-    def evaluate(x: Tensor) -> Tensor:
-        return model(x)
-
+    evaluate = forward_step(model)
     with torch.no_grad():
         evaluate(torch.zeros(2 + rank, WIDTH, dtype=torch.float64))
 

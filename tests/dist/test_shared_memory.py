@@ -17,6 +17,7 @@ from smp.observe.metrics import difference, server_stats
 from smp.world import runtime
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, run_ranks
+from tests.harness import train_step_of
 
 pytestmark = pytest.mark.alone
 
@@ -34,13 +35,7 @@ def train(rank: int, steps: int = 1) -> dict[str, Any]:
         with smp.partition(index):
             layers.append(nn.Linear(WIDTH, WIDTH))
     model = smp.DistributedModel(nn.Sequential(*layers))
-
-    @smp.step
-    def train_step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model)
     x = torch.randn(ROWS, WIDTH)
     train_step(x)  # partitions
     before = server_stats()

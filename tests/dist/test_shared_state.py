@@ -16,6 +16,7 @@ from tests.dist.stack_training import (
     assert_remote,
     assert_trained_as_alone,
 )
+from tests.harness import own_loss, train_step_of
 from tests.reference import shared_state
 
 
@@ -35,7 +36,7 @@ def train(
     return result
 
 
-@pytest.mark.sample(keep=len(shared_state.CASES))
+@pytest.mark.sample(keep=6)
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("case", shared_state.CASES)
 def test_modules_share_state_as_in_one_process(pool: Pool, case: str, pp: int) -> None:
@@ -184,13 +185,7 @@ def train_apart(rank: int, how: str, make: Any = ReadsWeight) -> None:
     plain = make(how)
     smp.set_partition(plain.second, 1)
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss = model(x)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     for _ in range(2):
         train_step(torch.ones(4, 6))
 

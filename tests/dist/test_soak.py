@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool
+from tests.harness import forward_step, own_loss, train_step_of
 from tests.reference.boundary import (
     WIDTH,
     InPlaceOnResults,
@@ -90,17 +91,8 @@ def run_long(rank: int) -> tuple[Sample, Sample, list[float]]:
     )
     model: Any = smp.DistributedModel(randomise_(Everything(smp.partition), 3).train())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
-
-    @smp.step
-    def train(x: Tensor) -> Tensor:
-        loss = model(x)
-        model.backward(loss)
-        return loss
-
-    @smp.step
-    def evaluate(x: Tensor) -> Tensor:
-        return model(x)
-
+    train = train_step_of(model, own_loss)
+    evaluate = forward_step(model)
     losses = []
     generator = torch.Generator().manual_seed(9)
     for step in range(STEPS):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.dist.pool import Pool
 from tests.dist.split_training import SplitRun, init_split
 from tests.dist.steps import make_optimizer
+from tests.harness import own_loss, train_step_of
 from tests.reference.split_modules import float64
 
 STEPS = 3
@@ -57,13 +58,7 @@ def train(
     with float64():
         model = smp.DistributedModel(Classifier())
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
-
-    @smp.step
-    def train_step(ids: Tensor) -> Tensor:
-        loss = model(ids)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     losses: list[float] = []
     batch_idx = smp.rdp_rank() if run.prescaled else smp.dp_rank()
     for step in range(STEPS):

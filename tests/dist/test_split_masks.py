@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.dist.pool import WITHOUT_CHECKS, Pool
 from tests.dist.split_training import SplitRun, init_split, whole_of
 from tests.dist.steps import marked_values
+from tests.harness import labelled_loss, train_step_of
 from tests.reference.lifted_casts import lifted_casts
 from tests.reference.split_families import BATCH, build_split_family, make_split_batch
 from tests.reference.tolerances import assert_close, relative_difference
@@ -59,13 +60,7 @@ def train(rank: int, run: SplitRun, padded: tuple[str, ...]) -> Record:
     with smp.tensor_parallelism():
         plain = build_split_family(run.case, run.dtype)
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = model(**batch)["loss"]
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, labelled_loss)
     idx = smp.rdp_rank() if run.prescaled else smp.dp_rank()
     batch = make_batch(run.case, idx, padded[idx])
     if run.pp > 1:  # the trace calls layers, too

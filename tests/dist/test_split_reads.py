@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import own_loss, train_step_of
 from tests.reference.models import randomise_
 from tests.reference.tolerances import assert_close
 
@@ -296,13 +297,7 @@ def sum_once(rank: int, kind: str) -> None:
     plain = Summing(kind)
     smp.set_tensor_parallelism(plain)
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(ids: Tensor) -> Tensor:
-        loss: Tensor = model(ids)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, own_loss)
     train_step(batch_of(0))
 
 

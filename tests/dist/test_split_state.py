@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.dist.pool import Pool
 from tests.dist.split_training import SplitRun, init_split
 from tests.dist.steps import make_optimizer
+from tests.harness import labelled_loss, train_step_of
 from tests.reference.split_families import build_split_family, make_split_batch
 
 CASE = "gpt2"
@@ -26,12 +26,7 @@ def make(run: SplitRun, seed: int = 1) -> tuple[Any, Any, Any]:
         plain = build_split_family(CASE, run.dtype, seed)
     model = smp.DistributedModel(plain)
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
-
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = model(**batch)["loss"]
-        model.backward(loss)
-        return loss
+    train_step = train_step_of(model, labelled_loss)
 
     def train(step: int) -> None:
         train_step(make_split_batch(CASE, 0, step))

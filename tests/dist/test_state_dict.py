@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.dist.pool import Pool
 from tests.dist.training import Run, init, local_parameters, make_model
+from tests.harness import train_step_of
 from tests.reference.data import compute_loss, make_batch
 from tests.reference.models import build
 from tests.reference.single_process import make_optimizer
@@ -28,13 +29,7 @@ def start(run: Run, seed: int = 1) -> tuple[Any, Any, Any]:
     init(run)
     model = make_model(run, seed)
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
-
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss = compute_loss(run.case, model, batch)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, lambda model, batch: compute_loss(run.case, model, batch))
     return model, optimizer, train_step
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.dist.pool import Pool
 from tests.dist.training import RankRecord, Run, init, join_parts, local_parameters, make_model
+from tests.harness import train_step_of
 from tests.reference.data import compute_loss, make_batch
 from tests.reference.models import build
 from tests.reference.single_process import accumulate_gradients
@@ -34,17 +35,10 @@ def reference_sum(dp: int, microbatches: int, steps: int) -> dict[str, Tensor | 
 
 
 def start(run: Run) -> tuple[Any, Any]:
-    import smp
 
     init(run)
     model = make_model(run)
-
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss = compute_loss(CASE, model, batch)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, lambda model, batch: compute_loss(CASE, model, batch))
     return model, train_step
 
 

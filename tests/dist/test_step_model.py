@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.dist.pool import Pool
 from tests.dist.training import Run, init, make_model, strip
+from tests.harness import forward_step, train_step_of
 from tests.reference.data import make_batch
 from tests.reference.models import build
 
@@ -19,10 +20,7 @@ CHAIN = Run("chain", 2, 1, manual=True)
 def evaluate_once(model: Any, case: str = "chain") -> Tensor:
     import smp
 
-    @smp.step
-    def evaluate(x: Tensor) -> Tensor:
-        return model(x)
-
+    evaluate = forward_step(model)
     with torch.no_grad():
         return evaluate(make_batch(case, torch.float64, smp.dp_rank(), 0)["x"]).concat()
 
@@ -118,11 +116,7 @@ def use_buffers(rank: int) -> list[str]:
     plain_head.load_state_dict(root.head.state_dict())
     model = smp.DistributedModel(root)
     x = make_batch("chain", torch.float64, 0, 0)["x"]
-
-    @smp.step
-    def forward(x: Tensor) -> Tensor:
-        return model(x)
-
+    forward = forward_step(model)
     with torch.no_grad():
         out = forward(x).concat()
         expected = torch.cat(
@@ -239,13 +233,7 @@ def optimizer_before_wrapping(rank: int) -> list[Tensor]:
     optimizer = smp.DistributedOptimizer(optimizer)
     assert isinstance(optimizer, torch.optim.Optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-
-    @smp.step
-    def train(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train = train_step_of(model)
     x = make_batch("chain", torch.float64, 0, 0)["x"]
     losses = []
     for _ in range(3):

@@ -254,7 +254,9 @@ def be_preempted(rank: int, env: dict[str, str], address: str) -> Any:
             for step in range(1, 50):
                 state = state_of(model, optimizer)
                 train(step)
-        waiting = [key for store in stores_in_use(runtime.current()) for key in store.waiting()]
+        waiting = [
+            key for store in stores_in_use(runtime.current()) for key in store.uploader.waiting()
+        ]
         return caught.value.code, waiting, state
     finally:
         preemption._Process.automatic = None

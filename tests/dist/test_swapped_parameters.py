@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool
+from tests.harness import train_step_of
 
 WIDTH, BATCHES = 6, 4
 
@@ -99,12 +100,7 @@ def train(rank: int, how: Any) -> dict[str, Any]:
     turns: list[int] = []
     net.outer.before.register_forward_hook(lambda *_: turns.append(smp._C.current_microbatch()))
     net.outer.after.register_forward_hook(lambda *_: turns.append(smp._C.current_microbatch()))
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    train_step = train_step_of(model)
 
     @smp.step
     def evaluate(x: Tensor) -> Tensor:

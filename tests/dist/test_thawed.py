@@ -7,13 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import (
+    Config,
+    Layers,
+    assert_near,
+    own_loss,
+    own_samples,
+    samples_of,
+    train_step_of,
+    wrapped,
+)
 
-WIDTH, STEPS, MICROBATCHES = 8, 6, 2
+STEPS, MICROBATCHES = 6, 2
 CHANGED = (0, 3)  # layers: one for each rank of a pipeline
-Config = dict[str, Any]
 # Changes before steps, by step: are some layers trained from this step on?
 THAWS, FREEZES, RESTS = {0: False, 3: True}, {3: False}, {1: False, 3: True}
 Changes = dict[int, bool]
@@ -30,13 +39,12 @@ SHARDED: list[Config] = [
 SHARDED_KEYS = {key for config in SHARDED for key in config}
 
 
-class Net(nn.Module):
+class Net(Layers):
     """Calls ``before`` with itself in its forward, if there is such a function."""
 
     def __init__(self, frozen: bool, before: Callable[[Net], None] | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)).double()
+        super().__init__(has_loss=True)
+        self.double()
         self.before = before
         if frozen:
             set_trained(self, False)
@@ -44,20 +52,12 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.before is not None:
             self.before(self)
-        x = x.to(next(self.layers[0].parameters()).dtype)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x.square().mean()
+        return super().forward(x.to(next(self.layers[0].parameters()).dtype))
 
 
 def set_trained(net: Net, flag: bool) -> None:
     for idx in CHANGED:
         net.layers[idx].requires_grad_(flag)
-
-
-def samples_of(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, WIDTH, generator=generator, dtype=torch.float64)
 
 
 def reference(changes: Changes) -> dict[str, Tensor]:
@@ -76,28 +76,11 @@ def start(config: Config, net: Net) -> tuple[Any, Any]:
     """A model whose first half is on rank 0 of a pipeline, and its optimizer."""
     import smp
 
-    smp.init({"ddp": True, "microbatches": MICROBATCHES, "auto_partition": False, **config})
     if config.keys() & {"bf16", "fp16"}:
         net.float()
-    model = smp.DistributedModel(net)
-    if smp.pp_size() > 1:
-        for layer in net.layers[2:]:
-            smp.set_partition(layer, 1)
+    model = wrapped({"microbatches": MICROBATCHES, **config}, net)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     return model, optimizer
-
-
-def step_of(model: Any) -> Callable[[Tensor], Any]:
-    import smp
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        model.backward(loss)
-        return loss.detach()
-
-    step: Callable[[Tensor], Any] = train_step
-    return step
 
 
 def train(rank: int, config: Config, changes: Changes, outside: bool = False) -> dict[str, Tensor]:
@@ -110,13 +93,13 @@ def train(rank: int, config: Config, changes: Changes, outside: bool = False) ->
 
     net = Net(frozen=0 in changes)
     model, optimizer = start(config, net)
-    train_step = step_of(model)
+    train_step = train_step_of(model, own_loss)
     is_trained = True
     for step in range(STEPS):
         if step in changes:
             is_trained = changes[step]
             set_trained(net, is_trained)
-        own = samples_of(step).chunk(smp.rdp_size())[smp.rdp_rank()]
+        own = own_samples(step)
         optimizer.zero_grad()
         if outside:
             model(own).backward()
@@ -129,10 +112,7 @@ def train(rank: int, config: Config, changes: Changes, outside: bool = False) ->
 
 
 def check(results: list[dict[str, Tensor]], changes: Changes) -> None:
-    expected = reference(changes)
-    for result in results:
-        for name, value in expected.items():
-            torch.testing.assert_close(result[name], value, rtol=0, atol=1e-12)
+    assert_near(results, reference(changes))
 
 
 @pytest.mark.parametrize("changes", [THAWS, FREEZES, RESTS], ids=["thaws", "freezes", "rests"])
@@ -167,7 +147,7 @@ def train_while_code_thaws(rank: int, config: Config) -> None:
         calls += 1
         set_trained(net, calls > 2 * MICROBATCHES)
 
-    train_step = step_of(start(config, Net(True, before))[0])
+    train_step = train_step_of(start(config, Net(True, before))[0], own_loss)
     for step in range(4):
         train_step(samples_of(step))
 
@@ -188,7 +168,7 @@ def test_code_of_a_forward_that_thaws_is_named(
 
 def thaw_on_one_replica(rank: int) -> None:
     net = Net(frozen=True)
-    train_step = step_of(start({}, net)[0])
+    train_step = train_step_of(start({}, net)[0], own_loss)
     for step in range(3):
         if step == 1 and rank == 1:
             set_trained(net, True)
@@ -205,7 +185,7 @@ def accumulate(rank: int) -> None:
 
     net = Net(frozen=True)
     smp.init({"ddp": True, "microbatches": MICROBATCHES})
-    train_step = step_of(smp.DistributedModel(net, backward_passes_per_step=2))
+    train_step = train_step_of(smp.DistributedModel(net, backward_passes_per_step=2), own_loss)
     train_step(samples_of(0))
     set_trained(net, True)
     train_step(samples_of(1))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.dist.pool import Pool
 from tests.dist.training import Run, init, make_model
+from tests.harness import train_step_of
 from tests.reference.data import compute_loss, make_batch
 
 STEPS = 3
@@ -25,12 +26,7 @@ def make_step(run: Run) -> Any:
     init(run)
     model = make_model(run)
     case = run.case
-
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss = compute_loss(case, model, batch)
-        model.backward(loss)
-        return loss
+    train_step = train_step_of(model, lambda model, batch: compute_loss(case, model, batch))
 
     def call(step: int) -> None:
         train_step(make_batch(case, run.dtype, smp.dp_rank(), step))

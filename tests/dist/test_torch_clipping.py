@@ -12,9 +12,19 @@ from torch.nn.utils import clip_grad as torch_clip_grad
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from tests.dist.pool import Pool
+from tests.harness import (
+    Config,
+    Layers,
+    assert_near,
+    own_loss,
+    own_samples,
+    samples_of,
+    train_step_of,
+    wholes,
+    wrapped,
+)
 
-WIDTH, STEPS = 8, 4
-Config = dict[str, Any]
+STEPS = 4
 CONFIGS: list[tuple[int, Config]] = [
     (1, {}),
     (2, {}),
@@ -33,31 +43,14 @@ CLIPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x.square().mean()
-
-
-def samples_of(step: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
-
-
 def reference(kind: str) -> tuple[dict[str, Tensor], list[float]]:
     """Parameters at the end, and what the function returned in each step."""
-    net = Net().double()
+    net = Layers(has_loss=True).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
     said = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        net(samples_of(step, torch.float64)).backward()  # type: ignore[no-untyped-call]
+        net(samples_of(step)).backward()  # type: ignore[no-untyped-call]
         said.append(_number(CLIPS[kind](net.parameters())))
         optimizer.step()
     return dict(net.state_dict()), said
@@ -70,32 +63,18 @@ def _number(returned: Tensor | None) -> float:
 def train(rank: int, kind: str, config: Config, dtype: torch.dtype) -> Any:
     import smp
 
-    smp.init({"ddp": True, "microbatches": 2, "auto_partition": False, **config})
-    net = Net().to(dtype)
-    if smp.tp_size() > 1:
-        for layer in net.layers[1:3]:
-            smp.set_tensor_parallelism(layer)
-    model = smp.DistributedModel(net)
-    if smp.pp_size() > 1:
-        for layer in net.layers[2:]:
-            smp.set_partition(layer, 1)
+    model = wrapped(config, Layers(has_loss=True).to(dtype))
     own = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     other = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     optimizer, _ = (smp.DistributedOptimizer(each, static_loss_scale=64.0) for each in (own, other))
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x)
-        model.backward(loss)
-        return loss.detach()
-
+    train_step = train_step_of(model, own_loss)
     said = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        train_step(samples_of(step, dtype).chunk(smp.rdp_size())[smp.rdp_rank()])
+        train_step(own_samples(step, dtype))
         said.append(_number(CLIPS[kind](model.parameters())))
         optimizer.step()
-    return {name: value.double() for name, value in model.state_dict().items()}, said
+    return wholes(model), said
 
 
 @pytest.mark.parametrize("kind", CLIPS)
@@ -104,8 +83,7 @@ def test_they_clip_as_in_one_process(pool: Pool, size: int, config: Config, kind
     expected, norms = reference(kind)
     for values, said in pool.run(size, train, kind, config, torch.float64):
         assert said == pytest.approx(norms, rel=1e-9)
-        for name, value in expected.items():
-            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-12)
+        assert_near([values], expected)
 
 
 @pytest.mark.parametrize("kind", ["norm", "value"])
@@ -115,8 +93,7 @@ def test_in_16_bits_they_clip_what_is_applied(pool: Pool, option: str, kind: str
     config = {option: True, "shard_optimizer_state": True}
     for values, said in pool.run(2, train, kind, config, torch.float32):
         assert said == pytest.approx(norms, rel=0.05)
-        for name, value in expected.items():
-            torch.testing.assert_close(values[name], value, rtol=0, atol=0.01)
+        assert_near([values], expected, 0.01)
 
 
 def clip_after_the_end(rank: int) -> list[Any]:
@@ -126,7 +103,7 @@ def clip_after_the_end(rank: int) -> list[Any]:
     before = [function.__closure__[0].cell_contents for function in functions]  # type: ignore
     for _ in range(2):
         smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-        model = smp.DistributedModel(Net())
+        model = smp.DistributedModel(Layers(has_loss=True))
         inside = functions[0].__closure__[0].cell_contents  # type: ignore
         assert inside is not before[0] and not model.partitioned
         stranger = nn.Parameter(torch.ones(4))

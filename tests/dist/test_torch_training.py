@@ -10,33 +10,26 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import (
+    WIDTH,
+    Config,
+    Layers,
+    assert_near,
+    layouts,
+    own_samples,
+    samples_of,
+    train_step_of,
+    wrapped,
+)
 
-WIDTH, STEPS = 8, 5
-Config = dict[str, Any]
-LAYOUTS: dict[str, tuple[int, Config]] = {
-    "one": (1, {}),
-    "replicas": (2, {}),
-    "pipeline": (2, {"pipeline_parallel_degree": 2}),
-    "sharded state": (2, {"shard_optimizer_state": True}),
-    "sharded": (2, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0}),
+STEPS = 5
+LAYOUTS = layouts("one", "replicas", "pipeline", "sharded state", "sharded") | {
     "pipeline and sharded state": (
         4,
         {"pipeline_parallel_degree": 2, "shard_optimizer_state": True},
     ),
 }
 PIECES = ["sharded state", "sharded", "pipeline and sharded state"]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
 
 
 class Weighted(nn.Module):
@@ -57,29 +50,6 @@ class Both(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.criterion(self.net(x))
-
-
-def samples_of(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, WIDTH, generator=generator, dtype=torch.float64)
-
-
-def wrapped(config: Config, net: nn.Module) -> Any:
-    import smp
-
-    smp.init({"ddp": True, "microbatches": 2, "auto_partition": False, **config})
-    model = smp.DistributedModel(net)
-    if smp.pp_size() > 1:
-        layers = net.net.layers if isinstance(net, Both) else net.layers
-        for layer in layers[2:]:  # type: ignore[index, union-attr]
-            smp.set_partition(layer, 1)
-    return model
-
-
-def own_samples(step: int) -> Tensor:
-    import smp
-
-    return samples_of(step).chunk(smp.rdp_size())[smp.rdp_rank()]
 
 
 # ---- the scaler --------------------------------------------------------------------------------
@@ -109,7 +79,7 @@ OPTIMIZERS = {"sgd": sgd, "fused": fused}
 
 
 def scaled_reference(name: str) -> tuple[dict[str, Tensor], list[float]]:
-    net = Net().double()
+    net = Layers().double()
     optimizer, scaler, scales = OPTIMIZERS[name](net.parameters()), scaler_of(), []
     now = with_overflow(net.layers[3].weight)  # type: ignore[arg-type]
     for step in range(STEPS):
@@ -125,17 +95,13 @@ def scaled_reference(name: str) -> tuple[dict[str, Tensor], list[float]]:
 def train_scaled(rank: int, config: Config, name: str, wraps: bool, unscales: bool) -> Any:
     import smp
 
-    net = Net().double()
+    net = Layers().double()
     now = with_overflow(net.layers[3].weight)  # type: ignore[arg-type]
     model = wrapped(config, net)
     own = OPTIMIZERS[name](model.parameters())
     optimizer = smp.DistributedOptimizer(own) if wraps else own
     scaler, scales = scaler_of(), []
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(scaler.scale(model(x).square().mean()))
-
+    train_step = train_step_of(model, lambda model, x: scaler.scale(model(x).square().mean()))
     for step in range(STEPS):
         now[0] = step
         optimizer.zero_grad()
@@ -161,8 +127,7 @@ def test_all_ranks_skip_what_overflows_on_one(
     assert scales[1] < scales[0]  # it was skipped
     for values, seen in pool.run(size, train_scaled, config, name, wraps, unscales):
         assert seen == scales
-        for name, value in expected.items():
-            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-12)
+        assert_near([values], expected)
 
 
 def scaler_after_the_end(rank: int) -> bool:
@@ -170,7 +135,7 @@ def scaler_after_the_end(rank: int) -> bool:
 
     before = torch.amp.GradScaler._unscale_grads_
     for _ in range(2):
-        wrapped({"pipeline_parallel_degree": 2}, Net())
+        wrapped({"pipeline_parallel_degree": 2}, Layers())
         assert torch.amp.GradScaler._unscale_grads_ is not before
         smp.shutdown()
     return torch.amp.GradScaler._unscale_grads_ is before
@@ -184,20 +149,15 @@ def test_the_scaler_is_pytorchs_own_again_at_the_end(pool: Pool) -> None:
 
 
 def train_unwrapped(rank: int, config: Config, calls: str = "clip_grad_norm_") -> Any:
-    import smp
 
     dtype = torch.float32 if "bf16" in config else torch.float64
-    model = wrapped(config, Net().to(dtype))
+    model = wrapped(config, Layers().to(dtype))
     optimizer = sgd(model.parameters())
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        train_step(own_samples(step).to(dtype))
+        train_step(own_samples(step, dtype))
         if calls == "clip_grad_norm_":
             norms.append(float(clip_grad_norm_(model.parameters(), 0.05)))
         elif calls == "read":
@@ -215,7 +175,7 @@ def train_unwrapped(rank: int, config: Config, calls: str = "clip_grad_norm_") -
 def test_what_is_not_wrapped_is_clipped_by_the_norm_over_all_ranks(
     pool: Pool, layout: str, calls: str
 ) -> None:
-    net = Net().double()
+    net = Layers().double()
     optimizer, norms = sgd(net.parameters()), []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -226,8 +186,7 @@ def test_what_is_not_wrapped_is_clipped_by_the_norm_over_all_ranks(
     size, config = LAYOUTS[layout]
     for values, seen in pool.run(size, train_unwrapped, config, calls):
         assert seen == pytest.approx(norms, rel=1e-9)
-        for name, value in net.state_dict().items():
-            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-12)
+        assert_near([values], net.state_dict())
 
 
 @pytest.mark.parametrize("layout", [*PIECES, "bf16"])
@@ -250,19 +209,9 @@ def test_an_optimizer_that_needs_more_than_a_rank_has_is_refused(pool: Pool) -> 
 
 
 def train_adafactor(rank: int) -> None:
-    import smp
-
-    smp.init({"ddp": True, "tensor_parallel_degree": 2})
-    net = Net().double()
-    for layer in net.layers[1:3]:
-        smp.set_tensor_parallelism(layer)
-    model = smp.DistributedModel(net)
+    model = wrapped({"tensor_parallel_degree": 2}, Layers().double())
     optimizer = torch.optim.Adafactor(model.parameters())
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     optimizer.step()
 
@@ -271,15 +220,11 @@ def train_replaced(rank: int) -> None:
     import smp
 
     smp.init({"ddp": True, "tensor_parallel_degree": 2})
-    net = Net().double()
+    net = Layers().double()
     optimizer = sgd(net.parameters())
     smp.set_tensor_parallelism(net.layers[1])
     model = smp.DistributedModel(net)
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     optimizer.step()
 
@@ -295,7 +240,7 @@ def test_parameters_that_were_replaced_are_refused(pool: Pool) -> None:
 def train_criterion(rank: int, config: Config, place: str, wraps: bool = True) -> Any:
     import smp
 
-    net = Net().double()
+    net = Layers().double()
     criterion: nn.Module = Weighted()
     model = wrapped(config, Both(net, criterion) if place == "in one module" else net)
     if place == "of its own":
@@ -322,7 +267,7 @@ def train_criterion(rank: int, config: Config, place: str, wraps: bool = True) -
 
 
 def criterion_reference() -> dict[str, Tensor]:
-    both = Both(Net().double(), Weighted())
+    both = Both(Layers().double(), Weighted())
     optimizer = sgd(both.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -348,16 +293,13 @@ def train_criterion_alone(rank: int, config: Config, wraps: bool) -> None:
     """The loss has an optimizer of its own, which no model's parameter is in."""
     import smp
 
-    model, criterion = wrapped(config, Net().double()), Weighted()
+    model, criterion = wrapped(config, Layers().double()), Weighted()
     optimizer = smp.DistributedOptimizer(sgd(model.parameters()))
     other = sgd(criterion.parameters())
     if wraps:
         other = smp.DistributedOptimizer(other)
 
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(criterion(model(x)))
-
+    train_step = train_step_of(model, lambda model, x: criterion(model(x)))
     for step in range(2):  # the first update finds an unwrapped optimizer
         train_step(own_samples(step))
         optimizer.step()
@@ -382,23 +324,17 @@ def test_parameters_of_a_loss_in_a_model_are_trained(pool: Pool, layout: str, pl
         pytest.skip("one module is not divided over the ranks of a pipeline")
     size, config = LAYOUTS[layout]
     expected = criterion_reference()
-    for values in pool.run(size, train_criterion, config, place):
-        for name, value in expected.items():
-            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-12)
+    assert_near(pool.run(size, train_criterion, config, place), expected)
 
 
 def strangers_outside(rank: int) -> list[bool]:
     """Gradients outside of steps, and of parameters that are in no optimizer, are the script's."""
     import smp
 
-    model = wrapped({}, Net().double())
+    model = wrapped({}, Layers().double())
     frozen, other = Weighted().requires_grad_(False), Weighted()
     optimizer = smp.DistributedOptimizer(sgd([*model.parameters(), *other.parameters()]))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(frozen(model(x)) + Weighted()(model(x)))
-
+    train_step = train_step_of(model, lambda model, x: frozen(model(x)) + Weighted()(model(x)))
     for step in range(2):
         optimizer.zero_grad()
         train_step(own_samples(step))

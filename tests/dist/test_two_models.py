@@ -17,7 +17,7 @@ from tests.dist.two_models import PROGRAMS, WIDTH, Run, check_runs, make_models
 from tests.reference.tolerances import assert_close
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)])
 def test_numbers_equal_one_process(pool: Pool, layout: tuple[int, int], schedule: str) -> None:

@@ -1,4 +1,4 @@
-"""The way of one step through the Python code, counted by a profiler in the script's thread."""
+"""The ways of a step and of a configuration key through the Python code, seen by a profiler."""
 
 from __future__ import annotations
 
@@ -30,22 +30,28 @@ class Walk:
     room_changes: int
 
 
-def walk_of(function: Callable[[], object]) -> Walk:
+def calls_of(function: Callable[[], object]) -> list[tuple[str, str]]:
+    """File and name of each function of the library that is called in this thread."""
     import smp
 
     base = os.path.dirname(smp.__file__) + os.sep
-    files: list[str] = []
+    calls: list[tuple[str, str]] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         path = frame.f_code.co_filename
         if event == "call" and path.startswith(base):
-            files.append(path[len(base) :])
+            calls.append((path[len(base) :], frame.f_code.co_name))
 
     sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(None)
+    return calls
+
+
+def walk_of(function: Callable[[], object]) -> Walk:
+    files = [file for file, _ in calls_of(function)]
     rooms = [file.split(os.sep)[0] for file in files]
     changes = sum(a != b for a, b in zip(rooms, rooms[1:], strict=False))
     return Walk(len(files), len(set(files)), changes)
@@ -77,7 +83,7 @@ def walk(rank: int) -> dict[str, Walk]:
 
 
 #: the most that a step of a pipeline may take; lowered with each change that shortens the way
-LIMITS = {"step": Walk(66, 25, 15), "optimizer.step": Walk(108, 21, 49)}
+LIMITS = {"step": Walk(66, 25, 15), "optimizer.step": Walk(32, 12, 21)}
 
 
 def test_a_step_takes_no_more_calls_than_before(pool: Pool) -> None:
@@ -88,3 +94,18 @@ def test_a_step_takes_no_more_calls_than_before(pool: Pool) -> None:
             assert walks[name].files <= limit.files
             assert walks[name].room_changes <= limit.room_changes
             assert walks[name].calls > 20, "the profiler saw nothing"
+
+
+def stays_of_a_key(rank: int) -> list[str]:
+    """Functions of `smp.config` that `smp.init` calls until the configuration is frozen."""
+    import smp
+
+    calls = calls_of(lambda: smp.init({"pipeline_parallel_degree": 1}))
+    names = [name for file, name in calls if file.split(os.sep)[0] == "config"]
+    return names[: names.index("check_world")]  # the first function that gets the frozen table
+
+
+def test_a_configuration_key_makes_few_stays(pool: Pool) -> None:
+    (stays,) = pool.run(1, stays_of_a_key)
+    assert {"read_config", "normalize", "of_checked"} <= set(stays)
+    assert len(stays) <= 8, stays

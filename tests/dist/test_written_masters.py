@@ -7,37 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.dist.pool import Pool, RankFailure
+from tests.harness import (
+    Config,
+    Layers,
+    assert_near,
+    layouts,
+    own_samples,
+    samples_of,
+    train_step_of,
+    wholes,
+    wrapped,
+)
 
-WIDTH, STEPS = 8, 3
-Config = dict[str, Any]
-LAYOUTS: dict[str, tuple[int, Config]] = {
-    "replicas": (2, {}),
-    "pipeline": (2, {"pipeline_parallel_degree": 2}),
-    "split": (2, {"tensor_parallel_degree": 2}),
-    "sharded state": (2, {"shard_optimizer_state": True}),
-    "sharded": (2, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0}),
-    "bf16": (2, {"bf16": True}),
-    "bf16, sharded state": (2, {"bf16": True, "shard_optimizer_state": True}),
-    "bf16, sharded": (
-        2,
-        {"bf16": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0},
-    ),
+STEPS = 3
+BF16 = {"bf16": True}
+LAYOUTS = layouts("replicas", "pipeline", "split", "sharded state", "sharded", "bf16") | {
+    f"bf16, {name}": (size, BF16 | config)
+    for name, (size, config) in layouts("sharded state", "sharded").items()
 }
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -80,11 +70,6 @@ class ScheduleFree(torch.optim.Optimizer):
                     state["z"].lerp_(p, 0.3)
 
 
-def samples_of(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, WIDTH, generator=generator, dtype=torch.float64)
-
-
 def by_method(optimizer: Any) -> None:
     optimizer.eval()
 
@@ -109,7 +94,7 @@ WAYS: dict[str, Callable[[Any], None]] = {
 
 
 def reference(way: str) -> tuple[list[float], dict[str, Tensor]]:
-    net = Net().double()
+    net = Layers().double()
     optimizer = ScheduleFree(net.parameters(), 0.5, False)
     losses = []
     for step in range(STEPS):
@@ -127,21 +112,10 @@ def reference(way: str) -> tuple[list[float], dict[str, Tensor]]:
 def train(rank: int, config: Config, way: str, data: bool, reads: str, folder: str = "") -> Any:
     import smp
 
-    smp.init({"ddp": True, "microbatches": 2, "auto_partition": False, **config})
     dtype = torch.float32 if "bf16" in config else torch.float64
-    net = Net().to(dtype)
-    if smp.tp_size() > 1:
-        for layer in net.layers[1:3]:
-            smp.set_tensor_parallelism(layer)
-    model = smp.DistributedModel(net)
-    if smp.pp_size() > 1:
-        for layer in net.layers[2:]:
-            smp.set_partition(layer, 1)
+    model = wrapped(config, Layers().to(dtype))
     optimizer = smp.DistributedOptimizer(ScheduleFree(model.parameters(), 0.5, data))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
+    train_step = train_step_of(model)
 
     @smp.step
     def evaluate(x: Tensor) -> Tensor:
@@ -150,10 +124,10 @@ def train(rank: int, config: Config, way: str, data: bool, reads: str, folder: s
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        train_step(samples_of(step).to(dtype).chunk(smp.rdp_size())[smp.rdp_rank()])
+        train_step(own_samples(step, dtype))
         optimizer.step()
         WAYS[way](optimizer)
-        x = samples_of(step).to(dtype)
+        x = samples_of(step, dtype)
         with torch.no_grad():
             if reads == "step":
                 losses.append(float(evaluate(x).reduce_mean()))
@@ -164,7 +138,7 @@ def train(rank: int, config: Config, way: str, data: bool, reads: str, folder: s
     if reads == "save":
         smp.save_checkpoint(folder, "t", partial=True, model=model)
         smp.resume_from_checkpoint(folder, "t", partial=True, model=model)
-    return losses, {name: value.double() for name, value in model.state_dict().items()}
+    return losses, wholes(model)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -177,8 +151,7 @@ def test_what_is_written_reaches_the_model(pool: Pool, layout: str, way: str) ->
     bound = 0.05 if "bf16" in config else 1e-12
     for seen, values in pool.run(size, train, config, way, False, "step"):
         assert seen == pytest.approx(losses, rel=bound)
-        for name, value in expected.items():
-            torch.testing.assert_close(values[name], value, rtol=0, atol=bound)
+        assert_near([values], expected, bound)
 
 
 @pytest.mark.parametrize("reads", ["forward", "save", "state"])
@@ -192,8 +165,7 @@ def test_what_is_written_reaches_forwards_and_files(
     bound = 0.05 if "bf16" in config else 1e-12
     for seen, values in pool.run(size, train, config, way, False, reads, str(tmp_path)):
         assert reads != "forward" or seen == pytest.approx(losses, rel=bound)
-        for name, value in expected.items():
-            torch.testing.assert_close(values[name], value, rtol=0, atol=bound)
+        assert_near([values], expected, bound)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -210,13 +182,9 @@ def exchange_memory(rank: int, config: Config) -> None:
     import smp
 
     smp.init({"ddp": True, **config})
-    model = smp.DistributedModel(Net().double())
+    model = smp.DistributedModel(Layers().double())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     train_step(samples_of(0))
     optimizer.step()
     for p in optimizer.param_groups[0]["params"]:
@@ -237,13 +205,9 @@ def count_gathers(rank: int) -> int:
     from smp.model import engine_of
 
     smp.init({"ddp": True, "shard_optimizer_state": True})
-    model = smp.DistributedModel(Net().double())
+    model = smp.DistributedModel(Layers().double())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    train_step = train_step_of(model)
     for step in range(STEPS):
         optimizer.zero_grad()
         train_step(samples_of(step))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.harness import train_step_of
 from tests.patience import PATIENCE_S
 from tests.reference.data import compute_loss, make_batch
 from tests.reference.lifted_casts import lift_forwards, lifted_casts
@@ -127,13 +128,7 @@ def train(rank: int, run: Run) -> RankRecord:
     model = make_model(run, seed=1 + smp.dp_rank())
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
     case = run.case
-
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss = compute_loss(case, model, batch)
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, lambda model, batch: compute_loss(case, model, batch))
     record = RankRecord(smp.pp_rank(), smp.dp_rank())
     for step in range(run.steps):
         batch = make_batch(case, run.dtype, smp.dp_rank(), step)

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import smp
 from tests.gpu.device import DEVICE, needs_cuda, synchronize, waiting_is_an_error
 from tests.gpu.host_waits import REGION, waits_in, waits_of
+from tests.harness import train_step_of
 
 OPTIMIZERS: dict[str, Any] = {
     "FusedAdam": smp.optimizers.FusedAdam,
@@ -42,12 +43,7 @@ def make_step(kind: str, clip: str) -> Callable[[], tuple[Any, smp.DistributedOp
         dynamic_loss_args={"init_scale": 2.0**40},  # some steps overflow
     )
     batch = torch.randn(8, 64, device=DEVICE)
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss: Tensor = (model(x) - x).square().mean()
-        model.backward(loss)
-        return loss
+    train_step = train_step_of(model, lambda model, x: (model(x) - x).square().mean())
 
     def step() -> tuple[Any, smp.DistributedOptimizer]:
         losses = train_step(batch)

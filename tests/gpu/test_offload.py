@@ -10,6 +10,7 @@ from torch import nn
 
 import smp
 from tests.gpu.device import DEVICE, synchronize
+from tests.harness import train_step_of
 
 LAYERS = 12
 # An activation is offloaded from 1 MiB on.
@@ -54,11 +55,7 @@ def train(offload: bool) -> tuple[list[torch.Tensor], int, dict[str, int]]:
     net = nn.Sequential(*(Block() for _ in range(LAYERS)))
     model = smp.DistributedModel(net)
     smp.set_activation_checkpointing(net)
-
-    @smp.step
-    def step(x: torch.Tensor) -> None:
-        model.backward(model(x).square().mean())
-
+    step = train_step_of(model)
     x = torch.randn(2 * TOKENS, HIDDEN, device=DEVICE)
     for _ in range(3):
         model.zero_grad(set_to_none=True)

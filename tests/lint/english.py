@@ -65,6 +65,8 @@ def problems_of(source: str) -> Iterator[tuple[int, str]]:
             continue
         line = node.body[0].lineno
         yield from ((line + offset, problem) for offset, problem in _problems_of_docstring(text))
+    if not any(map(_may_have_a_problem, source.splitlines())):  # tokens take longest
+        return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield from _problems_of_comment(token)
@@ -96,6 +98,14 @@ def _problems_of_comment(token: tokenize.TokenInfo) -> Iterator[tuple[int, str]]
         yield token.start[0], f"a comment opens with '{text.split()[0]}'"
     if match := _PHRASE.search(text):
         yield token.start[0], f"'{match[0]}'"
+
+
+def _may_have_a_problem(line: str) -> bool:
+    """Returns whether a line would have one if all behind some ``#`` of it were a comment."""
+    return any(
+        _first_word(text.lstrip(": ")) in COMMENT_OPENINGS or _PHRASE.search(text)
+        for text in line.split("#")[1:]
+    )
 
 
 def _first_word(text: str) -> str:

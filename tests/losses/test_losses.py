@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 
 from tests.dist.pool import Pool
@@ -11,35 +14,34 @@ from tests.losses.catalogue import CASES
 from tests.losses.running import LAYOUTS, Result, run
 
 ROWS = chosen(list(CASES))
+Results = Callable[[str], dict[tuple[str, bool], Result]]
 NAMES = [f"{name} (weight)" if has_weight else name for name, has_weight in ROWS]
 
 
 @pytest.fixture(scope="session")
-def results(pool: Pool, request: pytest.FixtureRequest) -> dict[tuple[str, str, bool], Result]:
-    """Runs all cases that the session asks for, each layout in one go; returns their results."""
-
+def results_of(pool: Pool, request: pytest.FixtureRequest) -> Results:
+    """Returns the results of a layout, of which all cases of the session run in one go."""
     wanted: dict[str, list[tuple[str, bool]]] = {}
     for item in request.session.items:
-        if isinstance(item, pytest.Function) and "row" in (
-            item.callspec.params if hasattr(item, "callspec") else ()
-        ):
-            wanted.setdefault(item.callspec.params["layout"], []).append(
-                item.callspec.params["row"]
-            )
-    return {
-        (result.name, layout, result.has_weight): result
-        for layout, rows in wanted.items()
-        for result in run(pool, layout, rows)
-    }
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            params = item.callspec.params
+            if "row" in params:
+                wanted.setdefault(params["layout"], []).append(params["row"])
+
+    @functools.cache
+    def results(layout: str) -> dict[tuple[str, bool], Result]:
+        return {(r.name, r.has_weight): r for r in run(pool, layout, wanted[layout])}
+
+    return results
 
 
-@pytest.mark.sample(keep=32)
+@pytest.mark.sample(keep=20)
 @pytest.mark.parametrize("row", ROWS, ids=NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loss_is_that_of_the_plain_script_or_it_warns(
-    results: dict[tuple[str, str, bool], Result], layout: str, row: tuple[str, bool]
+    results_of: Results, layout: str, row: tuple[str, bool]
 ) -> None:
-    result = results[row[0], layout, row[1]]
+    result = results_of(layout)[row]
     assert result.outcome == expected(result), line(result)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,11 +10,7 @@ from torch import nn
 
 import smp
 
-
-@pytest.fixture(autouse=True)
-def at_the_end() -> Iterator[None]:
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("ends")
 
 
 def wrap(module: nn.Module, **config: object) -> None:

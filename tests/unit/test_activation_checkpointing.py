@@ -19,6 +19,7 @@ from smp.activations import marks, placement
 from smp.activations.checkpointing import checkpoint, checkpoint_sequential
 from smp.activations.recompute import is_recomputing, recompute
 from smp.activations.strategies import parse_strategy, plan_groups
+from tests.harness import train_step_of
 
 
 @pytest.fixture(autouse=True)
@@ -531,11 +532,7 @@ def test_offloading_without_checkpoints_is_worth_a_warning(
     smp.init({"offload_activations": True, "microbatches": 2})
     net = Net()
     model = smp.DistributedModel(net)
-
-    @smp.step
-    def train(x: Tensor) -> None:
-        model.backward(model(x).sum())
-
+    train = train_step_of(model, lambda model, x: model(x).sum())
     with caplog.at_level(logging.WARNING, logger="smp"):
         train(torch.randn(4, 8))
         train(torch.randn(4, 8))

@@ -150,7 +150,7 @@ def test_a_file_that_is_short_is_not_committed(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_shared_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "_SEE_SECONDS", 0.1)
+    monkeypatch.setattr(file_system, "_SEE_SECONDS", 0.1)
     with pytest.raises(FileNotFoundError, match=f"host {socket.gethostname()} does not see"):
         Generation.join(tmp_path, "a_partial", "1")
 

@@ -120,7 +120,6 @@ _WIDE = [
     ("softmax.cu", rf"cross_entropy_forward_kernelI{_HALF}Li\d+ELi8E", {"LDG.128": 1}),
     ("multi_array.cu", r"(sum_of_squares|max_abs)_kernel", {"LDG.128": 1}),
     ("multi_array.cu", r"scale_kernel", {"LDG.128": 1, "STG.128": 1}),
-    ("multi_array.cu", r"add_scaled_kernel", {"LDG.128": 2, "STG.128": 1}),
     # Parameter and two moments; copies of four elements have 8 bytes.
     ("adam.cu", r"adam_kernelIf", {"LDG.128": 3, "STG.128": 3, "STG.64": 2}),
     ("lamb.cu", r"lamb_moments_kernelIf", {"LDG.128": 3, "STG.128": 2}),

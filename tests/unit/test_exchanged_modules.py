@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import smp
+from tests.harness import own_loss, train_step_of
 
 
 class Wrapped(nn.Module):
@@ -42,11 +43,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[smp.DistributedModel]:
     smp.init({})
     plain = Exchanging(request.param)
     model = smp.DistributedModel(plain)
-
-    @smp.step
-    def train_step(x: Tensor) -> None:
-        model.backward(model(x))
-
+    train_step = train_step_of(model, own_loss)
     train_step(torch.ones(2, 4))
     plain.is_due = True
     train_step(torch.ones(2, 4))

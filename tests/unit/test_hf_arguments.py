@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-import smp
 from smp.nn.huggingface import adapters
 from tests.reference import hugging_face as hf
 from tests.reference.hf_parity import (
@@ -24,12 +22,7 @@ from tests.reference.hugging_face import HIDDEN, LAYERS
 from tests.reference.lifted_casts import lifted_casts
 from tests.reference.tolerances import relative_difference
 
-
-@pytest.fixture(autouse=True)
-def initialised() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 REFUSED = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,12 +28,7 @@ from tests.reference.hugging_face import HIDDEN, LAYERS
 from tests.reference.lifted_casts import lifted_casts
 from tests.reference.tolerances import relative_difference
 
-
-@pytest.fixture(autouse=True)
-def initialised() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,12 +32,7 @@ from tests.reference.hugging_face import HIDDEN, LAYERS, VOCABULARY
 from tests.reference.lifted_casts import lifted_casts
 from tests.reference.tolerances import assert_close, relative_difference
 
-
-@pytest.fixture(autouse=True)
-def initialised() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 # ---- whole models ------------------------------------------------------------------------
@@ -79,9 +73,12 @@ VARIANTS = {
     "gpt2-relu": ("gpt2", {"activation_function": "relu"}),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False}),
     "gptj-tied": ("gptj", {"tie_word_embeddings": True}),
+    "gptj-inner": ("gptj", {"n_inner": 20}),
     "gptj-whole-head": ("gptj", {"rotary_dim": 6}),
     "gptneo-windows": ("gptneo", {"attention_types": [[["local"], 3]], "window_size": 2}),
     "gptneo-untied": ("gptneo", {"tie_word_embeddings": False}),
+    "gptneo-inner": ("gptneo", {"intermediate_size": 20}),
+    "gptneox-tied": ("gptneox", {"tie_word_embeddings": True}),
     "gptneox-serial": ("gptneox", {"use_parallel_residual": False}),
     "gptneox-whole-head": ("gptneox", {"rotary_pct": 1.0, "rotary_emb_base": 500}),
     "gptneox-unrotated": ("gptneox", {"rotary_pct": 0.0}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,11 +17,7 @@ ADVICE = r"resume_from_checkpoint\(folder, partial=False\)"
 State = dict[str, Tensor]
 
 
-@pytest.fixture(autouse=True)
-def initialised() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 def wrapped(name: str, kind: str = "head", only: str | None = None, **changes: Any) -> Any:

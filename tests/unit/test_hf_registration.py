@@ -27,12 +27,7 @@ from tests.reference import hugging_face as hf
 from tests.reference.hf_hooks import ENCODERS, GPTS, NAMES, options, registration
 from tests.reference.hugging_face import LAYERS
 
-
-@pytest.fixture(autouse=True)
-def initialised() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 # ---- kinds and registration ------------------------------------------------------------------

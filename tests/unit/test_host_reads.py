@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import smp
+from tests.harness import train_step_of
 from tests.reference.host_reads import count_host_reads
 from tests.reference.loss_scale import scale_trace
 
@@ -22,12 +22,6 @@ FUSED: list[Any] = [
     smp.optimizers.FusedNovoGrad,
     lambda params, lr: torch.optim.AdamW(params, lr=lr, fused=True),
 ]
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., None]]:
-    yield lambda **config: smp.init(config)
-    smp.shutdown()
 
 
 class Training:
@@ -44,13 +38,7 @@ class Training:
         first.weight.register_hook(
             lambda grad: torch.full_like(grad, math.inf) if self.overflows else grad
         )
-
-        @smp.step
-        def run(x: Tensor) -> Tensor:
-            loss: Tensor = self.model(x).square().mean()
-            self.model.backward(loss)
-            return loss
-
+        run = train_step_of(self.model)
         self._run = run
 
     def step(self, clip: str = "", overflows: bool = False) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,7 @@ BOTH = pytest.mark.parametrize("delayed", [False, True], ids=["at_once", "delaye
 State = dict[str, Tensor]
 
 
-@pytest.fixture(autouse=True)
-def running() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 def created(make: Callable[[], nn.Module], delayed: bool, creation_seed: int = 1) -> nn.Module:
@@ -244,6 +240,54 @@ def test_what_cannot_be_drawn_alone_keeps_its_values(caplog: pytest.LogCaptureFi
         wrapped(nn.Sequential(module))
     assert torch.equal(module.weight, before)
     assert "'0' keep the values of their creation" in caplog.text
+
+
+class Blocks(nn.Linear):
+    """Draws its weight block by block, unless transformers' mark says that it has its values."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if not getattr(self.weight, "_is_hf_initialized", False):
+            self.weight.data.zero_()
+            for part in (self.weight.data[:2, :2], self.weight.data[2:, 2:]):
+                part.normal_()
+            self.weight._is_hf_initialized = True
+
+
+def test_own_code_that_draws_parts_once_runs_again() -> None:
+    at_once, delayed = (created(lambda: nn.Sequential(Blocks()), d) for d in (False, True))
+    weight = wrapped(at_once)["module.module.0.weight"]
+    assert torch.equal(weight, wrapped(delayed)["module.module.0.weight"])
+    assert weight[:2, 2:].eq(0).all() and weight[2:, :2].eq(0).all()
+    assert not torch.equal(weight[:2, :2], weight[2:, 2:]), "both parts have the same numbers"
+
+
+@BOTH
+def test_a_copy_of_drawn_values_is_drawn_too(delayed: bool) -> None:
+    """Values do not depend on whether a constructor took a copy, delayed or not."""
+
+    def make(copies: bool) -> nn.Module:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if copies:
+            module[1].weight = nn.Parameter(module[0].weight.clone())  # type: ignore[operator]
+        return module
+
+    plain, copied = (wrapped(created(lambda c=c: make(c), delayed)) for c in (False, True))
+    assert not differing(plain, copied)
+
+
+def test_sparse_and_lazy_tensors_may_be_made_inside() -> None:
+    def make() -> nn.Module:
+        module = nn.Sequential(nn.Linear(4, 4))
+        module.register_buffer("table", torch.eye(4).to_sparse())
+        module.lazy = nn.LazyLinear(3)
+        return module
+
+    assert created(make, False).get_buffer("table").is_sparse
 
 
 def test_contexts_leave_no_trace_in_classes() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,11 +15,7 @@ import smp
 BOTH = pytest.mark.parametrize("delayed", [False, True], ids=["at_once", "delayed"])
 
 
-@pytest.fixture(autouse=True)
-def running() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 def values_of(make: Callable[[], nn.Module], delayed: bool, seed: int = 1) -> dict[str, Tensor]:

@@ -15,12 +15,7 @@ from transformers import GPT2Config
 
 import smp
 
-
-@pytest.fixture(autouse=True)
-def started() -> Any:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 @dataclass

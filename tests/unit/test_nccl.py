@@ -30,11 +30,11 @@ def test_collectives_run_on_streams_of_high_priority() -> None:
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
 def test_a_way_takes_few_blocks_of_a_device() -> None:
-    options = nccl.group_options(12.0, nccl.WAY_CTAS)
+    options = nccl.group_options(12.0, nccl.CHANNEL_CTAS)
     assert options.is_high_priority_stream
     if hasattr(options, "config"):
-        assert options.config.max_ctas == nccl.WAY_CTAS
-        assert nccl.group_options(12.0).config.max_ctas != nccl.WAY_CTAS
+        assert options.config.max_ctas == nccl.CHANNEL_CTAS
+        assert nccl.group_options(12.0).config.max_ctas != nccl.CHANNEL_CTAS
 
 
 def test_buckets_suit_the_device_unless_a_size_is_given() -> None:

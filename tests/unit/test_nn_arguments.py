@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,11 +22,7 @@ _LM: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def runtime() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 # ---- signatures ------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,7 @@ from smp.world import comm, device_numbers, runtime
 from smp.world.rank import Rank
 from smp.world.wrapped import Wrapped
 
-
-@pytest.fixture(autouse=True)
-def initialized() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 def make_model() -> nn.Module:
@@ -174,20 +168,23 @@ def test_accelerate_finds_what_it_asks_for() -> None:
 class FakeModel:
     """The part of a DistributedModel that the optimizer sees: two ranks, split by index."""
 
-    def __init__(self, local: list[Tensor], partitioned: bool = True) -> None:
-        self.local = {id(p) for p in local}
-        self.partitioned = partitioned
+    def __init__(self, remote: list[Tensor]) -> None:
+        self.partitioned = False
         self.hooks: list[Any] = []
-        self._engine = types.SimpleNamespace(after_update=lambda: None)
+        parts = types.SimpleNamespace(remote_parameters=lambda: remote)
+        self._engine = types.SimpleNamespace(
+            partitioned=False, parts=parts, after_update=lambda: None
+        )
 
-    def is_local_parameter(self, parameter: Tensor) -> bool:
-        return id(parameter) in self.local
+    def prepare(self) -> None:
+        self.partitioned = self._engine.partitioned = True
+        for optimizer in runtime.current().wrapped.optimizers:
+            optimizer._use_masters()
+        for hook in self.hooks:
+            hook(self, None)
 
     def register_post_partition_hook(self, hook: Any) -> None:
-        if self.partitioned:
-            hook(self, None)
-        else:
-            self.hooks.append(hook)
+        self.hooks.append(hook)
 
 
 class Replica:
@@ -201,9 +198,9 @@ class Replica:
         monkeypatch.setattr(optimizer_module, "DistributedModel", FakeModel)
         monkeypatch.setattr(comm, "mp_size", lambda: 2)
 
-    def become(self, rank: int, answers: list[list[Any]], partitioned: bool = True) -> FakeModel:
+    def become(self, rank: int, answers: list[list[Any]], num_local: int = 2) -> FakeModel:
         """Acts as ``rank``; ``answers`` are the other rank's objects per exchange, in order."""
-        fake = FakeModel(self.parameters[:2] if rank == 0 else self.parameters[2:], partitioned)
+        fake = FakeModel(self.parameters[num_local:] if rank == 0 else self.parameters[:-num_local])
         self._monkeypatch.setattr(Wrapped, "models", [fake])
         answers = list(answers)
 
@@ -226,10 +223,10 @@ def test_ranks_save_their_part_and_gather_the_whole(replica: Replica) -> None:
     optimizer = smp.DistributedOptimizer(inner)
     train(replica.model, optimizer)
     whole = copy.deepcopy(inner.state_dict())
-    replica.become(1, [])
+    replica.become(1, []).prepare()
     second_part = optimizer.local_state_dict()
     assert list(second_part["state"]) == [2, 3]
-    replica.become(0, [second_part["state"]])
+    replica.become(0, [second_part["state"]]).prepare()
     assert list(optimizer.local_state_dict()["state"]) == [0, 1]
     gathered = optimizer.state_dict()
     assert PARTIAL_MARK not in gathered and list(gathered["state"]) == [0, 1, 2, 3]
@@ -241,12 +238,10 @@ def test_a_full_state_is_loaded_after_partition_and_cut(replica: Replica) -> Non
     source = torch.optim.AdamW(replica.parameters, lr=0.1)
     train(replica.model, source)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(replica.parameters, lr=0.7))
-    fake = replica.become(1, [], partitioned=False)
+    fake = replica.become(1, [])
     optimizer.load_state_dict(source.state_dict())
     assert not optimizer.state
-    fake.partitioned = True
-    for hook in fake.hooks:
-        hook(fake, optimizer)
+    fake.prepare()
     assert set(optimizer.state) == set(replica.parameters[2:])
     assert optimizer.param_groups[0]["lr"] == 0.1
 
@@ -264,7 +259,7 @@ def test_partial_states_are_merged_when_the_partition_has_moved(
     if not same_partition:
         answers.append(parts[0])
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(replica.parameters, lr=0.7))
-    replica.become(1, answers)
+    replica.become(1, answers).prepare()
     optimizer.load_state_dict({**whole, "state": parts[1], PARTIAL_MARK: True})
     assert set(optimizer.state) == set(replica.parameters[2:])
     for index in (2, 3):
@@ -278,7 +273,7 @@ def test_a_rank_without_parameters_steps(replica: Replica) -> None:
             raise AssertionError("called without anything to update")
 
     optimizer = smp.DistributedOptimizer(FailsOnNothing(replica.parameters, lr=0.1))
-    replica.become(0, []).local = set()
+    replica.become(0, [], num_local=0).prepare()
     assert optimizer.step() is None
     with torch.no_grad():
         assert optimizer.step(torch.is_grad_enabled) is True

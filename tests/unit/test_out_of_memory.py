@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,15 +10,13 @@ from torch import nn
 
 import smp
 from smp.observe.memory.failure import is_out_of_memory
+from tests.harness import train_step_of
 from tests.host_limit import host_memory
 
 WIDTH, SAMPLES, NUM_LAYERS = 512, 8192, 8  # a result of a layer has 16 MiB
 
 
-@pytest.fixture(autouse=True)
-def _ends() -> Iterator[None]:
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("ends")
 
 
 def train(microbatches: int, limit_mb: int) -> float:
@@ -29,13 +26,7 @@ def train(microbatches: int, limit_mb: int) -> float:
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(NUM_LAYERS)]
     model = smp.DistributedModel(nn.Sequential(*layers))
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
-
-    @smp.step
-    def train_step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model)
     batch = torch.ones(SAMPLES, WIDTH)
     with host_memory(live_mb + limit_mb):
         loss = train_step(batch).reduce_mean()

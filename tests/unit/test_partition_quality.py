@@ -42,6 +42,9 @@ def test_slowest_rank_is_near_the_exact_contiguous_optimum(name: str, ranks: int
     assert result.load <= 1.02 * result.exact
     assert result.load <= result.equal * 1.001, "worse than as many blocks on each rank"
     assert result.solve_s < 2
+    for memory_weight in (0.0, 0.2, 1.0):
+        result = benchmark().quality(name, traced(name), ranks, memory_weight)
+        assert result.load <= 1.02 * result.exact, memory_weight
 
 
 def test_exact_reference_is_the_best_of_all_cuts() -> None:

@@ -56,6 +56,7 @@ def test_peaks_of_the_fullest_rank_are_the_measured_one_within_a_tenth(
     assert found.plan_mb == pytest.approx(max(line["peak_mb"]), rel=TOLERANCE)
 
 
+@pytest.mark.sample(keep=0)
 def test_order_of_quiet_times_is_met_as_far_as_the_page_says(
     benchmark: ModuleType, jobs: dict[int, Job]
 ) -> None:
@@ -76,6 +77,7 @@ def test_layouts_of_all_kinds_were_measured_and_trained_alike(benchmark: ModuleT
     assert {layout.samples for layout in benchmark.LAYOUTS} == {benchmark.SAMPLES}
 
 
+@pytest.mark.sample(keep=0)
 def test_stages_of_a_plan_are_those_of_the_run(benchmark: ModuleType) -> None:
     """Compares the stages, also inside of layers; together they are the chain."""
     device = benchmark.hardware_of(RESULTS)

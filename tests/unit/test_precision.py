@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +15,9 @@ from torch import Tensor, nn
 import smp
 from smp.precision import cast_outputs
 from smp.precision.holdings import holding_of
+from tests.harness import train_step_of
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., None]]:
-    yield lambda **config: smp.init(config)
-    smp.shutdown()
 
 
 def make_model() -> nn.Sequential:
@@ -36,12 +31,7 @@ def make(
     """Model, optimizer, and a function that runs one step without the update."""
     model = smp.DistributedModel(make_model())
     optimizer = smp.DistributedOptimizer(kind(model.parameters(), lr=0.1), **arguments)
-
-    @smp.step
-    def train_step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    train_step = train_step_of(model)
 
     def run() -> Tensor:
         x = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))

@@ -28,13 +28,6 @@ def prefix() -> Iterator[None]:
     _C.set_rank_prefix("")
 
 
-@pytest.fixture
-def initialized() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
-
-
 def rank_of_four(global_rank: int) -> Rank:
     read = read_config({"partitions": 2, "ddp": True}, {}, {}, 4)
     launch = replace(
@@ -54,7 +47,7 @@ def test_places_are_known_without_a_run_and_without_others(prefix: None) -> None
 
 
 def test_copies_and_pickles_of_an_optimizer_have_the_rank_of_their_process(
-    initialized: None,
+    running: None,
 ) -> None:
     model = nn.Linear(2, 1)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -67,22 +65,6 @@ def test_plain_loop_gives_the_bits_of_autograd() -> None:
         assert torch.equal(p, q)
 
 
-def test_gradients_are_withheld_until_the_step_ends() -> None:
-    model, reference = make_model(), make_model()
-    reducer = make_reducer(model)
-    reducer.begin_step(2)
-    for mb in range(2):
-        with _C.TaskScope(0, mb):
-            loss_of(model, mb).backward()
-        (loss_of(reference, mb) / 2).backward()
-        reducer.finish_microbatch(mb)
-        assert all(grad is None for grad in grads_of(model).values())
-        assert reducer.in_step
-    reducer.end_step()
-    for name, grad in grads_of(model).items():
-        torch.testing.assert_close(grad, grads_of(reference)[name])
-
-
 def test_frozen_and_unused_parameters_get_no_gradient() -> None:
     model, reference = make_model(), make_model()
     for m in (model, reference):
@@ -137,48 +119,6 @@ def test_gradients_keep_no_graph() -> None:
     assert reducer.stats.num_reductions == 1
 
 
-def backward_in_threads(model: nn.Module, order: Iterable[int]) -> None:
-    def run(mb: int) -> None:
-        with _C.TaskScope(0, mb):
-            loss_of(model, mb).backward()
-
-    for mb in order:
-        thread = threading.Thread(target=run, args=(mb,))
-        thread.start()
-        thread.join()
-
-
-def test_order_of_microbatches_over_threads_does_not_change_a_bit() -> None:
-    results = []
-    for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
-        model = make_model()
-        reducer = make_reducer(model)
-        reducer.begin_step(4)
-        backward_in_threads(model, order)
-        reducer.end_step()
-        results.append(grads_of(model))
-    for other in results[1:]:
-        for name, grad in results[0].items():
-            assert grad is not None and torch.equal(grad, other[name]), name
-
-
-def test_a_step_can_be_begun_again_after_it_was_cancelled() -> None:
-    model, reference = make_model(), make_model()
-    reducer = make_reducer(model)
-    loss_of(model, 0).backward()
-    loss_of(reference, 0).backward()
-    reducer.begin_step(2)
-    with _C.TaskScope(0, 1):
-        loss_of(model, 5).backward()
-    with pytest.raises(RuntimeError, match="cannot be nested"):
-        reducer.begin_step(1)
-    reducer.cancel_step()
-    assert_equal_grads(model, reference)
-    loss_of(model, 1).backward()
-    loss_of(reference, 1).backward()
-    assert_equal_grads(model, reference)
-
-
 def test_a_new_reducer_replaces_the_old_one() -> None:
     model, reference = make_model(), make_model()
     first = make_reducer(model)
@@ -191,14 +131,6 @@ def test_a_new_reducer_replaces_the_old_one() -> None:
     copied = copy.deepcopy(model)  # without hooks
     loss_of(copied, 0).backward()
     assert second.stats.num_reductions == 1
-
-
-def test_sparse_gradients_are_refused_by_name() -> None:
-    model = nn.Sequential(nn.Embedding(10, 3, sparse=True))
-    reducer = make_reducer(model)
-    with pytest.raises(RuntimeError, match="0.weight.*sparse=False"):
-        model(torch.tensor([1])).sum().backward()
-    assert not reducer.in_step
 
 
 def test_records_name_what_a_parameter_is() -> None:

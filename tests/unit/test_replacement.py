@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,12 +13,7 @@ from torch import Tensor, nn
 import smp
 from smp.tensor_parallel import registry
 
-
-@pytest.fixture(autouse=True)
-def running() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 @pytest.fixture(autouse=True)

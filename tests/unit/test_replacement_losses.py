@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,11 +21,7 @@ from tests.reference.hf_hooks import NAMES
 IDS = torch.tensor([[3, 5, 7, 2], [4, 4, 9, 8]])
 
 
-@pytest.fixture(autouse=True)
-def running() -> Iterator[None]:
-    smp.init({})
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("running")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,6 +29,20 @@ def test_the_others_are_what_some_leave_out(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(samples, "SAMPLES", mode)
         parts[mode] = samples.part_of(range(7), 3)
     assert parts == {"some": [0, 1, 2], "others": [3, 4, 5, 6], "all": list(range(7))}
+
+
+def test_some_of_a_file_of_several_processes_are_its_first_and_those_with_a_number() -> None:
+    def item(nodeid: str, *, marked: bool = False) -> Any:
+        item = Mock(get_closest_marker=lambda name: marked or None)
+        item.nodeid = nodeid
+        return item
+
+    few = [item(f"tests/dist/test_few.py::test_{i}") for i in range(samples.NUM_OF_A_FILE)]
+    many = [item(f"tests/dist/test_many.py::test_{i}") for i in range(6)]
+    named = item("tests/dist/test_many.py::test_with_a_number", marked=True)
+    alone = [item(f"tests/unit/test_one_process.py::test_{i}") for i in range(6)]
+    left_out = samples._beyond_files([*few, *many, named, *alone])
+    assert left_out == set(many[samples.NUM_OF_A_FILE :])
 
 
 @pytest.mark.sample(keep=2)

@@ -11,8 +11,6 @@ from smp.pipeline.schedules import (
     POLICIES,
     Boundary,
     Stage,
-    executed_actions,
-    normalize,
     plan,
     simulate,
 )
@@ -64,13 +62,6 @@ def test_result_has_peaks_and_a_timeline_with_transfers_in_between() -> None:
     assert result.makespan_ms == max(ends.values())
 
 
-def test_a_schedule_that_cannot_finish_names_what_each_rank_waits_for() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        simulate(equal_stages(2), 2, "0: F0 B0 F1 B1\n1: F0 F1 B0 B1\n")
-    assert "rank 0: next is B0, which waits for B0 of rank 1" in str(caught.value)
-    assert "rank 1: next is F1, which waits for F1 of rank 0" in str(caught.value)
-
-
 def test_texts_and_numbers_that_make_no_sense_are_refused_with_their_place() -> None:
     with pytest.raises(ValueError, match="line 2, column 7: expected F"):
         simulate(equal_stages(2), 1, "0: F0 B0\n1: F0 C0\n")
@@ -82,18 +73,6 @@ def test_texts_and_numbers_that_make_no_sense_are_refused_with_their_place() -> 
         simulate(equal_stages(2), 1, "0: F0 B0\n1: F0\n")
     with pytest.raises(ValueError, match="multiple of the ranks"):
         plan("virtual_interleaved", 4, 6, 2)
-
-
-def test_normalize_drops_what_does_not_matter() -> None:
-    assert normalize("# mine\n 0 :  F0.0   B0 # last\n\n1:") == "0: F0 B0\n1:\n"
-
-
-def test_executed_tasks_reduce_to_actions() -> None:
-    order = ["F0:m3", "F0:m4", "F1:m3", "F1:m4", "F0:m9", "B0:m9", "B0:m4/1", "B0:m3"]
-    assert executed_actions(order, {3: 0, 4: 0, 9: 1}) == "F0 F1 F0.1 B0.1 B0"
-    assert executed_actions(["F0", "F1", "F0/1", "B0/2", "B1/1"], {}) == "F0 F1 B0 B1"
-    with pytest.raises(ValueError, match="module 5, which has no chunk"):
-        executed_actions(["F0:m5"], {3: 0})
 
 
 times = st.floats(0.0, 20.0)

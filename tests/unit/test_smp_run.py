@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from smp_cli import environment as environments
 from smp_cli import sagemaker
-from smp_cli.environment import Place
+from smp_cli.environment import Share
 from smp_cli.main import COMMANDS, build_parser
 from smp_cli.supervisor import EXIT_RESUME
 
@@ -151,37 +152,26 @@ def test_raw_output_has_no_prefix(command: Callable[..., list[str]]) -> None:
     assert done.stdout == "plain\n"
 
 
-def rank_environment(base: dict[str, str], place: Place, torch_env: bool = False) -> dict[str, str]:
-    return environments.rank_environment(
-        base,
-        place,
-        restart_count=2,
-        failure_file="/failure1",
-        torch_env=torch_env,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1234",
-    )
-
-
-def test_environment_is_ours_and_not_torchruns() -> None:
-    env = rank_environment({"A": "b", "MASTER_PORT": "5"}, Place(3, 4, 1, 2))
+def test_environment_is_ours_and_not_torchruns(tmp_path: Path) -> None:
+    share = Share(["a"], {"A": "b"}, num_ranks=2, world_size=4, first_rank=2)
+    env = share.environment_of(3, 2, tmp_path)
     assert env["A"] == "b"
     assert (env["SMP_RANK"], env["SMP_WORLD_SIZE"], env["SMP_RESTART_COUNT"]) == ("3", "4", "2")
     assert (env["SMP_LOCAL_RANK"], env["SMP_LOCAL_SIZE"]) == ("1", "2")
-    assert env["SMP_FAILURE_FILE"] == "/failure1"
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "5")
+    assert env["SMP_FAILURE_FILE"] == str(tmp_path / "failure3.json")
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & env.keys(), "Accelerate reads them"
-    env = rank_environment({}, Place(3, 4, 1, 2), torch_env=True)
+    env = replace(share, torch_env=True).environment_of(3, 2, tmp_path)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     assert [env[name] for name in names] == ["3", "4", "1", "2"]
 
 
 def test_ranks_of_one_machine_meet_in_a_file(command: Callable[..., list[str]]) -> None:
-    source = "import os\nprint(os.environ['SMP_RENDEZVOUS'], os.environ['MASTER_ADDR'])\n"
-    done = execute(command(source, "-n", "2"), SMP_RENDEZVOUS="file:///elsewhere")
+    names = ("SMP_RENDEZVOUS", "MASTER_ADDR", "MASTER_PORT")
+    source = f"import os\nprint(*(os.environ[name] for name in {names}))\n"
+    done = execute(command(source, "-n", "2"), SMP_RENDEZVOUS="file:///elsewhere", MASTER_PORT="5")
     places = {line.split("] ")[1] for line in done.stdout.splitlines()}
     (place,) = places
-    assert place.startswith("file:///") and place.endswith("/rendezvous 127.0.0.1"), done
+    assert place.startswith("file:///") and place.endswith("/rendezvous 127.0.0.1 5"), done
 
 
 def test_threads_are_divided_unless_the_user_says_how_many(
@@ -190,7 +180,8 @@ def test_threads_are_divided_unless_the_user_says_how_many(
     monkeypatch.setattr(environments, "usable_cores", lambda: 8)
 
     def threads(size: int, base: dict[str, str]) -> str:
-        return rank_environment(base, Place(0, 2 * size, 0, size))["OMP_NUM_THREADS"]
+        env = Share(["a"], base, size, 2 * size).environment_of(0, 0, Path())
+        return env["OMP_NUM_THREADS"]
 
     assert [threads(size, {}) for size in (1, 3, 8, 16)] == ["8", "2", "1", "1"]
     assert threads(16, {"OMP_NUM_THREADS": "5"}) == "5"

@@ -153,6 +153,18 @@ def test_logs_are_written_where_the_command_runs(hosts: Hosts) -> None:
     assert [log.read_bytes() for log in logs] == [b"\xff\xfe no text\n"] * 2
 
 
+def test_much_output_arrives_whole(hosts: Hosts) -> None:
+    """More than a pipe holds, at once, and larger yet as a message between the processes."""
+    source = (
+        "import os\nos.write(1, b''.join(b'%d %s\\n' % (i, b'\\xe9' * 99) for i in range(3000)))\n"
+    )
+    status, out, err = hosts.run(source, ranks=2)
+    assert (status, err) == (0, "")
+    for rank in range(2):
+        lines = [line for line in out.splitlines() if line.startswith(f"[{rank}] ")]
+        assert lines == [f"[{rank}] {i} {chr(0xDCE9) * 99}" for i in range(3000)]
+
+
 def test_all_end_when_one_fails(hosts: Hosts) -> None:
     """Rank 3 does when all have come as far."""
     fails = (

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import smp
+from tests.harness import train_step_of
 
 
 @pytest.fixture
@@ -95,12 +96,7 @@ def test_two_models_train_in_one_step_function(twins: Twins) -> None:
 
 def test_two_models_train_in_step_functions_of_their_own(twins: Twins) -> None:
     def make_step(model: smp.DistributedModel) -> Any:
-        @smp.step
-        def train_step(x: Tensor) -> Tensor:
-            loss: Tensor = model(x).square().mean()
-            model.backward(loss)
-            return loss
-
+        train_step = train_step_of(model)
         return train_step
 
     first_step, second_step = (make_step(model) for model in twins.models)

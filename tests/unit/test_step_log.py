@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,10 +30,7 @@ class Clock:
         return self.now_s
 
 
-@pytest.fixture(autouse=True)
-def _ends() -> Iterator[None]:
-    yield
-    smp.shutdown()
+pytestmark = pytest.mark.usefixtures("ends")
 
 
 def make(monkeypatch: pytest.MonkeyPatch, every: str = "0") -> tuple[StepLog, Clock]:

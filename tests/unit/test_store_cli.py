@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,6 @@ from smp.checkpoint.store import names
 from smp.checkpoint.store.objects import ObjectStore
 from tests.unit import s3_server
 from tests.unit.test_checkpoint_cli import _run, _save, _state
-
-
-@pytest.fixture(scope="session")
-def s3() -> Iterator[dict[str, str]]:
-    with s3_server.running() as env:
-        yield env
 
 
 @pytest.fixture(params=["file", pytest.param("s3", marks=s3_server.NEEDED)])

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,6 @@ from tests.patience import PATIENCE_S
 from tests.unit import s3_server
 
 _PROGRAM = Path(__file__).with_name("store_crash.py")
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[dict[str, str]]:
-    with s3_server.running() as env:
-        yield env
 
 
 @pytest.mark.sample(keep=2)

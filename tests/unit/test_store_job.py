@@ -16,6 +16,7 @@ import smp
 from smp.checkpoint.store import names, pending, sending
 from smp.checkpoint.store.objects import ObjectStore
 from smp.world import preemption
+from tests.harness import train_step_of
 
 
 @pytest.fixture
@@ -33,11 +34,7 @@ class Job:
         smp.init({})
         self.model = smp.DistributedModel(nn.Linear(3, 2))
         self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(self.model.parameters()))
-
-        @smp.step
-        def train_step(x: torch.Tensor) -> None:
-            self.model.backward(self.model(x).square().mean())
-
+        train_step = train_step_of(self.model)
         self.train_step = train_step
 
     def train(self) -> None:

@@ -6,7 +6,6 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,6 @@ from smp.checkpoint.store.sending import NotSent, Progress
 from tests.unit import s3_server
 
 KINDS = ["file", "memory", pytest.param("s3", marks=s3_server.NEEDED)]
-
-
-@pytest.fixture(scope="session")
-def s3() -> Iterator[dict[str, str]]:
-    with s3_server.running() as env:
-        yield env
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +17,6 @@ from tests.reference.split_families import build_split_family, make_split_batch
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 both = pytest.mark.parametrize("key", ["fp16", "bf16"])
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., None]]:
-    yield lambda **config: smp.init(config)
-    smp.shutdown()
 
 
 # ---- models of transformers ------------------------------------------------

@@ -145,7 +145,8 @@ def train_alone(job: Job, jitter: float = 0.0) -> list[Record]:
             losses = []
             for inputs in job.batches[record.replica][step]:
                 loss = _loss(job, replica, replica, inputs)
-                loss.backward()
+                # Hooks on tensors see the gradient of the loss that the step is for.
+                (loss / (MICROBATCHES * len(records))).backward()
                 losses.append(loss.item())
             record.losses.append(losses)
             for name, parameter in replica.named_parameters():
@@ -156,7 +157,7 @@ def train_alone(job: Job, jitter: float = 0.0) -> list[Record]:
                     parameter.grad = None
         for name, parameter in model.named_parameters():
             if name in total:
-                parameter.grad = total[name] / (MICROBATCHES * len(records))
+                parameter.grad = total[name]
         records[0].grads.append(_grads(model.named_parameters()))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -8,9 +8,9 @@
 namespace smp::kernels::cpu {
 
 const FusedTable* const* usable_tables() {
-  struct Found {
+  struct ChosenTable {
     const FusedTable* tables[5] = {};
-    Found() {
+    ChosenTable() {
       int count = 0;
 #ifdef __x86_64__
       const bool has_avx2 = __builtin_cpu_supports("avx2") &&
@@ -30,8 +30,8 @@ const FusedTable* const* usable_tables() {
       tables[count] = &portable_table();
     }
   };
-  static const Found found;
-  return found.tables;
+  static const ChosenTable chosen;
+  return chosen.tables;
 }
 
 const FusedTable& table_for(std::string_view capability) {
@@ -48,99 +48,16 @@ const FusedTable& table_for(std::string_view capability) {
   return **table;
 }
 
-namespace {
+}  // namespace smp::kernels::cpu
 
-const FusedTable& best() {
-  static const FusedTable& table = []() -> const FusedTable& {
+namespace smp::kernels {
+
+const cpu::FusedTable& fused() {
+  static const cpu::FusedTable& table = []() -> const cpu::FusedTable& {
     const char* capability = std::getenv("ATEN_CPU_CAPABILITY");
-    return table_for(capability == nullptr ? "" : capability);
+    return cpu::table_for(capability == nullptr ? "" : capability);
   }();
   return table;
 }
 
-}  // namespace
-
-void norm_forward(const Norm& norm, int64_t begin, int64_t end) {
-  best().norm_forward(norm, begin, end);
-}
-
-void norm_backward(const NormBackward& norm, int64_t begin, int64_t end,
-                   void* dweight, void* dbias) {
-  best().norm_backward(norm, begin, end, dweight, dbias);
-}
-
-void bias_gelu_forward(const BiasGelu& gelu, int64_t begin, int64_t end) {
-  best().bias_gelu_forward(gelu, begin, end);
-}
-
-void bias_gelu_backward(const BiasGelu& gelu, int64_t begin, int64_t end,
-                        void* dbias) {
-  best().bias_gelu_backward(gelu, begin, end, dbias);
-}
-
-void bias_dropout_residual_forward(const BiasDropoutResidual& op, int64_t begin,
-                                   int64_t end) {
-  best().bias_dropout_residual_forward(op, begin, end);
-}
-
-void bias_dropout_residual_backward(const BiasDropoutResidualBackward& op,
-                                    int64_t begin, int64_t end, void* dbias) {
-  best().bias_dropout_residual_backward(op, begin, end, dbias);
-}
-
-void rotary(const Rotary& rotary, int64_t begin, int64_t end) {
-  best().rotary(rotary, begin, end);
-}
-
-void softmax_forward(const ScaledMaskedSoftmax& op, int64_t begin,
-                     int64_t end) {
-  best().softmax_forward(op, begin, end);
-}
-
-void softmax_backward(const ScaledMaskedSoftmaxBackward& op, int64_t begin,
-                      int64_t end) {
-  best().softmax_backward(op, begin, end);
-}
-
-void cross_entropy_forward(const CrossEntropy& op, int64_t begin, int64_t end) {
-  best().cross_entropy_forward(op, begin, end);
-}
-
-void cross_entropy_backward(const CrossEntropyBackward& op, int64_t begin,
-                            int64_t end) {
-  best().cross_entropy_backward(op, begin, end);
-}
-
-double sum_of_squares(const Array& array, int64_t begin, int64_t end) {
-  return best().sum_of_squares(array, begin, end);
-}
-
-double max_abs(const Array& array, int64_t begin, int64_t end) {
-  return best().max_abs(array, begin, end);
-}
-
-void scale(const Array& array, double factor, int64_t begin, int64_t end) {
-  best().scale(array, factor, begin, end);
-}
-
-void adam(const UpdateArrays& arrays, const AdamFactors& factors, double lr,
-          int64_t begin, int64_t end) {
-  best().adam(arrays, factors, lr, begin, end);
-}
-
-void lamb_moments(const UpdateArrays& arrays, const AdamFactors& factors,
-                  int64_t begin, int64_t end, double* sums) {
-  best().lamb_moments(arrays, factors, begin, end, sums);
-}
-
-void lamb_apply(const UpdateArrays& arrays, const AdamFactors& factors,
-                double rate, int64_t begin, int64_t end) {
-  best().lamb_apply(arrays, factors, rate, begin, end);
-}
-
-void momentum(const UpdateArrays& arrays, const MomentumFactors& factors,
-              int64_t begin, int64_t end) {
-  best().momentum(arrays, factors, begin, end);
-}
-
-}  // namespace smp::kernels::cpu
+}  // namespace smp::kernels

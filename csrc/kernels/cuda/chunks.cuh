@@ -55,14 +55,13 @@ struct ChunkListOf {
   uint8_t array_idxs[kMaxBlocks];
 };
 
-struct ChunkedPair {
-  void* y;
-  const void* x;  // null where the kernel has one array only
+struct ChunkedArray {
+  void* data;
   int64_t num_elements;
   int64_t first_slot;  // of the array's results, one per chunk
 };
 
-using ChunkList = ChunkListOf<ChunkedPair, has_long_lists() ? 256 : 64>;
+using ChunkList = ChunkListOf<ChunkedArray, has_long_lists() ? 256 : 64>;
 static_assert(sizeof(ChunkList) <= kMaxListBytes, "must leave room");
 
 inline int64_t num_chunks(int64_t num_elements) {

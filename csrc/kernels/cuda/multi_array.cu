@@ -14,17 +14,16 @@ namespace {
 // Calls body(integral_constant, i) for the elements of this block.
 template <typename T, typename Body>
 __device__ void for_array(const ChunkList& list, Body&& body) {
-  const ChunkedPair& item = list.items[list.array_idxs[blockIdx.x]];
-  const auto address =
-      reinterpret_cast<uintptr_t>(item.y) | reinterpret_cast<uintptr_t>(item.x);
+  const ChunkedArray& item = list.items[list.array_idxs[blockIdx.x]];
+  const auto address = reinterpret_cast<uintptr_t>(item.data);
   for_elements<kPack<T>>(block_range(list), address % 16 == 0, body);
 }
 
 // In double: squares of scaled gradients can be too large for float.
 template <typename T>
 __global__ void sum_of_squares_kernel(SMP_LIST(ChunkList) list, double* slots) {
-  const ChunkedPair& item = list.items[list.array_idxs[blockIdx.x]];
-  const T* data = static_cast<const T*>(item.y);
+  const ChunkedArray& item = list.items[list.array_idxs[blockIdx.x]];
+  const T* data = static_cast<const T*>(item.data);
   double sum = 0;
   for_array<T>(list, [&](auto num, int64_t i) {
     constexpr int kNum = decltype(num)::value;
@@ -43,8 +42,8 @@ __global__ void sum_of_squares_kernel(SMP_LIST(ChunkList) list, double* slots) {
 
 template <typename T>
 __global__ void max_abs_kernel(SMP_LIST(ChunkList) list, double* slots) {
-  const ChunkedPair& item = list.items[list.array_idxs[blockIdx.x]];
-  const T* data = static_cast<const T*>(item.y);
+  const ChunkedArray& item = list.items[list.array_idxs[blockIdx.x]];
+  const T* data = static_cast<const T*>(item.data);
   const TakeMax larger;
   __shared__ double values[kNumThreads];
   double max = 0;
@@ -74,7 +73,7 @@ __global__ void max_abs_kernel(SMP_LIST(ChunkList) list, double* slots) {
 template <typename T>
 __global__ void scale_kernel(SMP_LIST(ChunkList) list, const double* factor) {
   if (*factor == 1) return;
-  T* data = static_cast<T*>(list.items[list.array_idxs[blockIdx.x]].y);
+  T* data = static_cast<T*>(list.items[list.array_idxs[blockIdx.x]].data);
   const auto f = static_cast<Compute<T>>(*factor);
   for_array<T>(list, [&](auto num, int64_t i) {
     constexpr int kNum = decltype(num)::value;
@@ -82,22 +81,6 @@ __global__ void scale_kernel(SMP_LIST(ChunkList) list, const double* factor) {
 #pragma unroll
     for (int k = 0; k < kNum; ++k) values.v[k] *= f;
     store_values<kNum>(data + i, values);
-  });
-}
-
-template <typename T>
-__global__ void add_scaled_kernel(SMP_LIST(ChunkList) list, double a) {
-  const ChunkedPair& item = list.items[list.array_idxs[blockIdx.x]];
-  T* y = static_cast<T*>(item.y);
-  const T* x = static_cast<const T*>(item.x);
-  const auto f = static_cast<Compute<T>>(a);
-  for_array<T>(list, [&](auto num, int64_t i) {
-    constexpr int kNum = decltype(num)::value;
-    auto values = load_values<kNum>(y + i);
-    const auto added = load_values<kNum>(x + i);
-#pragma unroll
-    for (int k = 0; k < kNum; ++k) values.v[k] += f * added.v[k];
-    store_values<kNum>(y + i, values);
   });
 }
 
@@ -109,9 +92,9 @@ const char* for_each_array_list(const Array* arrays, int64_t num_arrays,
     int64_t slot = 0;
     return for_each_chunk_list<ChunkList>(
         num_arrays,
-        [&](int64_t i, ChunkedPair& item) {
+        [&](int64_t i, ChunkedArray& item) {
           const Array& array = arrays[i];
-          item = {array.data, nullptr, array.num_elements, slot};
+          item = {array.data, array.num_elements, slot};
           slot += num_chunks(array.num_elements);
           return array.dtype == dtype;
         },
@@ -179,25 +162,6 @@ const char* scale(const Array* arrays, int64_t num_arrays, const double* factor,
         scale_kernel<T>
             <<<num_blocks, kNumThreads, 0, cuda_stream>>>(list, factor);
       });
-}
-
-const char* add_scaled(const ArrayPair* pairs, int64_t num_pairs, double a,
-                       void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  return for_each_dtype([&](Dtype dtype, auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    return for_each_chunk_list<ChunkList>(
-        num_pairs,
-        [&](int64_t i, ChunkedPair& item) {
-          item = {pairs[i].y, pairs[i].x, pairs[i].num_elements, 0};
-          return pairs[i].dtype == dtype;
-        },
-        [&](const ChunkList& list, int num_blocks) {
-          add_scaled_kernel<T>
-              <<<num_blocks, kNumThreads, 0, cuda_stream>>>(list, a);
-          return error_text(cudaGetLastError());
-        });
-  });
 }
 
 }  // namespace smp::kernels::cuda

@@ -1,6 +1,6 @@
 """Chooses the modules to checkpoint: user marks, strategies for sequences, transformers."""
 
-from smp.activations.huggingface import HonouredModules
+from smp.activations.huggingface import TransformersCheckpointing
 from smp.activations.marks import (
     checkpoint_call,
     checkpoint_sequence,
@@ -13,7 +13,7 @@ from smp.activations.marks import (
 from smp.activations.placement import note_placement
 
 __all__ = [
-    "HonouredModules",
+    "TransformersCheckpointing",
     "checkpoint_call",
     "checkpoint_sequence",
     "is_container",

@@ -31,7 +31,7 @@ _FLAG = "gradient_checkpointing"
 _OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug")
 
 
-class HonouredModules:
+class TransformersCheckpointing:
     """The modules of a model that transformers may checkpoint.
 
     Args:

@@ -8,13 +8,14 @@ writer, tensors can be made when their turn comes, and checksums are computed me
 
 from __future__ import annotations
 
+import bisect
 import functools
 import io
 import math
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from typing import Any
 import torch
 
 import smp._C as _C
-from smp.checkpoint.aliases import View, find_views
 from smp.checkpoint.manifest import ITEM_BYTES, FileRecord
 from smp.checkpoint.zip_stream import ZipStream
 
@@ -31,7 +31,7 @@ Keys = tuple[Any, ...]
 
 _PIECE_BYTES = 32 << 20
 _STORAGE_NAMES: dict[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()
-_PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class Deferred:
     dtype: torch.dtype
     make: Callable[[], torch.Tensor]
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def pieces(self) -> Iterator[torch.Tensor]:
         """Makes the tensor; returns contiguous pieces of it, in row-major order.
 
@@ -59,6 +63,9 @@ class Deferred:
                 f"as {tensor.dtype} {list(tensor.shape)}"
             )
         return _contiguous_pieces(tensor)
+
+
+AnyTensor = torch.Tensor | Deferred
 
 
 @dataclass(frozen=True)
@@ -91,10 +98,13 @@ class WriteOptions:
     buffer_bytes: int = 32 << 20
     num_buffers: int = 2
     chunk_bytes: int = 4 << 20
-    progress: Callable[[int], None] | None = None
+    progress: Callable[[int], None] = lambda _: None
 
 
-def write(path: Path, structure: Any, options: WriteOptions | None = None) -> Written:
+DEFAULTS = WriteOptions()
+
+
+def write(path: Path, structure: Any, options: WriteOptions = DEFAULTS) -> Written:
     """Writes and synchronises ``path``.
 
     Tensors that share memory share it in the file, too, if they are contiguous. Parameters are
@@ -108,101 +118,94 @@ def write(path: Path, structure: Any, options: WriteOptions | None = None) -> Wr
         ValueError: the structure has an object of another kind; the text has its place.
         RuntimeError: the file cannot be written; the text has its name.
     """
-    options = options or WriteOptions()
-    writer = _C.FileWriter(
-        str(path), options.buffer_bytes, options.num_buffers, options.chunk_bytes
-    )
-    try:
-        places = _write(writer, structure, path.stem, options.progress)
-        num_bytes, crcs = writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
-    return Written(FileRecord(num_bytes, options.chunk_bytes, tuple(crcs)), places)
-
-
-def _write(
-    writer: _C.FileWriter, structure: Any, name: str, progress: Callable[[int], None] | None
-) -> list[Place]:
-    found: list[tuple[Keys, torch.Tensor | Deferred]] = []
-    mirror = _Walk(found).copy(structure, ())
-    records = _records_of([tensor for _, tensor in found])
-    stream = ZipStream(writer)
-    stream.add_bytes(f"{name}/data.pkl", _pickled(mirror, records))
-    stream.add_bytes(f"{name}/byteorder", sys.byteorder.encode())
+    found = list(_tensors(structure, ()))
+    storages, views = _storages_of([tensor for _, tensor in found])
     begins = []
-    for idx, record in enumerate(records.sources):
-        begins.append(
-            stream.add(
-                f"{name}/data/{idx}", record.num_bytes, functools.partial(record.write, writer)
-            )
+    with Writing(path, options) as writing:
+        stream = ZipStream(writing.writer)
+        stream.add_bytes(f"{path.stem}/data.pkl", _pickled(structure, views))
+        stream.add_bytes(f"{path.stem}/byteorder", sys.byteorder.encode())
+        for storage in storages:
+            name = f"{path.stem}/data/{storage.idx}"
+            num_bytes = storage.numel * storage.tensor.dtype.itemsize
+            append = functools.partial(storage.append_to, writing.writer)
+            begins.append(stream.add(name, num_bytes, append))
+            options.progress(writing.writer.bytes_written)
+        stream.add_bytes(f"{path.stem}/version", b"3\n")
+        stream.close()
+    places = []
+    for keys, tensor in found:
+        storage, offset = views[id(tensor)]
+        begin = begins[storage.idx] + offset * tensor.dtype.itemsize
+        places.append(Place(keys, begin, tensor.dtype, tuple(tensor.shape)))
+    return Written(writing.record, places)
+
+
+class Writing:
+    """A block that writes one file; the end synchronises it, and an error deletes it.
+
+    Attributes:
+        writer: takes the bytes inside of the block.
+        record: record of the file after the block.
+    """
+
+    record: FileRecord
+
+    def __init__(self, path: Path, options: WriteOptions) -> None:
+        self._chunk_bytes = options.chunk_bytes
+        self.writer = _C.FileWriter(
+            str(path), options.buffer_bytes, options.num_buffers, options.chunk_bytes
         )
-        if progress is not None:
-            progress(writer.bytes_written)
-    stream.add_bytes(f"{name}/version", b"3\n")
-    stream.close()
-    return [
-        Place(keys, begins[v.run_idx] + v.offset * tensor.dtype.itemsize, tensor.dtype, shape)
-        for (keys, tensor), v, shape in zip(
-            found, records.views, (tuple(t.shape) for _, t in found), strict=True
+
+    def __enter__(self) -> Writing:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                num_bytes, crcs = self.writer.finish()
+                self.record = FileRecord(num_bytes, self._chunk_bytes, tuple(crcs))
+        finally:
+            if not hasattr(self, "record"):
+                self.writer.abandon()
+
+
+def _tensors(value: Any, keys: Keys) -> Iterator[tuple[Keys, AnyTensor]]:
+    """Yields the tensors of a structure with their keys; refuses objects of other kinds."""
+    kind = type(value)
+    if isinstance(value, AnyTensor):
+        is_there = isinstance(value, Deferred) or (
+            value.layout == torch.strided and value.device.type != "meta"
         )
-    ]
-
-
-@dataclass(frozen=True)
-class _Ref:
-    """A reference to tensor ``idx`` in the structure that is pickled."""
-
-    idx: int
-
-
-@dataclass(frozen=True)
-class _StorageRef:
-    persistent_id: tuple[str, type, str, str, int]
-
-
-class _Walk:
-    """Copies a structure, with references in the place of tensors."""
-
-    def __init__(self, found: list[tuple[Keys, torch.Tensor | Deferred]]) -> None:
-        self._found = found
-
-    def copy(self, value: Any, keys: Keys) -> Any:
-        if isinstance(value, torch.Tensor | Deferred):
-            _check_tensor(value, keys)
-            ref = _Ref(len(self._found))
-            self._found.append((keys, value.detach() if isinstance(value, torch.Tensor) else value))
-            return ref
-        kind = type(value)
-        if value is None or kind in _PLAIN:
-            return value
-        if kind in (dict, OrderedDict):
-            for key in value:
-                self._check_key(key, keys)
-            return kind((key, self.copy(item, (*keys, key))) for key, item in value.items())
-        if kind in (list, tuple):
-            return kind(self.copy(item, (*keys, i)) for i, item in enumerate(value))
+        if not is_there or str(value.dtype).removeprefix("torch.") not in ITEM_BYTES:
+            raise _unfit(value, keys)
+        yield keys, value
+    elif kind in (dict, OrderedDict):
+        for key, item in value.items():
+            _check_key(key, keys)
+            yield from _tensors(item, (*keys, key))
+    elif kind in (list, tuple):
+        for i, item in enumerate(value):
+            yield from _tensors(item, (*keys, i))
+    elif kind not in _PLAIN:
         raise _refused(value, keys)
 
-    def _check_key(self, key: Any, keys: Keys) -> None:
-        if type(key) is tuple:
-            for item in key:
-                self._check_key(item, keys)
-        elif key is not None and type(key) not in _PLAIN:
-            raise _refused(key, (*keys, "a key"))
+
+def _check_key(key: Any, keys: Keys) -> None:
+    for item in key if type(key) is tuple else ():
+        _check_key(item, keys)
+    if type(key) is not tuple and type(key) not in _PLAIN:
+        raise _refused(key, (*keys, "a key"))
 
 
-def _check_tensor(value: torch.Tensor | Deferred, keys: Keys) -> None:
-    name = str(value.dtype).removeprefix("torch.")
-    is_other = isinstance(value, torch.Tensor) and (
-        value.layout != torch.strided or value.device.type == "meta"
+def _unfit(value: AnyTensor, keys: Keys) -> ValueError:
+    what = "tensor"
+    if isinstance(value, torch.Tensor):
+        what = f"{value.layout} on {value.device}"
+    return ValueError(
+        f"cannot write the tensor at {_path(keys)} ({value.dtype}, {what}): it must be strided and "
+        f"of a dtype among {', '.join(ITEM_BYTES)}"
     )
-    if name not in ITEM_BYTES or is_other:
-        what = f"{value.layout} on {value.device}" if isinstance(value, torch.Tensor) else "tensor"
-        raise ValueError(
-            f"cannot write the tensor at {_path(keys)} ({value.dtype}, {what}): it must be strided "
-            f"and of a dtype among {', '.join(ITEM_BYTES)}"
-        )
 
 
 def _refused(value: Any, keys: Keys) -> ValueError:
@@ -218,25 +221,29 @@ def _path(keys: Keys) -> str:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """The bytes of one storage."""
+class _Storage:
+    """Elements that the file holds as one record, ``data/<idx>``.
 
-    tensor: torch.Tensor | Deferred
+    Attributes:
+        idx: number of the record.
+        tensor: first tensor in it.
+        begin: first element in the memory of ``tensor``; None: ``tensor`` is written alone,
+            whatever its strides are.
+        numel: number of elements.
+    """
+
+    idx: int
+    tensor: AnyTensor
     begin: int | None
     numel: int
 
-    @property
-    def num_bytes(self) -> int:
-        return self.numel * self.tensor.dtype.itemsize
-
-    def write(self, writer: _C.FileWriter) -> None:
-        tensor = self.tensor
-        if isinstance(tensor, Deferred):
-            pieces = tensor.pieces()
-        elif self.begin is not None:
-            pieces = iter((tensor.as_strided((self.numel,), (1,), self.begin),))
+    def append_to(self, writer: _C.FileWriter) -> None:
+        if isinstance(self.tensor, Deferred):
+            pieces = self.tensor.pieces()
+        elif self.begin is None:
+            pieces = _contiguous_pieces(self.tensor.detach())
         else:
-            pieces = _contiguous_pieces(tensor)
+            pieces = iter((self.tensor.detach().as_strided((self.numel,), (1,), self.begin),))
         for piece in pieces:
             writer.append_tensor(piece)
 
@@ -259,86 +266,86 @@ def _contiguous_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-@dataclass(frozen=True)
-class _Records:
-    tensors: list[torch.Tensor | Deferred]
-    sources: list[_Source]
-    views: list[View]
+#: The storage of a tensor, and the offset of its first element there, by the tensor's id.
+_Views = dict[int, tuple[_Storage, int]]
 
 
-def _records_of(tensors: list[torch.Tensor | Deferred]) -> _Records:
-    """Returns one record per storage, in the order in which the structure names them."""
-    there = [t for t in tensors if isinstance(t, torch.Tensor)]
-    runs, views_there = find_views(there)
-    sources: list[_Source] = []
-    idx_of_run: dict[int, int] = {}
-    idx_of_deferred: dict[int, int] = {}
-    views = []
-    next_view = iter(views_there)
+def _storages_of(tensors: Sequence[AnyTensor]) -> tuple[list[_Storage], _Views]:
+    """Returns storages in the order in which they are needed, and each tensor's place in one.
+
+    Contiguous tensors that overlap in memory are in one storage. Tensors that merely lie side by
+    side are not, because a process that loads one would hold both. Each other tensor has a storage
+    of its own.
+    """
+    spans: dict[Any, list[tuple[int, int]]] = {}  # by memory: begins and ends of tensors
+    places: dict[int, tuple[Any, int]] = {}  # by id of the tensor: memory and begin
     for tensor in tensors:
-        if isinstance(tensor, Deferred):
-            if id(tensor) not in idx_of_deferred:
-                idx_of_deferred[id(tensor)] = len(sources)
-                sources.append(_Source(tensor, None, math.prod(tensor.shape)))
-            views.append(View(idx_of_deferred[id(tensor)], 0))
-            continue
-        view = next(next_view)
-        if view.run_idx not in idx_of_run:
-            idx_of_run[view.run_idx] = len(sources)
-            run = runs[view.run_idx]
-            sources.append(_Source(run.base, run.begin, run.numel))
-        views.append(View(idx_of_run[view.run_idx], view.offset))
-    return _Records(tensors, sources, views)
+        if isinstance(tensor, torch.Tensor) and tensor.numel() and tensor.is_contiguous():
+            if not (tensor.is_conj() or tensor.is_neg()):
+                memory = tensor.device, tensor.untyped_storage()._cdata, tensor.dtype
+                first = int(tensor.storage_offset())
+                places[id(tensor)] = memory, first
+                spans.setdefault(memory, []).append((first, first + tensor.numel()))
+    joined = {memory: _joined(sorted(found)) for memory, found in spans.items()}
+    storages: dict[Any, _Storage] = {}
+    views: _Views = {}
+    for tensor in tensors:
+        name: Any = id(tensor)
+        begin: int | None = None
+        end, offset = math.prod(tensor.shape), 0
+        if name in places:
+            memory, first = places[name]
+            runs = joined[memory]
+            begin, end = runs[bisect.bisect_right(runs, (first, sys.maxsize)) - 1]
+            name, offset = (memory, begin), first - begin
+        if name not in storages:
+            storages[name] = _Storage(len(storages), tensor, begin, end - (begin or 0))
+        views[id(tensor)] = storages[name], offset
+    return list(storages.values()), views
 
 
-def _pickled(mirror: Any, records: _Records) -> bytes:
-    storages = [_storage_ref(idx, source) for idx, source in enumerate(records.sources)]
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Joins sorted spans that overlap."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in spans:
+        if joined and begin < joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _pickled(structure: Any, views: _Views) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer, records, storages).dump(mirror)
+    _Pickler(buffer, views).dump(structure)
     return buffer.getvalue()
 
 
+class _Id(tuple[Any, ...]):
+    """The persistent id of a storage, by which ``torch.load`` finds its record."""
+
+
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, records: _Records, storages: list[_StorageRef]) -> None:
+    """Pickles a structure whose tensors refer to storages."""
+
+    def __init__(self, file: io.BytesIO, views: _Views) -> None:
         super().__init__(file, protocol=2)
-        self._records = records
-        self._storages = storages
+        self._views = views
 
     def persistent_id(self, obj: Any) -> Any:
-        return obj.persistent_id if isinstance(obj, _StorageRef) else None
+        return tuple(obj) if type(obj) is _Id else None
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, _Ref):
+        if not isinstance(obj, AnyTensor):
             return NotImplemented
-        tensor = self._records.tensors[obj.idx]
-        view = self._records.views[obj.idx]
-        shape = tuple(tensor.shape)
-        arguments: tuple[Any, ...] = (
-            self._storages[view.run_idx],
-            view.offset,
-            shape,
-            _strides(shape),
-            False,
-            OrderedDict(),
-        )
-        if tensor.dtype in _STORAGE_NAMES:
+        storage, offset = self._views[id(obj)]
+        dtype, shape = obj.dtype, tuple(obj.shape)
+        kind, count = torch.UntypedStorage, storage.numel * dtype.itemsize
+        if dtype in _STORAGE_NAMES:
+            kind, count = getattr(torch, _STORAGE_NAMES[dtype]), storage.numel
+        reference = _Id(("storage", kind, str(storage.idx), "cpu", count))
+        strides = torch.empty(shape, device="meta").stride()
+        arguments: tuple[Any, ...] = (reference, offset, shape, strides, False, OrderedDict())
+        if dtype in _STORAGE_NAMES:
             return torch._utils._rebuild_tensor_v2, arguments
-        return torch._utils._rebuild_tensor_v3, (*arguments, tensor.dtype)
-
-
-def _storage_ref(idx: int, source: _Source) -> _StorageRef:
-    dtype = source.tensor.dtype
-    if dtype in _STORAGE_NAMES:
-        kind, count = getattr(torch, _STORAGE_NAMES[dtype]), source.numel
-    else:
-        kind, count = torch.UntypedStorage, source.num_bytes
-    return _StorageRef(("storage", kind, str(idx), "cpu", count))
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+        return torch._utils._rebuild_tensor_v3, (*arguments, dtype)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from smp.checkpoint import exporting, folder, inspection, resharding, store_cli
+from smp.checkpoint import exporting, folder, inspection, resharding
 from smp.checkpoint import manifest as manifests
-from smp.checkpoint.manifest import Manifest
+from smp.checkpoint.manifest import FileRecord, Manifest
 from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.store import copies, names
 from smp.checkpoint.store.fetching import Fetched
-from smp.checkpoint.store_cli import bytes_text
+from smp.checkpoint.store.names import Key
+from smp.checkpoint.store.objects import ObjectStore
+from smp.world.settings import read_settings
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _MAX_LISTED = 50
@@ -48,14 +52,18 @@ def add_parser(subparsers: Any) -> None:
     command = _command(commands, "export", _export, "the model as safetensors of Hugging Face")
     command.add_argument("target", type=Path, metavar="TARGET", help="folder to write")
     command.add_argument(
-        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="default: 5GB"
+        "--max-shard-size",
+        type=_argument(exporting.parse_bytes),
+        default="5GB",
+        metavar="SIZE",
+        help="default: 5GB",
     )
     command.add_argument("--dtype", choices=_FLOATS, help="of weights; default: as saved")
     command.add_argument(
         "--from",
         dest="registrations",
         action="append",
-        type=_registration,
+        type=_argument(_registration),
         metavar="FAMILY:CLASS",
         help="translate names of this distributed class (gpt2:GPT2LMHeadModel); default: that of "
         "the checkpoint",
@@ -66,7 +74,19 @@ def add_parser(subparsers: Any) -> None:
     command.add_argument(
         "--parts", type=int, default=1, metavar="N", help="files of each kind; default: 1"
     )
-    store_cli.add_commands(commands, _command)
+
+    _command(commands, "list", _list, "which checkpoints are in a folder or store")
+
+    command = _command(commands, "fetch", _fetch, "copy a checkpoint of a store into a folder")
+    command.add_argument("target", type=Path, metavar="TARGET", help="folder to write")
+
+    command = _command(commands, "send", _send, "copy a checkpoint folder into a store")
+    command.add_argument("target", metavar="ADDRESS", help="such as s3://bucket/prefix")
+
+    command = _command(commands, "prune", _prune, "delete old checkpoints of a store")
+    command.add_argument(
+        "--keep", type=_argument(_count), required=True, metavar="N", help="complete ones that stay"
+    )
 
 
 def _command(
@@ -91,19 +111,27 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
         return 1
 
 
-def _size(text: str) -> int:
-    try:
-        return exporting.parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Returns a type of an argument, whose errors are those of ``parse``."""
+
+    def run(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return run
 
 
 def _registration(text: str) -> exporting.Translate:
     family, _, module_cls = text.partition(":")
-    try:
-        return exporting.translator(family, module_cls)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return exporting.translator(family, module_cls)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} is not a number of 1 or more")
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -131,7 +159,7 @@ def _checkpoint(place: str, tag: str | None = None, with_files: bool = True) -> 
     """
     if names.is_address(place):
         address = names.parse(place)
-        fetched = copies.fetched(address, store_cli.root(), tag)
+        fetched = copies.fetched(address, _root(), tag)
         if with_files:
             fetched.get_all()
         return _Checkpoint(fetched.folder, f"{address}/{fetched.key.folder()}", fetched)
@@ -145,6 +173,11 @@ def _checkpoint(place: str, tag: str | None = None, with_files: bool = True) -> 
     if tag is not None or (not (path / manifests.FILE_NAME).exists() and path.is_dir()):
         path = folder.find(path, tag)
     return _Checkpoint(path, str(path))
+
+
+def _root() -> Path:
+    """Returns the folder for files of stores on this machine."""
+    return read_settings(os.environ).store_root.expanduser()
 
 
 def _info(arguments: argparse.Namespace) -> int:
@@ -195,19 +228,33 @@ def _facts(shown: str, manifest: Manifest, with_entries: bool) -> dict[str, Any]
 
 def _verify(arguments: argparse.Namespace) -> int:
     if names.is_address(arguments.folder):
-        return store_cli.verify(names.parse(arguments.folder), arguments.tag)
-    path = _checkpoint(arguments.folder, arguments.tag).path
+        store = ObjectStore(names.parse(arguments.folder))
+        key = copies.find(store, arguments.tag)
+        shown, texts = f"{store.address}/{key.folder()}", _problems_in_store(store, key)
+    else:
+        path = _checkpoint(arguments.folder, arguments.tag).path
+        shown, texts = str(path), inspection.problems(path)
     count = 0
-    for text in inspection.problems(path):
-        print(f"{path}: {text}")
+    for text in texts:
+        print(f"{shown}: {text}")
         count += 1
     if count:
-        print(f"{path}: {count} problems")
+        print(f"{shown}: {count} problems")
         return 1
-    manifest = manifests.read(path)
-    num_bytes = sum(record.num_bytes for record in manifest.files.values())
-    print(f"{path}: {len(manifest.files)} files, {bytes_text(num_bytes)}: all as written")
+    found = _checkpoint(arguments.folder, arguments.tag, with_files=False)
+    print(f"{shown}: {_files_text(manifests.read(found.path).files)}: all as written")
     return 0
+
+
+def _problems_in_store(store: ObjectStore, key: Key) -> Iterator[str]:
+    """Yields the problems of the objects, or else of the manifest."""
+    is_whole = True
+    for text in copies.problems(store, key):
+        is_whole = False
+        yield text
+    if is_whole:
+        manifest = copies.fetched(store.address, _root(), key.name).manifest
+        yield from inspection.problems_of_entries(manifest)
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -243,3 +290,62 @@ def _reshard(arguments: argparse.Namespace) -> int:
     for name, record in manifest.files.items():
         print(f"{arguments.target / name}  {bytes_text(record.num_bytes)}")
     return 0
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    if not names.is_address(arguments.folder):
+        for path in folder.partial_checkpoints(Path(arguments.folder)):
+            files = manifests.read(path).files
+            print(f"{path.name}  {_files_text(files)}")
+        return 0
+    for found in copies.list_generations(ObjectStore(names.parse(arguments.folder))):
+        if arguments.tag not in (None, found.key.name, found.key.name.removesuffix("_partial")):
+            continue
+        saved = datetime.datetime.fromtimestamp(found.key.time_s).isoformat(" ", "seconds")
+        state = "complete" if found.is_complete else "not complete"
+        num_bytes = sum(found.sizes.values())
+        print(
+            f"{found.key.folder()}  {saved}  {len(found.sizes)} objects, {bytes_text(num_bytes)}, "
+            f"{state}"
+        )
+    return 0
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    address = names.parse(arguments.folder)
+    manifest = copies.fetch(address, arguments.tag, arguments.target)
+    for name, record in manifest.files.items():
+        print(f"{arguments.target / name}  {bytes_text(record.num_bytes)}")
+    return 0
+
+
+def _send(arguments: argparse.Namespace) -> int:
+    address = names.parse(arguments.target)
+    path = Path(arguments.folder)
+    if arguments.tag is not None or not (path / manifests.FILE_NAME).exists():
+        path = folder.find(path, arguments.tag)
+    key, sent = copies.send(path, address, lambda name: print(f"{address}: {name}", flush=True))
+    num_there = len(manifests.read(path).files) - len(sent)
+    print(f"{address}/{key.folder()}: complete, {len(sent)} files sent, {num_there} were there")
+    return 0
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    store = ObjectStore(names.parse(arguments.folder))
+    for key in copies.prune(store, arguments.keep):
+        print(f"deleted {store.address}/{key.folder()}")
+    return 0
+
+
+def _files_text(files: Mapping[str, FileRecord]) -> str:
+    num_bytes = sum(record.num_bytes for record in files.values())
+    return f"{len(files)} files, {bytes_text(num_bytes)}"
+
+
+def bytes_text(count: int) -> str:
+    """Formats a number of bytes for users: ``1.5 MB``."""
+    if count < 1000:
+        return f"{count} B"
+    units = ("kB", "MB", "GB", "TB", "PB")
+    power = min((len(str(count)) - 1) // 3, len(units))
+    return f"{count / 1000**power:.3g} {units[power - 1]}"

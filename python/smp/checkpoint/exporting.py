@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,7 @@ def export(
         if not weights:
             raise ValueError(f"{source} has no entries {_MODEL}...: no model was saved")
         chosen = translators_of(reader.manifest) if translate is None else translate
-        results = _Translation(reader, weights, chosen).results()
-        tensors = {r.name: r.deferred(dtype) for r in results}
+        tensors = dict(_Translation(reader, weights, chosen, dtype).results())
         target.mkdir(parents=True, exist_ok=True)
         files = safetensors_stream.write_sharded(target, tensors, max_shard_bytes)
         if huggingface.CONFIG in reader.manifest.files:
@@ -130,21 +129,6 @@ def translator(family: str, module_cls: str) -> Translate:
     )
 
 
-@dataclass(frozen=True)
-class _Result:
-    """A tensor to write, and the function that makes it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    make: Callable[[], torch.Tensor]
-
-    def deferred(self, dtype: torch.dtype | None) -> Deferred:
-        if dtype is None or not self.dtype.is_floating_point:
-            return Deferred(self.shape, self.dtype, self.make)
-        return Deferred(self.shape, dtype, lambda: self.make().to(dtype))
-
-
 class _Translation:
     """Translates group by group: a group is real, and the rest of the model without memory.
 
@@ -153,33 +137,34 @@ class _Translation:
     """
 
     def __init__(
-        self, reader: FolderReader, weights: Mapping[str, _Weight], translate: Sequence[Translate]
+        self,
+        reader: FolderReader,
+        weights: Mapping[str, _Weight],
+        translate: Sequence[Translate],
+        dtype: torch.dtype | None,
     ) -> None:
-        self._reader = reader
-        self._translate = translate
-        self._weights = weights
+        self._reader, self._weights = reader, weights
+        self._translate, self._dtype = translate, dtype
         self._made: tuple[str, State] = ("", {})
         # Without translation each tensor is a group.
         self._group = _group_of_layer if translate else _itself
 
-    def results(self) -> Iterator[_Result]:
+    def results(self) -> Iterator[tuple[str, Deferred]]:
         whole = self._run(self._meta)
         for name in second_names(whole):
             del whole[name]
-        for group in self._groups():
+        for group in dict.fromkeys(self._group(name) for name in self._weights):
             for name in self._results_of(group):
                 if name in whole:
-                    result = whole[name]
-                    make = self._maker(group, name)
-                    yield _Result(name, tuple(result.shape), result.dtype, make)
+                    yield name, self._deferred(whole[name], partial(self._made_in, group, name))
         for name, extra in whole.items():
             if not extra.is_meta:  # buffers that follow from sizes
-                yield _Result(
-                    name, tuple(extra.shape), extra.dtype, functools.partial(_itself, extra)
-                )
+                yield name, self._deferred(extra, partial(_itself, extra))
 
-    def _groups(self) -> list[str]:
-        return list(dict.fromkeys(self._group(name) for name in self._weights))
+    def _deferred(self, like: torch.Tensor, make: Callable[[], torch.Tensor]) -> Deferred:
+        if self._dtype is None or not like.is_floating_point():
+            return Deferred(tuple(like.shape), like.dtype, make)
+        return Deferred(tuple(like.shape), self._dtype, lambda: make().to(self._dtype))
 
     def _run(self, make: Callable[[str], torch.Tensor]) -> State:
         state: dict[str, Any] = {name: make(name) for name in self._weights}
@@ -197,18 +182,16 @@ class _Translation:
         results = self._run(make)
         return [name for name, t in results.items() if t.is_meta and t.dtype == _MINE]
 
-    def _maker(self, group: str, name: str) -> Callable[[], torch.Tensor]:
-        def make() -> torch.Tensor:
-            if self._made[0] != group or name not in self._made[1]:
-                self._made = ("", {})  # frees before it allocates
-                wanted = set(self._results_of(group))
-                results = self._run(
-                    lambda n: self._real(n) if self._group(n) == group else self._meta(n)
-                )
-                self._made = (group, {n: t for n, t in results.items() if n in wanted})
-            return self._made[1].pop(name)
-
-        return make
+    def _made_in(self, group: str, name: str) -> torch.Tensor:
+        """Makes a result of the tensors of a group; keeps its other results for later calls."""
+        if self._made[0] != group or name not in self._made[1]:
+            self._made = ("", {})  # frees before it allocates
+            wanted = set(self._results_of(group))
+            results = self._run(
+                lambda n: self._real(n) if self._group(n) == group else self._meta(n)
+            )
+            self._made = (group, {n: t for n, t in results.items() if n in wanted})
+        return self._made[1].pop(name)
 
     def _real(self, name: str) -> torch.Tensor:
         weight = self._weights[name]

@@ -6,12 +6,14 @@ import ctypes
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # linux/fs.h
+_SEE_SECONDS = 5.0
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -49,6 +51,19 @@ def write_file(path: Path, write: bytes | Callable[[BinaryIO], object], unique: 
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def wait_until_seen(folder: Path, reason: str) -> None:
+    """Waits for a folder of another host: network file systems show a new one late.
+
+    Raises:
+        FileNotFoundError: this host does not see it within seconds; the text is the reason.
+    """
+    deadline = time.monotonic() + _SEE_SECONDS
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(reason)
+        time.sleep(0.05)
 
 
 def exchange(first: Path, second: Path) -> bool:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Container, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import smp._C as _C
-from smp.checkpoint.entries import (
-    MASTER,
-    MODEL,
-    OPTIMIZER,
-    Held,
-    ModelState,
-    model_state,
-    names_of_tied,
-    own_state_keys,
-    storage_of,
-    updated_by,
-)
+from smp.checkpoint.entries import OPTIMIZER, model_state, names_of_tied, own_state_keys, updated_by
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.values import decode
@@ -29,73 +17,141 @@ from smp.model import DistributedModel
 from smp.model.parts import set_extra_states
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.precision.holdings import model_parameter_of
+from smp.storage.parts import MASTER, MODEL, ModelState, Stored
 from smp.tensor_parallel.parts import Part
 from smp.world.rank import Rank
 
 
-@dataclass
 class Source:
     """A manifest that is searched by the job's present names.
 
     Attributes:
-        manifest: manifest of the folder.
         aliases: stored names by other names of tied parameters.
+        shapes: shapes of the model's saved tensors by stored name.
     """
 
-    manifest: Manifest
-    aliases: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Source:
+    def __init__(self, manifest: Manifest) -> None:
         aliases = manifest.values.get("aliases", {})
-        return cls(manifest, aliases if isinstance(aliases, dict) else {})
-
-    def stored_name(self, names: Iterable[str]) -> str | None:
-        """Returns the name under which one of these, or a tied parameter, was saved, or None."""
-        for name in names:
-            for stored in (name, self.aliases.get(name)):
-                if stored is not None and self.has(stored):
-                    return stored
-        return None
-
-    def has(self, name: str) -> bool:
-        entries = self.manifest.entries
-        return MODEL + name in entries or MASTER + name in entries
-
-    def shape(self, stored: str) -> tuple[int, ...]:
-        entries = self.manifest.entries
-        return (entries.get(MODEL + stored) or entries[MASTER + stored]).shape
+        self._entries = manifest.entries
+        self.aliases: dict[str, str] = aliases if isinstance(aliases, dict) else {}
+        self.shapes = {
+            name.removeprefix(prefix): entry.shape
+            for prefix in (MASTER, MODEL)
+            for name, entry in manifest.entries.items()
+            if name.startswith(prefix)
+        }
 
     def values_for(self, stored: str, dtype: torch.dtype) -> str:
         """Returns the entry that the model's values are read from.
 
         The entry is the model's own if it has this dtype; else the master, which is more precise.
         """
-        entries = self.manifest.entries
-        own = entries.get(MODEL + stored)
-        master = MASTER + stored if MASTER + stored in entries else None
-        if own is not None and (master is None or own.dtype == _name_of(dtype)):
-            return MODEL + stored
-        assert master is not None
-        return master
+        own = self._entries.get(MODEL + stored)
+        is_own = own is not None and (not self.has_master(stored) or own.dtype == _name_of(dtype))
+        return (MODEL if is_own else MASTER) + stored
 
     def has_master(self, stored: str) -> bool:
-        return MASTER + stored in self.manifest.entries
+        return MASTER + stored in self._entries
 
     def master_for(self, stored: str) -> str:
         """Returns the entry that a master is read from."""
         return (MASTER if self.has_master(stored) else MODEL) + stored
 
-    @property
-    def names(self) -> set[str]:
-        """Returns the names of all saved tensors of the model."""
-        prefixes = (MODEL, MASTER)
-        return {
-            name.removeprefix(prefix)
-            for name in self.manifest.entries
-            for prefix in prefixes
-            if name.startswith(prefix)
-        }
+
+class FitTexts(NamedTuple):
+    """Words of the error that what was saved does not fit a model.
+
+    Attributes:
+        what: word for what was saved.
+        missing, unexpected: texts with a place for names.
+        show: writes names.
+        advice: text on what to do.
+        strict: text on what to do if shapes are equal.
+    """
+
+    what: str
+    missing: str
+    unexpected: str
+    show: Callable[[list[str]], str]
+    advice: str
+    strict: str
+
+
+def match(
+    model: DistributedModel,
+    state: ModelState,
+    there: Mapping[str, tuple[int, ...]],
+    aliases: Mapping[str, str],
+    strict: bool,
+    texts: FitTexts,
+) -> dict[str, str]:
+    """Returns stored names by names of the model.
+
+    Args:
+        model: partitioned model.
+        state: state of the model.
+        there: shapes by stored name.
+        aliases: stored names by other names of tied parameters.
+        strict: whether names that are missing or not expected are errors.
+        texts: words of errors.
+
+    Raises:
+        RuntimeError: names are missing or not expected, if ``strict``; shapes differ.
+    """
+    tied = names_of_tied(state.aliases)
+    stored = {name: stored_name(name, tied, there, aliases) for name in state.tensors}
+    found = {name: other for name, other in stored.items() if other is not None}
+    problems = [
+        f"'{name}' is {list(there[other])} there and {list(state.tensors[name].shape)} here"
+        for name, other in found.items()
+        if there[other] != state.tensors[name].shape
+    ]
+    advice = texts.advice + ("" if problems else texts.strict)
+    missing = [name for name, other in stored.items() if other is None]
+    unexpected = sorted(there.keys() - state.keys.keys() - {*found.values()})
+    if strict and missing:
+        problems.append(texts.missing.format(texts.show(missing)))
+    if strict and unexpected:
+        problems.append(texts.unexpected.format(texts.show(unexpected)))
+    if problems:
+        raise RuntimeError(
+            f"{_C.rank_prefix()}the {texts.what} does not fit {type(model.get_module()).__name__}: "
+            f"{'; '.join(problems)}. {advice}"
+        )
+    return found
+
+
+def stored_name(
+    name: str, tied: Mapping[str, list[str]], there: Container[str], aliases: Mapping[str, str]
+) -> str | None:
+    """Returns the name under which a parameter, or one tied to it, was saved, or None.
+
+    Args:
+        name: canonical name.
+        tied: further names by canonical name.
+        there: stored names.
+        aliases: stored names by other names of tied parameters.
+    """
+    known = [name, *tied.get(name, ())]
+    candidates = (other for n in known for other in (n, aliases.get(n)))
+    return next((other for other in candidates if other is not None and other in there), None)
+
+
+def few(names: list[str]) -> str:
+    """Writes the first names, and how many there are besides."""
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} others"
+
+
+_TEXTS = FitTexts(
+    "checkpoint",
+    "the checkpoint has nothing for {}",
+    "the model has nothing for {}",
+    few,
+    "Build the model as it was saved (the same modules replaced by distributed ones), or load a "
+    "whole model (partial=False), whose names are translated",
+    ", or pass strict=False to load what fits",
+)
 
 
 def fill_model(model: DistributedModel, folder: FolderReader, strict: bool, rank: Rank) -> None:
@@ -104,8 +160,8 @@ def fill_model(model: DistributedModel, folder: FolderReader, strict: bool, rank
     Raises:
         RuntimeError: names are missing or not expected, if ``strict``; shapes differ.
     """
-    state, source = model_state(model, rank.ranks["pp"]), Source.of(folder.manifest)
-    stored = _match(model, state, source, strict)
+    state, source = model_state(model, rank), Source(folder.manifest)
+    stored = match(model, state, source.shapes, source.aliases, strict, _TEXTS)
     with torch.no_grad():
         for name, held in state.held.items():
             if name in stored:
@@ -113,56 +169,18 @@ def fill_model(model: DistributedModel, folder: FolderReader, strict: bool, rank
     others = folder.manifest.values.get("extra_state", {})
     decoded = {key: decode(value, rank.device) for key, value in others.items()}
     set_extra_states(model.get_module(), decoded)
-    storage_of(model).after_load()
+    state.storage.after_load()
 
 
-def _match(
-    model: DistributedModel, state: ModelState, source: Source, strict: bool
-) -> dict[str, str]:
-    """Returns stored names by names of the model."""
-    others = names_of_tied(state.aliases)
-    stored: dict[str, str] = {}
-    missing, wrong = [], []
-    used = set(state.aliases)
-    for name, shape in state.shapes.items():
-        found = source.stored_name([name, *others.get(name, [])])
-        if found is None:
-            missing.append(name)
-            continue
-        used.add(found)
-        stored[name] = found
-        if source.shape(found) != shape:
-            wrong.append(f"'{name}' is {list(source.shape(found))} there and {list(shape)} here")
-    unexpected = sorted(source.names - used)
-    problems = list(wrong)
-    if strict and missing:
-        problems.append(f"the checkpoint has nothing for {_few(missing)}")
-    if strict and unexpected:
-        problems.append(f"the model has nothing for {_few(unexpected)}")
-    if problems:
-        raise RuntimeError(
-            f"{_C.rank_prefix()}the checkpoint does not fit {type(model.get_module()).__name__}: "
-            f"{'; '.join(problems)}. Build the model as it was saved (the same modules replaced by "
-            "distributed ones), or load a whole model (partial=False), whose names are translated"
-            + ("" if wrong else ", or pass strict=False to load what fits")
-        )
-    return stored
-
-
-def fill_held(held: Held, stored: str, source: Source, folder: FolderReader) -> None:
+def fill_held(held: Stored, stored: str, source: Source, folder: FolderReader) -> None:
     """Reads the values of a parameter or buffer, and of its master."""
-    values = held.values
-    read_into(folder, source.values_for(stored, values.tensor.dtype), values.part, values.tensor)
-    if held.master is not None:
-        read_into(folder, source.master_for(stored), held.master.part, held.master.tensor)
+    values, master = held.values, held.master
+    folder.read(source.values_for(stored, values.tensor.dtype), values.part, values.tensor)
+    if master is not None:
+        folder.read(source.master_for(stored), master.part, master.tensor)
 
 
-def fill_masters(
-    optimizer: DistributedOptimizer,
-    folder: FolderReader,
-    model: DistributedModel,
-    state: ModelState,
-) -> None:
+def fill_masters(optimizer: DistributedOptimizer, folder: FolderReader, state: ModelState) -> None:
     """Reads the tensors that an optimizer updates from a checkpoint without its model.
 
     It reads masters and makes the model's values from them, or fills the parameters themselves if
@@ -171,45 +189,29 @@ def fill_masters(
     Args:
         optimizer: optimizer of the model.
         folder: checkpoint with masters.
-        model: partitioned model.
         state: state of the model.
 
     Raises:
         RuntimeError: a parameter has another shape in the checkpoint.
     """
-    source, others = Source.of(folder.manifest), names_of_tied(state.aliases)
+    source, tied = Source(folder.manifest), names_of_tied(state.aliases)
     with torch.no_grad():
         for updated in updated_by(optimizer.optimizer, state):
             held = updated.held
             if held is None:  # another rank has it, or another model
                 continue
-            stored = source.stored_name([held.name, *others.get(held.name, [])])
+            stored = stored_name(held.name, tied, source.shapes, source.aliases)
             if stored is None or not source.has_master(stored):
                 continue
-            if source.shape(stored) != held.stored.shape:
+            if source.shapes[stored] != held.shape:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the checkpoint does not fit the optimizer: the master of "
-                    f"'{held.name}' is {list(source.shape(stored))} there and "
-                    f"{list(held.stored.shape)} here. Build the model as it was saved, or pass "
+                    f"'{held.name}' is {list(source.shapes[stored])} there and "
+                    f"{list(held.shape)} here. Build the model as it was saved, or pass "
                     "load_optimizer=False"
                 )
             fill_held(held, stored, source, folder)
-    storage_of(model).after_load()
-
-
-def read_into(folder: FolderReader, name: str, part: Part, target: Tensor) -> None:
-    """Reads elements into a tensor on any device, of any dtype."""
-    if target.numel() == 0:
-        return
-    direct = (
-        target.device.type == "cpu"
-        and target.is_contiguous()
-        and _name_of(target.dtype) == folder.entry(name).dtype
-    )
-    if direct:
-        folder.read(name, part, target.view(-1))
-    else:
-        target.copy_(folder.read(name, part).view(target.shape))
+    state.storage.after_load()
 
 
 # ---- optimizer -----------------------------------------------------------------------
@@ -238,23 +240,21 @@ def fill_groups(
         return
     canonical = {**manifest.values.get("aliases", {})}
     group_of = {name: idx for idx, group in enumerate(stored) for name in group["names"]}
-    others = names_of_tied(aliases)
+    tied = names_of_tied(aliases)
     for idx, group in enumerate(optimizer.param_groups):
-        wanted = [names.get(id(model_parameter_of(p))) for p in group["params"]]
         found: dict[int, str] = {}
         missing = []
-        for name in wanted:
-            known = [name, *others.get(str(name), [])]
-            known += [canonical[n] for n in known if n in canonical]
-            place = next((group_of[n] for n in known if n in group_of), None)
-            if place is None:
-                missing.append(str(name))
+        for parameter in group["params"]:
+            name = str(names.get(id(model_parameter_of(parameter))))
+            other = stored_name(name, tied, group_of, canonical)
+            if other is None:
+                missing.append(name)
             else:
-                found.setdefault(place, str(name))
+                found.setdefault(group_of[other], name)
         options = [stored[place]["options"] for place in found]
         if strict and (missing or any(option != options[0] for option in options)):
             reason = (
-                f"has parameters that the saved optimizer had not: {_few(missing)}"
+                f"has parameters that the saved optimizer had not: {few(missing)}"
                 if missing
                 else "has parameters of several saved groups with other hyperparameters: "
                 + ", ".join(f"'{name}' of group {place}" for place, name in found.items())
@@ -285,16 +285,14 @@ def fill_optimizer(
             parameter, _, rest = name.removeprefix(OPTIMIZER).rpartition("/")
             rests.setdefault(parameter, []).append(rest)
     numbers = manifest.values.get("state", {})
-    others = names_of_tied(state.aliases)
+    tied, there = names_of_tied(state.aliases), {*rests, *numbers}
     with torch.no_grad():
         for updated in updated_by(optimizer.optimizer, state):
             optimizer.state.pop(updated.tensor, None)
             held = updated.held
             if held is None:
                 continue
-            known = [held.name, *others.get(held.name, [])]
-            known += [aliases[name] for name in known if name in aliases]
-            stored = next((n for n in known if n in rests or n in numbers), None)
+            stored = stored_name(held.name, tied, there, aliases)
             if stored is None:
                 continue
             entry = _state_of(updated.tensor, held, stored, rests.get(stored, []), numbers, folder)
@@ -305,17 +303,17 @@ def fill_optimizer(
 
 def _state_of(
     tensor: Tensor,
-    held: Held,
+    held: Stored,
     stored: str,
     rests: list[str],
     numbers: Mapping[str, Any],
     folder: FolderReader,
 ) -> dict[str, Any]:
-    shape, part = held.stored.shape, held.stored.updated
+    shape, part = held.shape, held.updated
     entry: dict[str, Any] = {
         key: decode(value, tensor.device) for key, value in numbers.get(stored, {}).items()
     }
-    found = own_state_keys(stored, rests, held.stored)
+    found = own_state_keys(stored, rests, held)
     if part != Part.whole(shape):  # the way to cut other tensors is not known
         found = {
             key: name
@@ -328,7 +326,7 @@ def _state_of(
         return {}  # nothing here depends on it, and its shape is not known
     if lost:
         raise RuntimeError(
-            f"{_C.rank_prefix()}{_few(sorted(lost))} in the optimizer's state of '{stored}' has "
+            f"{_C.rank_prefix()}{few(sorted(lost))} in the optimizer's state of '{stored}' has "
             "another shape than the parameter, so it loads only where the parameter is cut as it "
             "was; resume on the layout that saved it, or with load_optimizer=False"
         )
@@ -337,7 +335,7 @@ def _state_of(
         dtype = getattr(torch, info.dtype)
         if info.shape == shape:
             value = torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
-            read_into(folder, name, part, value)
+            folder.read(name, part, value)
         else:
             value = folder.read(name).to(tensor.device)
         entry[key] = value
@@ -361,8 +359,3 @@ def _place_steps(optimizer: torch.optim.Optimizer) -> None:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _few(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} others"

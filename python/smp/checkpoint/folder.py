@@ -5,6 +5,7 @@ Names that lie beside it meanwhile are those of ``left_over``; the first rank ow
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import secrets
@@ -24,7 +25,6 @@ NEWEST = "newest"
 PARTIAL_SUFFIX = "_partial"
 
 _MOST_NAME_BYTES = 4096
-_SEE_SECONDS = 5.0  # network file systems show a new folder late
 _PART = re.compile(r"(part|failed)_(\d+)\.json\Z")
 
 
@@ -73,14 +73,11 @@ class Generation:
             FileNotFoundError: this host does not see the folder within seconds.
         """
         result = cls(path, name, generation, None)
-        deadline = time.monotonic() + _SEE_SECONDS
-        while not result.folder.is_dir():
-            if time.monotonic() > deadline:
-                raise FileNotFoundError(
-                    f"host {socket.gethostname()} does not see {result.folder}, which the first "
-                    f"rank created: {path} must be a folder that all hosts share"
-                )
-            time.sleep(0.05)
+        file_system.wait_until_seen(
+            result.folder,
+            f"host {socket.gethostname()} does not see {result.folder}, which the first rank "
+            f"created: {path} must be a folder that all hosts share",
+        )
         return result
 
     def part_done(self, rank: int, part: dict[str, Any]) -> None:
@@ -252,7 +249,7 @@ def find(path: Path, tag: str | None) -> Path:
     name = newest(path) if tag is None else tag
     check_name(name)
     for candidate in (name + PARTIAL_SUFFIX, name):
-        aside = sorted(path.glob(f".{_glob_escape(candidate)}.old-*"))
+        aside = sorted(path.glob(f".{glob.escape(candidate)}.old-*"))
         for folder in (path / candidate, *aside):
             if (folder / FILE_NAME).is_file():
                 return folder
@@ -328,7 +325,3 @@ def check_name(name: str) -> None:
 def write_newest(path: Path, name: str, generation: str) -> None:
     """Makes ``newest`` hold a name, in one step."""
     file_system.write_file(path / NEWEST, name.encode(), unique=generation)
-
-
-def _glob_escape(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)

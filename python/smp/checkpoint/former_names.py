@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from smp.checkpoint.entries import MASTER, MODEL, OPTIMIZER
+from smp.checkpoint.entries import OPTIMIZER
 from smp.checkpoint.manifest import Manifest
 from smp.nn.huggingface import llama
+from smp.storage.parts import MASTER, MODEL
 
 
 def with_present_names(manifest: Manifest) -> Manifest:

@@ -31,11 +31,7 @@ class LazyTensor(Tensor):
         cls: type[LazyTensor], meta: Tensor, make: Callable[[], Tensor], leaves: Iterable[str]
     ) -> LazyTensor:
         result = torch.Tensor._make_wrapper_subclass(
-            cls,
-            meta.shape,
-            strides=meta.stride(),
-            dtype=meta.dtype,
-            device=torch.device("meta"),
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device("meta")
         )
         result._meta = meta
         result.make = make

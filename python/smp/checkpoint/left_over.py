@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -67,14 +66,12 @@ def own(path: Path, generation: str, only: str | None = None) -> OwnerLock:
     if not _GENERATION.match(generation):
         raise ValueError(f"generation {generation!r} must consist of letters, digits, _ and -")
     recover(path, only)
-    deadline = time.monotonic() + _LOOKED_AT_SECONDS
-    while (lock := OwnerLock.take(lock_path(path, generation))) is None:
-        if time.monotonic() > deadline:
-            raise ValueError(
-                f"generation {generation} of {path} is being written by another process; each save "
-                "needs its own number"
-            )
-        time.sleep(0.01)
+    lock = OwnerLock.take(lock_path(path, generation), _LOOKED_AT_SECONDS)
+    if lock is None:
+        raise ValueError(
+            f"generation {generation} of {path} is being written by another process; each save "
+            "needs its own number"
+        )
     lock.sign()
     return lock
 

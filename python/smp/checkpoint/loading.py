@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,9 +18,8 @@ from smp.checkpoint import random_states
 from smp.checkpoint import user_content as user_contents
 from smp.checkpoint.entries import canonical_names, model_state
 from smp.checkpoint.filling import fill_groups, fill_masters, fill_model, fill_optimizer
-from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.partial_save import PARTITION_FILE, USER_CONTENT_FILE
-from smp.checkpoint.reader import FolderReader, read_manifest
+from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.store import names as store_names
 from smp.checkpoint.store.fetching import Fetched
 from smp.checkpoint.store.job import JobStore, store_of
@@ -30,7 +30,7 @@ from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.storage.choose import lockstep_of
 from smp.world import runtime
 from smp.world.rank import Rank
-from smp.world.roll_call import agree, roll_call
+from smp.world.roll_call import roll_call, together
 
 WHAT = "smp.resume_from_checkpoint"
 
@@ -97,9 +97,14 @@ def resume_from_checkpoint(
     error: BaseException | None = None
     store: JobStore | None = None
     try:
-        model = _model(current, model)
+        wrapped = current.wrapped.model if model is None else model
+        if not isinstance(wrapped, DistributedModel):
+            raise ValueError("wrap the model in smp.DistributedModel first")
+        model = wrapped
         if store_names.is_address(path):
-            store = _store(current, os.fspath(path), partial)
+            if not partial:
+                raise ValueError(f"whole models are read from folders, not from {path}")
+            store = store_of(current, os.fspath(path))
     except (RuntimeError, ValueError, ImportError) as caught:
         error = caught
     call = {
@@ -115,55 +120,24 @@ def resume_from_checkpoint(
     roll_call(current.rank, WHAT, call, snippet)
     assert isinstance(model, DistributedModel)
     if not partial:
-        whole = WholeModel(strict, translate_function, current.rank.ranks["pp"])
-        return _resume_whole(current.rank, whole, model, Path(path), tag, unsafe_user_content)
+        whole = WholeModel(strict, translate_function, current.rank)
+        content = together(
+            current.rank, WHAT, lambda: whole.open(Path(path), tag, unsafe_user_content)
+        )
+        when_partitioned(current.rank, model, whole.fill)
+        return content
     lockstep = lockstep_of(current.rank)
     is_sharded = lockstep is not None and lockstep.is_forward
     wants_state = load_optimizer and (load_sharded_optimizer_state or not is_sharded)
     resumption = _Resumption(current, strict, load_optimizer, wants_state)
-    content = None
-    source = None if store is None else store.find(tag, WHAT)
-    try:
-        if source is None:
-            source = folders.find(Path(path), tag)
-        content = resumption.open(source, unsafe_user_content)
-    except Exception as caught:
-        error = caught
-    agree(current.rank, WHAT, error)
+    found = None if store is None else store.find(tag, WHAT)
+
+    def read() -> Any:
+        source = folders.find(Path(path), tag) if found is None else found
+        return resumption.open(source, unsafe_user_content)
+
+    content = together(current.rank, WHAT, read)
     resumption.begin(model, optimizer)
-    return content
-
-
-def _model(current: runtime.Runtime, given: DistributedModel | None) -> DistributedModel:
-    model = current.wrapped.model if given is None else given
-    if not isinstance(model, DistributedModel):
-        raise ValueError("wrap the model in smp.DistributedModel first")
-    return model
-
-
-def _store(current: runtime.Runtime, address: str, partial: bool) -> JobStore:
-    if not partial:
-        raise ValueError(f"whole models are read from folders, not from {address}")
-    return store_of(current, address)
-
-
-def _resume_whole(
-    rank: Rank,
-    whole: WholeModel,
-    model: DistributedModel,
-    path: Path,
-    tag: str | None,
-    unsafe: bool,
-) -> Any:
-    error: BaseException | None = None
-    content = None
-    try:
-        whole.open(path, tag)
-        content = whole.user_content(unsafe)
-    except Exception as caught:
-        error = caught
-    agree(rank, WHAT, error)
-    when_partitioned(rank, model, whole.fill)
     return content
 
 
@@ -175,18 +149,13 @@ def when_partitioned(
     If there are several calls, the last one wins.
     """
 
-    def run(partitioned: DistributedModel) -> None:
-        error: BaseException | None = None
-        try:
-            fill(partitioned)
-        except Exception as caught:
-            error = caught
-        agree(rank, WHAT, error)
+    def run(partitioned: DistributedModel, _: Any = None) -> None:
+        together(rank, WHAT, functools.partial(fill, partitioned))
 
     if model.partitioned:
         run(model)
         return
-    handle = model.register_post_partition_hook(lambda partitioned, _: run(partitioned))
+    handle = model.register_post_partition_hook(run)
     waiting = _waiting.setdefault(model, [])
     waiting.append(handle.id)
     for known in reversed(waiting):
@@ -209,22 +178,17 @@ class _Resumption:
             source: a complete folder, or a folder that fetches files on demand.
             unsafe: whether to load objects of any class.
         """
-        self._source = source  # keeps fetched files while this object lives
-        self.folder = source if isinstance(source, Path) else source.folder
-        self._get = source.joinpath if isinstance(source, Path) else source.get
-        self.manifest: Manifest = read_manifest(self.folder)
-        self._check_files()
-        told = self.manifest.values.get("user_content", {})
-        content = user_contents.read(self._get(USER_CONTENT_FILE), unsafe)
-        for key in told.get("added", ()):
-            del content[key]
-        return content
-
-    def _check_files(self) -> None:
-        """Checks the files that are read as a whole; tensors are checked when they are read."""
+        folder, get = (source, None) if isinstance(source, Path) else (source.folder, source.get)
+        self._reader = FolderReader(folder, get)
+        self._get, self.manifest = self._reader.get, self._reader.manifest
+        # Tensors are checked when they are read.
         for name in (USER_CONTENT_FILE, PARTITION_FILE, self._random_file()):
             if name in self.manifest.files:
                 manifests.check_file(self._get(name), self.manifest.files[name])
+        content = user_contents.read(self._get(USER_CONTENT_FILE), unsafe)
+        for key in self.manifest.values.get("user_content", {}).get("added", ()):
+            del content[key]
+        return content
 
     def _random_file(self) -> str | None:
         """Returns the name of this rank's random states; None on another layout.
@@ -254,7 +218,7 @@ class _Resumption:
             self.current.wrapped.on_next_optimizer(self._meet)
 
     def _fill_model(self, model: DistributedModel) -> None:
-        with FolderReader(self.folder, self.manifest, self._get) as reader:
+        with self._reader as reader:
             fill_model(model, reader, self.strict, self.current.rank)
 
     def _meet(self, optimizer: Any) -> None:
@@ -279,10 +243,10 @@ class _Resumption:
         when_partitioned(self.current.rank, model, fill)
 
     def _fill_optimizer(self, optimizer: DistributedOptimizer, model: DistributedModel) -> None:
-        state = model_state(model, self.current.rank.ranks["pp"])
-        with FolderReader(self.folder, self.manifest, self._get) as reader:
+        state = model_state(model, self.current.rank)
+        with self._reader as reader:
             if not self.manifest.values["has"]["model"]:  # otherwise the model has loaded them
-                fill_masters(optimizer, reader, model, state)
+                fill_masters(optimizer, reader, state)
             if self.wants_state:
                 fill_optimizer(optimizer, reader, state)
 

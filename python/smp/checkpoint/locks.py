@@ -13,6 +13,7 @@ from pathlib import Path
 #: file system shares its locks.
 QUIET_SECONDS = 3600.0
 
+_POLL_S = 0.01
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -25,20 +26,34 @@ class OwnerLock:
     def __init__(self, path: Path, descriptor: int, is_real: bool) -> None:
         self._path = path
         self._descriptor = descriptor
-        self._is_real = is_real
+        #: False on a file system without locks, where any number of processes hold one
+        self.is_real = is_real
 
     @classmethod
-    def take(cls, path: Path) -> OwnerLock | None:
-        """Takes the lock; returns None if another process holds it."""
+    def take(
+        cls, path: Path, patience_s: float = 0.0, *, is_shared: bool = False
+    ) -> OwnerLock | None:
+        """Takes the lock; returns None if another process holds it for so long.
+
+        Args:
+            path: path of the lock file; made if missing.
+            patience_s: seconds to wait for another process.
+            is_shared: whether several processes may hold it, each of them with this argument.
+        """
+        deadline = time.monotonic() + patience_s
+        kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                is_real = _lock(descriptor)
+                is_real = _lock(descriptor, kind)
                 if _is_same_file(path, descriptor):
                     return cls(path, descriptor, is_real)
             except BlockingIOError:
                 os.close(descriptor)
-                return None
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(_POLL_S)
+                continue
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -55,7 +70,7 @@ class OwnerLock:
         It does not if the file system has no locks, or if another host signed.
         """
         host = os.pread(self._descriptor, 256, 0).decode(errors="replace")
-        return self._is_real and host in ("", socket.gethostname())
+        return self.is_real and host in ("", socket.gethostname())
 
     def release(self, delete: bool) -> None:
         if delete:
@@ -74,10 +89,10 @@ def take_from_the_dead(path: Path, written: list[Path]) -> OwnerLock | None:
     return lock
 
 
-def _lock(descriptor: int) -> bool:
-    """Locks, or raises BlockingIOError; returns False if the file system has no locks."""
+def _lock(descriptor: int, kind: int) -> bool:
+    """Locks a file, or raises BlockingIOError; returns False if the file system has no locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

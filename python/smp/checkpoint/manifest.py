@@ -7,6 +7,7 @@ name the file and the key. Nothing in a manifest is ever run.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -54,6 +55,9 @@ class FileRecord:
     chunk_bytes: int
     crc32: tuple[int, ...]
 
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "crc32": list(self.crc32)}
+
 
 def record_of(path: Path, chunk_bytes: int = 4 << 20) -> FileRecord:
     """Returns the record of an existing file; reads it once."""
@@ -87,6 +91,16 @@ class Block:
     offset: int
     part: Part
 
+    def to_json(self, shape: tuple[int, ...]) -> dict[str, Any]:
+        result: dict[str, Any] = {"file": self.file, "offset": self.offset}
+        part = self.part
+        if part != Part.whole(shape):
+            result["cut"] = [part.dim, part.begin, part.end, part.extent]
+            result["flat"] = [part.flat_begin, part.flat_numel]
+            if part.view is not None:
+                result["view"] = list(part.view)
+        return result
+
 
 @dataclass
 class StoredEntry:
@@ -100,6 +114,10 @@ class StoredEntry:
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
+    def to_json(self) -> dict[str, Any]:
+        blocks = [block.to_json(self.shape) for block in self.blocks]
+        return {"dtype": self.dtype, "shape": list(self.shape), "blocks": blocks}
+
 
 @dataclass
 class Piece:
@@ -111,8 +129,8 @@ class Piece:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "files": {name: _file_to_json(record) for name, record in self.files.items()},
-            "entries": {name: _entry_to_json(entry) for name, entry in self.entries.items()},
+            "files": {name: record.to_json() for name, record in self.files.items()},
+            "entries": {name: entry.to_json() for name, entry in self.entries.items()},
             "values": self.values,
         }
 
@@ -153,11 +171,7 @@ class Manifest:
 
     @classmethod
     def assemble(
-        cls,
-        generation: str,
-        versions: Mapping[str, str],
-        layout: Layout,
-        pieces: Iterable[Piece],
+        cls, generation: str, versions: Mapping[str, str], layout: Layout, pieces: Iterable[Piece]
     ) -> Manifest:
         """Assembles the manifest from the pieces of all ranks.
 
@@ -184,9 +198,9 @@ class Manifest:
             f'"format":{FORMAT}',
             _line("generation", self.generation),
             _line("versions", self.versions),
-            _line("layout", {"config": self.layout.config, "sizes": self.layout.sizes}),
-            _table("files", ((n, _file_to_json(r)) for n, r in self.files.items())),
-            _table("entries", ((n, _entry_to_json(e)) for n, e in self.entries.items())),
+            _line("layout", vars(self.layout)),
+            _table("files", ((name, file.to_json()) for name, file in self.files.items())),
+            _table("entries", ((name, entry.to_json()) for name, entry in self.entries.items())),
             _table("values", self.values.items()),
         ]
         return seal("{" + ",\n".join(lines))
@@ -267,18 +281,13 @@ def unseal(text: bytes, source: str) -> Any:
         raise ManifestError(f"{source}: not JSON: {error}") from None
 
 
-class _errors:
+@contextlib.contextmanager
+def _errors(source: str) -> Iterator[None]:
     """Adds the name of the file to errors of malformed nodes."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Malformed):
-            raise ManifestError(f"{self._source}: {error}") from None
+    try:
+        yield
+    except Malformed as error:
+        raise ManifestError(f"{source}: {error}") from None
 
 
 def _line(key: str, value: Any) -> str:
@@ -303,34 +312,6 @@ def _versions_text(root: Node) -> str:
         return ", ".join(f"{name} {node.text()}" for name, node in root["versions"].items())
     except Malformed:
         return "an unknown release"
-
-
-def _file_to_json(record: FileRecord) -> dict[str, Any]:
-    return {
-        "num_bytes": record.num_bytes,
-        "chunk_bytes": record.chunk_bytes,
-        "crc32": list(record.crc32),
-    }
-
-
-def _entry_to_json(entry: StoredEntry) -> dict[str, Any]:
-    return {
-        "dtype": entry.dtype,
-        "shape": list(entry.shape),
-        "blocks": [_block_to_json(block, entry.shape) for block in entry.blocks],
-    }
-
-
-def _block_to_json(block: Block, shape: tuple[int, ...]) -> dict[str, Any]:
-    result: dict[str, Any] = {"file": block.file, "offset": block.offset}
-    part = block.part
-    if part == Part.whole(shape):
-        return result
-    result["cut"] = [part.dim, part.begin, part.end, part.extent]
-    result["flat"] = [part.flat_begin, part.flat_numel]
-    if part.view is not None:
-        result["view"] = list(part.view)
-    return result
 
 
 def _piece(root: Node, strict_files: bool) -> Piece:
@@ -443,10 +424,3 @@ def generation_of(folder: Path) -> str:
         raise FileNotFoundError(str(error)) from None
     match = re.search(rb'"generation":"([\w-]+)"', head)
     return match[1].decode() if match else ""
-
-
-def blocks_of(manifest: Manifest) -> Iterator[tuple[str, StoredEntry, Block]]:
-    """Yields all blocks with the names of their entries."""
-    for name, entry in manifest.entries.items():
-        for block in entry.blocks:
-            yield name, entry, block

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import smp._C as _C
-from smp.checkpoint.entries import (
-    Entry,
-    Held,
-    ModelState,
-    Updated,
-    is_elementwise,
-    is_number,
-    state_entry,
-    updated_by,
-)
+from smp.checkpoint.entries import OPTIMIZER as OPTIMIZER_ENTRY
+from smp.checkpoint.entries import Updated, suffix_of, updated_by
 from smp.checkpoint.staging import Staging
 from smp.checkpoint.values import encode
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.storage.names import place_in_names
+from smp.storage.parts import Entry, ModelState, Stored
 from smp.storage.shards import FlatGroup, lay_out
 from smp.tensor_parallel import partial
+from smp.tensor_parallel.parts import Part
 from smp.world.rank import Rank
 
 #: Kinds of files, in the order in which replicas get them to write.
@@ -51,9 +45,19 @@ class PlannedFile:
     """
 
     name: str
-    content: dict[str, Any]
+    content: dict[str, Any] = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)
     updated: frozenset[str] = frozenset()
+
+    def table(self, key: str) -> dict[Any, Any]:
+        """Returns the dict ``key`` of the content."""
+        found: dict[Any, Any] = self.content.setdefault(key, {})
+        return found
+
+    def add(self, entry: Entry, *path: str) -> None:
+        """Adds an entry as tensor at ``path``: its name, or the name of a table and its own."""
+        (self.content if len(path) == 1 else self.table(path[0]))[path[-1]] = entry.tensor
+        self.places.append(Place(entry, path))
 
     def staged(self, staging: Staging) -> PlannedFile:
         """Returns a copy with all tensors in host memory.
@@ -61,14 +65,11 @@ class PlannedFile:
         `updated` content gets its memory now; its values are copied later.
         """
         copies: dict[int, Tensor] = {}
+        content = dict(self.content)
         # Tensors in both kinds of content are copied now.
-        in_order = sorted(self.content, key=lambda key: key in self.updated)
-        made = {
-            key: staging.copy(self.content[key], copies, later=key in self.updated)
-            for key in in_order
-        }
-        content = {key: made[key] for key in self.content}
-        return PlannedFile(self.name, content, self.places, self.updated)
+        for key in sorted(content, key=self.updated.__contains__):
+            content[key] = staging.copy(content[key], copies, later=key in self.updated)
+        return replace(self, content=content)
 
 
 @dataclass
@@ -97,12 +98,11 @@ def plan_files(
         with_model: whether the model's own tensors are saved.
         rank: rank of this process.
     """
-    plan = _Plan(state, optimizer, rank)
+    plan = _Plan(state, rank)
     if optimizer is not None:
         plan.add_optimizer(optimizer)
-    plan.add_masters()
-    if with_model:
-        plan.add_model()
+    plan.add_model(with_model, optimizer)
+    plan.result.files = [file for file in plan.result.files if file.content]
     return plan.result
 
 
@@ -113,174 +113,145 @@ class _Plan:
     first tensor-parallel rank writes tensors that all of them have alike.
 
     Args:
-        state, optimizer, rank: see `plan_files`.
+        state, rank: see `plan_files`.
 
     Attributes:
         result: files and values that this rank writes.
     """
 
-    def __init__(
-        self, state: ModelState, optimizer: DistributedOptimizer | None, rank: Rank
-    ) -> None:
+    def __init__(self, state: ModelState, rank: Rank) -> None:
         self.result = RankState()
-        self._state, self._optimizer, self._rank = state, optimizer, rank
+        self._state, self._rank = state, rank
         self._covered: set[str] = set()  # entries in the optimizer's file
-        # Tensors that tensor-parallel ranks have alike count on the first rank only.
-        self._first = {
-            name: held
-            for name, held in state.held.items()
-            if rank.ranks["tp"] == 0 or held.stored.slice_ is not None
-        }
         self._num_replicas = rank.sizes["rdp"] // rank.sizes["shard"]
         self._replica = rank.ranks["rdp"] // rank.sizes["shard"]
 
     def _writes(self, kind: str) -> bool:
         turn = {MODEL: 0, MODEL_SHARDS: 0, OPTIMIZER: 1, FP16_STATES: 2}[kind]
-        return turn % self._num_replicas == self._replica
+        is_alike = kind == MODEL  # on the ranks of a shard group
+        return turn % self._num_replicas == self._replica and not (
+            is_alike and self._rank.ranks["shard"] > 0
+        )
 
-    @property
-    def _writes_model(self) -> bool:
-        return self._writes(MODEL) and self._rank.ranks["shard"] == 0
-
-    def _file(
-        self, kind: str, content: dict[str, Any], updated: frozenset[str] = frozenset()
-    ) -> PlannedFile:
-        """Returns a file of this rank, with its documented name, still without places."""
+    def _file(self, kind: str) -> PlannedFile:
+        """Returns an empty file with its documented name, which is written if this rank does so."""
         place = place_in_names(self._rank, is_model=kind == MODEL)
-        return PlannedFile(f"{kind}_{place}.pt", content, updated=updated)
+        file = PlannedFile(f"{kind}_{place}.pt")
+        if self._writes(kind):
+            self.result.files.append(file)
+        return file
 
     # ---- model
 
-    def add_model(self) -> None:
-        """Adds the model's own tensors, and the extra state of its modules."""
+    def add_model(self, with_model: bool, optimizer: DistributedOptimizer | None) -> None:
+        """Adds masters that no other file has, the loss scale, and the model's own tensors.
+
+        The model's file has placeholders for sharded parameters. Parts of these that no other file
+        has are in a file of their own.
+        """
         state = self._state
-        own = {name: held for name, held in self._first.items() if held.is_owner}
-        if state.shows_values:
-            self._add_shown(own)
+        masters, model, shards = map(self._file, (FP16_STATES, MODEL, MODEL_SHARDS))
+        table = () if state.storage.shows_values else ("module",)
+        for name, held in state.held.items():
+            if not held.is_first:
+                continue
+            if held.master is not None and held.master.name not in self._covered:
+                masters.add(held.master, "masters", name)
+            if not with_model or not held.is_owner:
+                continue
+            if held.is_shown:
+                model.add(held.values, *table, name)
+                continue
+            model.table("module")[name] = held.values.tensor.new_empty(0, device="cpu")
+            if held.master is None and held.values.name not in self._covered:
+                shards.add(held.values, "module", name)
+        if optimizer is not None and self._rank.config.fp16 and self._writes(FP16_STATES):
+            masters.content["loss_scaler"] = optimizer.loss_scaler.state_dict()
+            self.result.values["loss_scaler"] = masters.content["loss_scaler"]
+        if not with_model or not self._writes(MODEL):
+            return
+        if state.storage.shows_values:
+            own = {place.path[0]: place.entry.tensor for place in model.places}
+            model.content |= {a: own[name] for a, name in state.aliases.items() if name in own}
+            slices = partial.slice_marks((name, state.held[name].slice_) for name in own)
+            model.content |= partial.marks_of(slices, None)
         else:
-            self._add_placeholders(own)
-            self._add_rest(own)
-        others = {key: encode(value, f"'{key}'") for key, value in state.others.items()}
-        if self._writes_model and others:
+            model.table("module")
+        if state.others:
+            others = {key: encode(value, f"'{key}'") for key, value in state.others.items()}
             self.result.values["extra_state"] = others
-
-    def _add_shown(self, own: Mapping[str, Held]) -> None:
-        """Adds whole parameters, or tensor-parallel slices, of one pipeline rank."""
-        if not self._writes_model:
-            return
-        content: dict[str, Any] = {name: held.stored.values for name, held in own.items()}
-        file = self._file(MODEL, content)
-        file.places = [Place(held.values, (name,)) for name, held in own.items()]
-        content |= {alias: content[n] for alias, n in self._state.aliases.items() if n in own}
-        slices = partial.slice_marks((name, held.stored.slice_) for name, held in own.items())
-        content |= partial.marks_of(slices, None)
-        self.result.files.append(file)
-
-    def _add_placeholders(self, own: Mapping[str, Held]) -> None:
-        """Adds buffers, with placeholders for sharded parameters."""
-        if not self._writes_model:
-            return
-        module: dict[str, Any] = {}
-        file = self._file(MODEL, {"module": module})
-        for name, held in own.items():
-            values = held.stored.values
-            module[name] = values if held.stored.is_shown else values.new_empty(0, device="cpu")
-            if held.stored.is_shown:
-                file.places.append(Place(held.values, ("module", name)))
-        self.result.files.append(file)
-
-    def _add_rest(self, own: Mapping[str, Held]) -> None:
-        """Adds parts of sharded parameters that no other file has."""
-        rest = {
-            name: held
-            for name, held in own.items()
-            if not held.stored.is_shown
-            and held.values.name not in self._covered
-            and held.stored.master is None
-        }
-        if rest and self._writes(MODEL_SHARDS):
-            file = self._file(
-                MODEL_SHARDS, {"module": {name: held.stored.values for name, held in rest.items()}}
-            )
-            file.places = [Place(held.values, ("module", name)) for name, held in rest.items()]
-            self.result.files.append(file)
-
-    def add_masters(self) -> None:
-        """Adds masters that no other file has, and the loss scale."""
-        if not self._writes(FP16_STATES):
-            return
-        masters = {
-            name: held.master
-            for name, held in self._first.items()
-            if held.master is not None and held.master.name not in self._covered
-        }
-        content: dict[str, Any] = {}
-        file = self._file(FP16_STATES, content)
-        if masters:
-            content["masters"] = {name: entry.tensor for name, entry in masters.items()}
-            file.places = [Place(entry, ("masters", name)) for name, entry in masters.items()]
-        if self._optimizer is not None and self._rank.config.fp16:
-            content["loss_scaler"] = self._optimizer.loss_scaler.state_dict()
-            self.result.values["loss_scaler"] = content["loss_scaler"]
-        if content:
-            self.result.files.append(file)
 
     # ---- optimizer
 
     def add_optimizer(self, optimizer: DistributedOptimizer) -> None:
         """Adds the optimizer's state, its groups, and with sharded parameters the masters."""
         everything = list(updated_by(optimizer.optimizer, self._state))
-        _check_named(everything)
+        strange = [updated.tensor for updated in everything if updated.name is None]
+        if strange:
+            raise ValueError(
+                f"{_C.rank_prefix()}the optimizer has {len(strange)} parameters, one of sizes "
+                f"{list(strange[0].shape)}, that are not in the model; save it together with the "
+                "model whose parameters it updates"
+            )
         if self._rank.global_rank == 0:
             self.result.values["groups"] = encode_groups(optimizer, self._state)
-        content: dict[str, Any] = {}
-        file = self._file(OPTIMIZER, content, frozenset({"state"}))
-        if not self._state.shows_values:
-            content["partition_count"] = self._rank.sizes["shard"]
-            content["fp32_flat_groups"] = self._flat_groups(optimizer, file)
-        content["state"], numbers = self._entries(optimizer, everything, file)
+        file = self._file(OPTIMIZER)
+        file.updated = frozenset({"state"})
+        if not self._state.storage.shows_values:
+            file.content["partition_count"] = self._rank.sizes["shard"]
+            file.content["fp32_flat_groups"] = self._flat_groups(optimizer, file)
+        if not self._writes(OPTIMIZER):
+            return
+        marks = self._add_state(optimizer, everything, file)
         indices = {id(updated.tensor): updated.index for updated in everything}
-        content["param_groups"] = [
+        file.content["param_groups"] = [
             {**group, "params": [indices[id(p)] for p in group["params"]]}
             for group in optimizer.param_groups
         ]
-        if self._writes(OPTIMIZER):
-            self.result.values["state"] = numbers
-            content |= self._marks(everything)
-            self.result.files.append(file)
+        file.content |= marks
 
-    def _entries(
+    def _add_state(
         self, optimizer: DistributedOptimizer, everything: Iterable[Updated], file: PlannedFile
-    ) -> tuple[dict[int, dict[str, Any]], dict[str, dict[str, Any]]]:
-        """Returns the optimizer's state of parameters updated on this rank.
+    ) -> dict[str, Any]:
+        """Adds the state of parameters that are updated here; numbers to the manifest, too.
 
-        The first result has entries by index, the second one numbers by name.
+        Returns:
+            marks of this rank's parts, as `OptimizerState.marks` does.
         """
-        entries: dict[int, dict[str, Any]] = {}
-        numbers: dict[str, dict[str, Any]] = {}
+        states = file.table("state")
+        numbers: dict[str, dict[str, Any]] = self.result.values.setdefault("state", {})
+        flat, slices = {}, []
         for updated in everything:
-            held = self._first.get(str(updated.name))
-            if held is None or updated.tensor not in optimizer.state:
+            held, tensor = updated.held, updated.tensor
+            if held is None:
                 continue
-            entry = entries.setdefault(updated.index, {})
-            for key, value in optimizer.state[updated.tensor].items():
-                entry[key] = value
-                is_like = is_elementwise(key, value, updated.tensor.shape)
-                if is_like or not is_number(value):
-                    if value.numel() or not updated.tensor.numel():
-                        stored = state_entry(key, value, held, is_like)
-                        file.places.append(Place(stored, ("state", updated.index, key)))
-                elif updated.tensor.numel() or 0 in held.stored.shape:
+            slices.append((updated.index, held.slice_))
+            if tensor is not held.tensor:  # a master
+                cut = held.updated
+                flat[updated.index] = cut.flat_begin, cut.flat_numel, tuple(held.tensor.shape)
+            if not held.is_first or tensor not in optimizer.state:
+                continue
+            states[updated.index] = dict(optimizer.state[tensor])
+            for key, value in states[updated.index].items():
+                is_like = (
+                    isinstance(value, Tensor) and key != "step" and value.shape == tensor.shape
+                )
+                if is_like or (isinstance(value, Tensor) and value.dim() and value.numel()):
+                    if value.numel() or not tensor.numel():
+                        entry = _state_entry(key, value.detach(), held, is_like)
+                        file.places.append(Place(entry, ("state", updated.index, key)))
+                elif tensor.numel() or 0 in held.shape:
                     # A rank without elements may have begun to count later.
                     where = f"'{key}' of the optimizer's state of '{held.name}'"
                     numbers.setdefault(held.name, {})[key] = encode(value, where)
-        return entries, numbers
+        is_sharded = self._rank.sizes["shard"] > 1
+        return partial.marks_of(partial.slice_marks(slices), flat if is_sharded else None)
 
     def _flat_groups(self, optimizer: DistributedOptimizer, file: PlannedFile) -> list[Tensor]:
         """Returns the masters of each group in one flat tensor, as scripts read them."""
         state, flats = self._state, []
         groups = [
-            [state.tensors[state.names[id(p)]] for p in group["params"]]
+            [state.tensors[state.names[id(p)]].tensor for p in group["params"]]
             for group in optimizer.param_groups
         ]
         self.result.flat_groups = lay_out(groups)
@@ -291,31 +262,17 @@ class _Plan:
                 entry = held.master or held.values
                 if place.is_trained:
                     self._covered.add(entry.name)
-                    if held.name in self._first:
+                    if held.is_first:
                         file.places.append(Place(entry, ("fp32_flat_groups", idx), place.offset))
         return flats
 
-    def _marks(self, everything: Iterable[Updated]) -> dict[str, Any]:
-        """Returns the marks of this rank's parts, as `OptimizerState.marks` does."""
-        flat, slices = {}, []
-        for updated in everything:
-            if updated.held is not None:
-                part, tensor = updated.held.stored.updated, updated.held.tensor
-                slices.append((updated.index, updated.held.stored.slice_))
-                if updated.tensor is not tensor:  # a master
-                    flat[updated.index] = (part.flat_begin, part.flat_numel, tuple(tensor.shape))
-        is_sharded = self._rank.sizes["shard"] > 1
-        return partial.marks_of(partial.slice_marks(slices), flat if is_sharded else None)
 
-
-def _check_named(everything: Iterable[Updated]) -> None:
-    strange = [updated for updated in everything if updated.name is None]
-    if strange:
-        raise ValueError(
-            f"{_C.rank_prefix()}the optimizer has {len(strange)} parameters, one of sizes "
-            f"{list(strange[0].tensor.shape)}, that are not in the model; save it together with "
-            "the model whose parameters it updates"
-        )
+def _state_entry(key: str, value: Tensor, held: Stored, is_like_parameter: bool) -> Entry:
+    name = f"{OPTIMIZER_ENTRY}{held.name}/{key}"
+    if is_like_parameter:
+        return Entry(name, held.shape, held.updated, value)
+    shape = tuple(value.shape)
+    return Entry(name + suffix_of(held), shape, Part.whole(shape), value)
 
 
 def sharded_names(state: ModelState, groups: Iterable[FlatGroup]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from smp import _version
 from smp.checkpoint import archive, file_system, folder, huggingface, random_states
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint import user_content as user_contents
-from smp.checkpoint.entries import ModelState, model_state
+from smp.checkpoint.entries import model_state
 from smp.checkpoint.handle import SaveHandle
 from smp.checkpoint.locks import OwnerLock
 from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
@@ -26,25 +27,26 @@ from smp.checkpoint.store.names import Key
 from smp.model import DistributedModel, engine_of
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.partition import partition_file
+from smp.storage.parts import ModelState
 from smp.world.rank import Rank
-from smp.world.roll_call import agree
+from smp.world.roll_call import together
 from smp.world.steps import Steps
 
 WHAT = "smp.save_checkpoint"
 PARTITION_FILE = "partition.txt"
 USER_CONTENT_FILE = "user_content.pt"
 _POLL_S = 0.01
-_CHUNK_BYTES = 4 << 20
 
 
 class _OthersFailed(RuntimeError):
     """Raised if a save ends because of another rank, which has raised the reason."""
 
 
+@dataclass
 class PartialSave:
     """The part of this rank in a generation of ``<tag>_partial``. Construction is collective.
 
-    Args:
+    Attributes:
         path, tag, model, optimizer, user_content: see :func:`smp.save_checkpoint`.
         generation: name of the :class:`folder.Generation`.
         num_kept: number of partial checkpoints that stay; None: all.
@@ -54,145 +56,109 @@ class PartialSave:
         store: store that gets the complete checkpoint; None: it stays in the folder.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        tag: str,
-        model: DistributedModel | None,
-        optimizer: DistributedOptimizer | None,
-        user_content: Any,
-        generation: str,
-        num_kept: int | None,
-        staging: Staging | None,
-        rank: Rank,
-        steps: Steps,
-        store: JobStore | None = None,
-    ) -> None:
-        self._rank, self._steps, self._store = rank, steps, store
-        self._is_first = rank.global_rank == 0
-        self._num_kept = num_kept
-        self._optimizer = None if optimizer is None else optimizer.optimizer
-        name = tag.removesuffix(folder.PARTIAL_SUFFIX) + folder.PARTIAL_SUFFIX
-        self._key = Key(generation, name)
+    path: Path
+    tag: str
+    model: DistributedModel | None
+    optimizer: DistributedOptimizer | None
+    user_content: Any
+    generation: str
+    num_kept: int | None
+    staging: Staging | None
+    rank: Rank
+    steps: Steps
+    store: JobStore | None = None
+
+    def __post_init__(self) -> None:
+        self._is_first = self.rank.global_rank == 0
+        name = self.tag.removesuffix(folder.PARTIAL_SUFFIX) + folder.PARTIAL_SUFFIX
+        self._key = Key(self.generation, name)
         self._store_lock: OwnerLock | None = None  # held by the first rank
         self._content: dict[str, Callable[[Path], None]] = {}  # small files of the first rank
-        self._generation = self._open(path, name, generation)
-        error: BaseException | None = None
+        self._folder: folder.Generation | None = None
         try:
-            self._collect(model, optimizer, user_content)
-            # Before the ranks agree, so that no rank's writer delays another's copies.
-            self._copies = None if staging is None else self._stage(staging)
-        except Exception as caught:
-            error = caught
-        self._agreed(error)
+            for opens in (self._is_first, not self._is_first):  # the others join then
+                together(self.rank, WHAT, self._open if opens else _nothing)
+            together(self.rank, WHAT, self._plan)
+        except Exception:
+            self._abandon()
+            raise
 
-    def _open(self, path: Path, name: str, generation: str) -> folder.Generation:
-        opened: folder.Generation | None = None
-        for makes in (True, False):
-            error: BaseException | None = None
-            try:
-                if makes and self._is_first:
-                    opened = folder.Generation.begin(path, name, generation)
-                elif not makes and not self._is_first:
-                    opened = folder.Generation.join(path, name, generation)
-            except Exception as caught:
-                error = caught
-            try:
-                agree(self._rank, WHAT, error)
-            except Exception:
-                if opened is not None:
-                    opened.abandon()
-                raise
-        assert opened is not None
-        return opened
+    def _open(self) -> None:
+        make = folder.Generation.begin if self._is_first else folder.Generation.join
+        self._folder = make(self.path, self._key.name, self.generation)
 
-    def _collect(
-        self,
-        model: DistributedModel | None,
-        optimizer: DistributedOptimizer | None,
-        user_content: Any,
-    ) -> None:
-        """Plans the files and values that this rank writes."""
-        named = model
+    def _abandon(self) -> None:
+        if self._folder is not None:
+            self._folder.abandon()
+
+    @property
+    def _writing(self) -> folder.Generation:
+        assert self._folder is not None
+        return self._folder
+
+    # ---- planning
+
+    def _plan(self) -> None:
+        """Plans the files and values that this rank writes, and copies what is to be copied now."""
+        named = self.model
         if named is None:
-            assert optimizer is not None
-            (named,) = optimizer._models()
-        rank = self._rank
-        state = model_state(named, rank.ranks["pp"])
-        self._state = plan_files(state, optimizer, model is not None, rank)
-        random = random_states.capture(rank.device)
-        self._state.files.append(PlannedFile(f"rng_{rank.global_rank}.pt", random))
+            assert self.optimizer is not None
+            (named,) = self.optimizer._models()
+        state = model_state(named, self.rank)
+        self._state = plan_files(state, self.optimizer, self.model is not None, self.rank)
+        random = random_states.capture(self.rank.device)
+        self._state.files.append(PlannedFile(f"rng_{self.rank.global_rank}.pt", random))
         if self._is_first:
-            self._add_of_first(state, named, model, optimizer, user_content)
+            self._add_of_first(state, named)
+        # Before the ranks agree, so that no rank's writer delays another's copies.
+        if self.staging is not None:
+            # Most of the optimizer's state is copied later.
+            self.staging.begin()
+            self._state.files = [file.staged(self.staging) for file in self._state.files]
+            self._copies: LaterCopies = self.staging.end()
 
-    def _add_of_first(
-        self,
-        state: ModelState,
-        named: DistributedModel,
-        model: DistributedModel | None,
-        optimizer: DistributedOptimizer | None,
-        user_content: Any,
-    ) -> None:
-        values = self._state.values
+    def _add_of_first(self, state: ModelState, named: DistributedModel) -> None:
         names = {}
-        if not state.shows_values and optimizer is not None:
+        if not state.storage.shows_values and self.optimizer is not None:
             names = sharded_names(state, self._state.flat_groups)
-        content, added = with_sharded_names(user_content, names)
-        values["user_content"] = {"added": added, "is_none": user_content is None}
-        values["aliases"] = state.aliases
-        values["has"] = {"model": model is not None, "optimizer": optimizer is not None}
-        values["steps"] = {"done": self._steps.num_finished, "begun": self._steps.num_begun}
-        values["seed"] = torch.initial_seed()
-        values["dropout_seed"] = self._steps.dropout_seed
-        values["registrations"] = [
-            [registration.family, registration.module_cls.__name__]
-            for registration in engine_of(named).registrations
-            if registration.family is not None
-        ]
-        generation = self._generation.generation
+        content, added = with_sharded_names(self.user_content, names)
+        self._state.values |= {
+            "user_content": {"added": added, "is_none": self.user_content is None},
+            "aliases": state.aliases,
+            "has": {"model": self.model is not None, "optimizer": self.optimizer is not None},
+            "steps": {"done": self.steps.num_finished, "begun": self.steps.num_begun},
+            "seed": torch.initial_seed(),
+            "dropout_seed": self.steps.dropout_seed,
+            "registrations": [
+                [registration.family, registration.module_cls.__name__]
+                for registration in engine_of(named).registrations
+                if registration.family is not None
+            ],
+        }
         self._content[USER_CONTENT_FILE] = lambda path: user_contents.write(
-            path, content, generation
+            path, content, self.generation
         )
         config = huggingface.config_of(named.get_module())
         if config is not None:
             self._content[huggingface.CONFIG] = lambda path: file_system.write_file(
-                path, config.encode(), generation
+                path, config.encode(), self.generation
             )
         decision = named._decision
-        if decision is not None and self._rank.sizes["pp"] > 1:
-            values["partition"] = {"chunks": decision.num_chunks}
+        if decision is not None and self.rank.sizes["pp"] > 1:
+            self._state.values["partition"] = {"chunks": decision.num_chunks}
             self._content[PARTITION_FILE] = lambda path: partition_file.write(decision, path)
 
     # ---- writing
 
     def run(self) -> None:
         """Writes, and waits until the checkpoint has its name."""
-        error: BaseException | None = None
         try:
-            self._write(lambda _: None)
-        except Exception as caught:
-            error = caught
-        self._agreed(error)
-        try:
-            if self._is_first:
-                self._commit()
-        except Exception as caught:
-            error = caught
-        self._agreed(error)
-        self._send()
-
-    def _agreed(self, error: BaseException | None) -> None:
-        try:
-            agree(self._rank, WHAT, error)
+            together(self.rank, WHAT, self._write)
+            together(self.rank, WHAT, self._commit)
         except Exception:
-            self._generation.abandon()
+            self._abandon()
             raise
-
-    def _stage(self, staging: Staging) -> LaterCopies:
-        """Copies this rank's state, except most of the optimizer's, which is copied later."""
-        staging.begin()
-        self._state.files = [file.staged(staging) for file in self._state.files]
-        return staging.end()
+        self._send()
 
     def run_in_background(self, begin_s: float) -> SaveHandle:
         """Copies the rest and writes, in a thread; an optimizer's update waits for the copies.
@@ -201,111 +167,114 @@ class PartialSave:
             begin_s: time at which the user's call began, by `time.monotonic`, in seconds.
         """
         copies = self._copies
-        assert copies is not None
         hook: RemovableHandle | None = None
-        if self._optimizer is not None:
+        if self.optimizer is not None:
             # The hook is on the wrapped optimizer, which scripts may step directly.
-            hook = self._optimizer.register_step_pre_hook(lambda *_: copies.wait())
-
-        def work(progress: Callable[[int], None]) -> None:
-            self._work(copies, progress)
+            hook = self.optimizer.optimizer.register_step_pre_hook(lambda *_: copies.wait())
 
         def over() -> None:
             if hook is not None:
                 hook.remove()
-            self._generation.abandon()
+            self._abandon()
 
         try:
             total_bytes = _bytes_of(self._state)
             return SaveHandle(
-                work, total_bytes, over, begin_s, lambda: copies.waited_s, self._rank.device
+                self._work, total_bytes, over, begin_s, lambda: copies.waited_s, self.rank.device
             )
         except BaseException:  # there is no thread to copy
             over()
             raise
 
-    def _work(self, copies: LaterCopies, progress: Callable[[int], None]) -> None:
+    def _work(self, progress: Callable[[int], None]) -> None:
         """Copies, writes and commits; ranks communicate through the folder only."""
-        generation = self._generation
+        writing, number = self._writing, self.rank.global_rank
         try:
-            copies.make()
+            self._copies.make()
             self._write(progress)
             if self._is_first:
-                self._wait_for(lambda: generation.parts(self._rank.world_size) is not None)
-                self._commit()
+                self._wait_for(lambda: writing.parts(self.rank.world_size) is not None)
+            self._commit()
         except _OthersFailed:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            generation.part_failed(self._rank.global_rank, reason)
-            raise RuntimeError(f"global_rank {self._rank.global_rank}: {reason}") from error
+            writing.part_failed(number, reason)
+            raise RuntimeError(f"global_rank {number}: {reason}") from error
         if not self._is_first:
-            self._wait_for(generation.is_over)
-            if not generation.committed():
+            self._wait_for(writing.is_over)
+            if not writing.committed():
                 raise RuntimeError("the first rank has failed; its error has the reason")
         self._send()
 
     def _wait_for(self, happened: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self._rank.timeout_s
-        board = self._rank.board
+        deadline = time.monotonic() + self.rank.timeout_s
+        board = self.rank.board
         while not happened():
-            for rank, reason in self._generation.failures().items():
+            for rank, reason in self._writing.failures().items():
                 raise _OthersFailed(f"global_rank {rank}: {reason}")
             fault = None if board is None else board.fault_text()
             if fault is not None:
                 raise _OthersFailed(fault)
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{self._generation.folder} did not receive the parts of all ranks within "
-                    f"{self._rank.timeout_s:g} s"
+                    f"{self._writing.folder} did not receive the parts of all ranks within "
+                    f"{self.rank.timeout_s:g} s"
                 )
             time.sleep(_POLL_S)
 
-    def _write(self, progress: Callable[[int], None]) -> None:
+    def _write(self, progress: Callable[[int], None] = lambda _: None) -> None:
         piece = Piece(values=self._state.values)
-        target, before = self._generation.folder, 0
+        target, before = self._writing.folder, 0
         for name, write in self._content.items():
             write(target / name)
             piece.files[name] = manifests.record_of(target / name)
         for file in self._state.files:
-            start = before
 
-            def told(num_bytes: int, start: int = start) -> None:
+            def told(num_bytes: int, start: int = before) -> None:
                 progress(start + num_bytes)
 
-            options = archive.WriteOptions(chunk_bytes=_CHUNK_BYTES, progress=told)
-            written = archive.write(target / file.name, file.content, options)
+            written = archive.write(
+                target / file.name, file.content, archive.WriteOptions(progress=told)
+            )
             before += written.record.num_bytes
             piece.files[file.name] = written.record
             add_blocks(piece, file, written)
         progress(before)
-        self._generation.part_done(self._rank.global_rank, piece.to_json())
+        self._writing.part_done(self.rank.global_rank, piece.to_json())
 
     def _commit(self) -> None:
-        parts = self._generation.parts(self._rank.world_size)
+        """Gives the checkpoint its name. First rank; the others return at once."""
+        if not self._is_first:
+            return
+        parts = self._writing.parts(self.rank.world_size)
         assert parts is not None
         manifest = Manifest.assemble(
-            self._generation.generation,
+            self.generation,
             versions(),
-            Layout(self._rank.config.to_dict(), dict(self._rank.sizes)),
+            Layout(self.rank.config.to_dict(), dict(self.rank.sizes)),
             [Piece.from_json(part, f"part_{rank}.json") for rank, part in enumerate(parts)],
         )
-        hold = None if self._store is None else self._hold
+        hold = None if self.store is None else self._hold
         try:
-            self._generation.commit(manifest, self._num_kept, when_complete=hold)
+            self._writing.commit(manifest, self.num_kept, when_complete=hold)
         except BaseException:
-            if self._store is not None and self._store_lock is not None:
-                self._store.let_go(self._key, self._store_lock)
+            if self.store is not None and self._store_lock is not None:
+                self.store.let_go(self._key, self._store_lock)
             raise
 
     def _hold(self, source: Path) -> None:
-        assert self._store is not None
-        self._store_lock = self._store.hold(source, self._key)
+        assert self.store is not None
+        self._store_lock = self.store.hold(source, self._key)
 
     def _send(self) -> None:
         """Sends the checkpoint, which is complete in its folder, to the store."""
-        if self._store is not None:
-            self._store.send(self._key, self._store_lock, self._num_kept)
+        if self.store is not None:
+            self.store.send(self._key, self._store_lock, self.num_kept)
+
+
+def _nothing() -> None:
+    """Waits for the other ranks, which act."""
 
 
 def with_sharded_names(content: Any, names: Mapping[str, Any]) -> tuple[Any, list[str]]:

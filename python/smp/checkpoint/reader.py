@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
 import smp._C as _C
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.former_names import with_present_names
-from smp.checkpoint.manifest import Block, Manifest, ManifestError, StoredEntry
+from smp.checkpoint.manifest import Block, ManifestError, StoredEntry
 from smp.tensor_parallel.parts import Part
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Returns the manifest of a folder, with the names that tensors of its model have now."""
-    return with_present_names(manifests.read(folder))
 
 
 class FolderReader:
@@ -27,33 +21,22 @@ class FolderReader:
 
     Args:
         folder: checkpoint folder.
-        manifest: manifest of the folder, if it has been read.
         get: makes sure that a file exists, and returns its path; None: all files exist.
+
+    Attributes:
+        manifest: manifest of the folder, with the names that tensors of its model have now.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        manifest: Manifest | None = None,
-        get: Callable[[str], Path] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, get: Callable[[str], Path] | None = None) -> None:
         self.folder = folder
-        self.manifest = read_manifest(folder) if manifest is None else manifest
-        self._get = get or folder.joinpath
+        self.manifest = with_present_names(manifests.read(folder))
+        self.get = get or folder.joinpath
         self._files: dict[str, _C.FileReader] = {}
 
     def __enter__(self) -> FolderReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._files.clear()
 
     def entry(self, name: str) -> StoredEntry:
@@ -70,24 +53,26 @@ class FolderReader:
         Args:
             name: name of the entry.
             part: part to read; None: all of it.
-            into: contiguous CPU tensor of the entry's dtype with as many elements; None: a new
-                one, of the entry's shape for a whole entry and flat otherwise.
+            into: tensor with as many elements, of any dtype and device; None: a new one on the CPU,
+                of the entry's shape for a whole entry and flat otherwise.
 
         Raises:
             ManifestError: no file has some elements of the part.
             RuntimeError: bytes are damaged; the text names file and offset.
         """
         entry = self.entry(name)
-        wanted = Part.whole(entry.shape) if part is None else part
         dtype = getattr(torch, entry.dtype)
+        wanted = Part.whole(entry.shape) if part is None else part
         if into is None:
-            shape = entry.shape if part is None else (wanted.flat_numel,)
-            into = torch.empty(shape, dtype=dtype)
-        if into.dtype != dtype or into.numel() != wanted.flat_numel:
+            into = torch.empty(entry.shape if part is None else wanted.flat_numel, dtype=dtype)
+        if into.numel() != wanted.flat_numel:
             raise ValueError(
-                f"{name}: {wanted.flat_numel} elements of {dtype} cannot be read into "
-                f"{into.numel()} of {into.dtype}"
+                f"{name}: {wanted.flat_numel} elements cannot be read into {into.numel()}"
             )
+        if into.numel() == 0:
+            return into
+        if into.device.type != "cpu" or into.dtype != dtype or not into.is_contiguous():
+            return into.copy_(self.read(name, part).view(into.shape))
         for read, block in plan(name, entry, wanted):
             self._file(block.file).read_slice(read, block.offset, into)
         return into
@@ -96,7 +81,7 @@ class FolderReader:
         if name not in self._files:
             record = self.manifest.files[name]
             self._files[name] = _C.FileReader(
-                str(self._get(name)), record.num_bytes, record.chunk_bytes, record.crc32
+                str(self.get(name)), record.num_bytes, record.chunk_bytes, record.crc32
             )
         return self._files[name]
 

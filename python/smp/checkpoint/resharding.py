@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 
@@ -78,10 +79,12 @@ def _write_part(reader: FolderReader, folder: Path, kind: str, idx: int, num_par
         for name, entry in reader.manifest.entries.items()
         if name.partition("/")[0] == kind
     }
-    structure = {
-        name.partition("/")[2]: _deferred(reader, name, part, num_parts == 1)
-        for name, part in parts.items()
-    }
+    structure = {}
+    for name, part in parts.items():
+        entry = reader.manifest.entries[name]
+        shape = entry.shape if num_parts == 1 else (part.flat_numel,)
+        make = functools.partial(_read, reader, name, part, shape)
+        structure[name.partition("/")[2]] = Deferred(shape, getattr(torch, entry.dtype), make)
     file = f"{_FILE_OF_KIND.get(kind, kind)}_{idx}.pt"
     written = archive.write(folder / file, structure)
     piece = Piece(files={file: written.record})
@@ -92,11 +95,5 @@ def _write_part(reader: FolderReader, folder: Path, kind: str, idx: int, num_par
     return piece
 
 
-def _deferred(reader: FolderReader, name: str, part: Part, is_whole: bool) -> Deferred:
-    entry = reader.manifest.entries[name]
-    shape = entry.shape if is_whole else (part.flat_numel,)
-    return Deferred(
-        shape,
-        getattr(torch, entry.dtype),
-        lambda: reader.read(name, part).view(shape),
-    )
+def _read(reader: FolderReader, name: str, part: Part, shape: tuple[int, ...]) -> torch.Tensor:
+    return reader.read(name, part).view(shape)

@@ -7,15 +7,13 @@ Source: the format description of the safetensors project, version 0.4.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-import smp._C as _C
 from smp.checkpoint import file_system
-from smp.checkpoint.archive import Deferred, WriteOptions
+from smp.checkpoint.archive import DEFAULTS, Deferred, WriteOptions, Writing
 from smp.checkpoint.manifest import FileRecord
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -32,7 +30,6 @@ NAMES = {
     torch.uint64: "U64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2: "F8_E5M2",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float32: "F32",
@@ -42,7 +39,7 @@ _ALIGNMENT = 8
 
 
 def write(
-    path: Path, tensors: Mapping[str, Deferred], options: WriteOptions | None = None
+    path: Path, tensors: Mapping[str, Deferred], options: WriteOptions = DEFAULTS
 ) -> FileRecord:
     """Writes and synchronises one file; each tensor is made at its turn.
 
@@ -51,22 +48,14 @@ def write(
             the text names the tensor.
         RuntimeError: the file cannot be written; the text names it.
     """
-    options = options or WriteOptions()
     # Large elements first, so that each tensor is aligned to its elements.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-    writer = _C.FileWriter(
-        str(path), options.buffer_bytes, options.num_buffers, options.chunk_bytes
-    )
-    try:
-        writer.append(_header(tensors))
+    with Writing(path, options) as writing:
+        writing.writer.append(_header(tensors))
         for tensor in tensors.values():
             for piece in tensor.pieces():
-                writer.append_tensor(piece)
-        num_bytes, crcs = writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
-    return FileRecord(num_bytes, options.chunk_bytes, tuple(crcs))
+                writing.writer.append_tensor(piece)
+    return writing.record
 
 
 def write_sharded(
@@ -83,11 +72,11 @@ def write_sharded(
     shards: list[dict[str, Deferred]] = [{}]
     room = max_shard_bytes
     for name, tensor in tensors.items():
-        if shards[-1] and num_bytes(tensor) > room:
+        if shards[-1] and tensor.num_bytes > room:
             shards.append({})
             room = max_shard_bytes
         shards[-1][name] = tensor
-        room -= num_bytes(tensor)
+        room -= tensor.num_bytes
     if len(shards) == 1:
         write(folder / "model.safetensors", shards[0])
         return [folder / "model.safetensors"]
@@ -98,15 +87,11 @@ def write_sharded(
         write(path, shard)
         paths.append(path)
         weight_map.update(dict.fromkeys(shard, path.name))
-    total = sum(num_bytes(tensor) for tensor in tensors.values())
+    total = sum(tensor.num_bytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     text = json.dumps(index, indent=2) + "\n"
     file_system.write_file(folder / INDEX_NAME, text.encode(), "index")
     return [*paths, folder / INDEX_NAME]
-
-
-def num_bytes(tensor: Deferred) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _header(tensors: Mapping[str, Deferred]) -> bytes:
@@ -115,7 +100,7 @@ def _header(tensors: Mapping[str, Deferred]) -> bytes:
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
             raise ValueError(f"safetensors has no {tensor.dtype}, which {name} is")
-        end = begin + num_bytes(tensor)
+        end = begin + tensor.num_bytes
         fields[name] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),

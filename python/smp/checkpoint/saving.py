@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -20,6 +21,7 @@ from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.world import runtime
 from smp.world.roll_call import roll_call
 
+_log = logging.getLogger("smp")
 _staging: weakref.WeakKeyDictionary[runtime.Runtime, Staging] = weakref.WeakKeyDictionary()
 
 
@@ -82,6 +84,9 @@ def save_checkpoint(
             left = store.find_unsent()
         except Exception as caught:
             error = error or f"{type(caught).__name__}: {caught}"
+    problem = _problem(
+        tag, partial, model, optimizer, num_kept_partial_checkpoints, blocking, store is not None
+    )
     call = {
         "path": os.fspath(path),
         "tag": tag,
@@ -91,16 +96,7 @@ def save_checkpoint(
         "translate_if_full": translate_if_full,
         "num_kept_partial_checkpoints": num_kept_partial_checkpoints,
         "blocking": blocking,
-        "error": error
-        or _problem(
-            tag,
-            partial,
-            model,
-            optimizer,
-            num_kept_partial_checkpoints,
-            blocking,
-            store is not None,
-        ),
+        "error": error or problem,
     }
     generation = folder.new_generation() if store is None else store.new_generation()
     snippet = f"smp.save_checkpoint(path, tag={tag!r}, partial={partial}, model=model, ...)"
@@ -157,9 +153,64 @@ def wait_for_uploads(timeout_s: float | None = None) -> bool:
         except TimeoutError:
             return False
     return all(
-        store.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        store.uploader.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
         for store in stores_in_use(current)
     )
+
+
+class StoppingSaver:
+    """The `preemption.Saver` of this library, which saves checkpoints of ranks that are to stop."""
+
+    def prepare(self, current: runtime.Runtime, path: str) -> None:
+        """Checks the store of an address, the first time.
+
+        Raises:
+            RuntimeError: the store cannot be used; the text has the reason.
+        """
+        if not names.is_address(path):
+            return
+        try:
+            store_of(current, path).find_unsent()
+        except Exception as error:
+            raise RuntimeError(
+                f"{current.rank.prefix}a preemption could not save to {path}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def save(self, path: str, **options: Any) -> Any:
+        """Calls `save_checkpoint`."""
+        return save_checkpoint(path, **options)
+
+    def end_uploads(self, current: runtime.Runtime, limit_s: float) -> None:
+        """Waits for transfers to stores, and ends them after the limit, in seconds.
+
+        Raises:
+            RuntimeError: a save in the background has failed.
+        """
+        stores = stores_in_use(current)
+        handle = running(current)
+        if stores and handle is not None:
+            handle.wait()  # otherwise nothing would be saved
+        deadline = time.monotonic() + limit_s
+        for store in stores:
+            reason = f"after {limit_s:g} s (SMP_UPLOAD_WAIT_S)"
+            try:
+                is_over = store.uploader.wait(max(0.0, deadline - time.monotonic()))
+            except RuntimeError as error:
+                is_over, reason = False, f"({error})"
+            if not is_over:
+                names_left = sorted({key.name for key in store.uploader.waiting()})
+                _log.warning(
+                    "%sleaving before %s is complete in %s, %s. It is complete in %s: the next job "
+                    "that has this folder goes on from it and sends what is missing; others go on "
+                    "from an older one",
+                    current.rank.prefix,
+                    ", ".join(names_left) or "a checkpoint",
+                    store,
+                    reason,
+                    store.root,
+                )
+            store.uploader.stop()
 
 
 def _problem(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ from torch import Tensor
 
 from smp.checkpoint import archive, huggingface, safetensors_stream
 from smp.checkpoint import user_content as user_contents
-from smp.checkpoint.entries import ModelState, model_state, storage_of
+from smp.checkpoint.archive import Deferred
+from smp.checkpoint.entries import model_state
 from smp.checkpoint.exporting import second_names
 from smp.checkpoint.file_generation import FileGeneration
 from smp.checkpoint.lazy_tensor import LazyTensor
@@ -18,10 +21,10 @@ from smp.model import DistributedModel, engine_of
 from smp.replacement import to_theirs
 from smp.tensor_parallel.cutting import join, part_of
 from smp.tensor_parallel.parts import Part
-from smp.tensor_parallel.sharding import interval_of, whole_shape
+from smp.tensor_parallel.sharding import interval_of
 from smp.world import comm
 from smp.world.rank import Rank
-from smp.world.roll_call import agree
+from smp.world.roll_call import together
 
 WHAT = "smp.save_checkpoint"
 
@@ -49,32 +52,30 @@ def save_whole(
         rank: rank of this process.
     """
     gatherer = Gatherer(model, rank)
-    error: BaseException | None = None
-    content: dict[str, Tensor] = {}
+    is_safe = tag.endswith(huggingface.SAFETENSORS)
     writing: FileGeneration | None = None
-    try:
+
+    def begin() -> dict[str, Tensor]:
+        nonlocal writing
+        if rank.global_rank == 0:
+            writing = FileGeneration.begin(path, tag, generation)
+        content = gatherer.lazy_state()
+        if translate:
+            content = to_theirs(engine_of(model).registrations, content)
+        return _as_safetensors(content) if is_safe else content
+
+    def write() -> None:
         try:
-            if rank.global_rank == 0:
-                writing = FileGeneration.begin(path, tag, generation)
-            content = gatherer.lazy_state()
-            if translate:
-                content = to_theirs(engine_of(model).registrations, content)
-            if tag.endswith(huggingface.SAFETENSORS):
-                content = _as_safetensors(content)
-        except Exception as caught:
-            error = caught
-        agree(rank, WHAT, error)
-        extra = {} if tag.endswith(huggingface.SAFETENSORS) else gatherer.extra_state()
-        gatherer.plan(content.values())
-        if writing is None:
+            if writing is not None:
+                _write(writing, model, structure, extra, user_content)
+        finally:
             gatherer.drain()
-        else:
-            try:
-                _write(writing, model, content, extra, user_content, gatherer)
-            except Exception as caught:
-                error = caught
-                gatherer.drain()
-        agree(rank, WHAT, error)
+
+    try:
+        content = together(rank, WHAT, begin)
+        extra = {} if is_safe else gatherer.extra_state()
+        structure = gatherer.plan(content)
+        together(rank, WHAT, write)
     finally:
         if writing is not None:
             writing.abandon()
@@ -90,17 +91,10 @@ def _as_safetensors(content: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _write(
     writing: FileGeneration,
     model: DistributedModel,
-    content: Mapping[str, Tensor],
+    structure: Mapping[str, Deferred],
     extra: Mapping[str, Any],
     user_content: Any,
-    gatherer: Gatherer,
 ) -> None:
-    # Tensors under several names share one object, so that the file has them once.
-    deferred: dict[int, archive.Deferred] = {}
-    for tensor in content.values():
-        make = gatherer.maker(tensor)
-        deferred[id(tensor)] = archive.Deferred(tuple(tensor.shape), tensor.dtype, make)
-    structure = {key: deferred[id(tensor)] for key, tensor in content.items()}
     path, tag = writing.target.parent, writing.target.name
     if tag.endswith(huggingface.SAFETENSORS):
         safetensors_stream.write(writing.temporary, structure)
@@ -115,14 +109,14 @@ def _write(
 class Gatherer:
     """Gathers the tensors of a partitioned model on the first rank, one at a time, in one order.
 
-    Every rank makes a gatherer, gives it the same :meth:`plan`, and either takes all tensors or
-    drains it. A tensor stays on the first rank until the last tensor made of it is written.
+    Every rank makes a gatherer, gives it the same content to :meth:`plan`, and either makes all
+    tensors or drains it. A tensor stays on the first rank until the last tensor made of it is
+    written.
     """
 
     def __init__(self, model: DistributedModel, rank: Rank) -> None:
         self._rank = rank
-        self._storage = storage_of(model)
-        self._state: ModelState = model_state(model, rank.ranks["pp"])
+        self._state = model_state(model, rank)
         self._is_with_first = 0 in rank.groups["mp"]
         self._places: dict[tuple[int, int], int] = {}  # (pp, tp) of this replica: global rank
         if self._is_with_first:
@@ -130,16 +124,21 @@ class Gatherer:
             places = comm.allgather(own, comm.MP_GROUP)
             self._places = dict(zip(places, rank.groups["mp"], strict=True))
         self._order: list[str] = []
-        self._uses: dict[str, int] = {}
+        self._uses: Counter[str] = Counter()
         self._here: dict[str, Tensor] = {}
 
     def lazy_state(self) -> dict[str, Tensor]:
         """Returns the state dict, whose tensors are made of gathered ones on demand."""
         leaves = {
-            name: LazyTensor.leaf(name, shape, self._state.tensors[name].dtype, self._getter(name))
-            for name, shape in self._state.shapes.items()
+            name: LazyTensor.leaf(
+                name,
+                named.shape,
+                named.tensor.dtype,
+                functools.partial(self._here.__getitem__, name),
+            )
+            for name, named in self._state.tensors.items()
         }
-        return {key: leaves[self._state.aliases.get(key, key)] for key in self._state.keys}
+        return {key: leaves[name] for key, name in self._state.keys.items()}
 
     def extra_state(self) -> dict[str, Any]:
         """Returns the extra state of modules, by key. Collective over the replica."""
@@ -150,37 +149,35 @@ class Gatherer:
             merged = {**part, **merged}
         return merged
 
-    def _getter(self, name: str) -> Callable[[], Tensor]:
-        return lambda: self._here[name]
+    def plan(self, content: Mapping[str, Tensor]) -> dict[str, Deferred]:
+        """Sets the order in which tensors are gathered.
 
-    def plan(self, tensors: Any) -> None:
-        """Sets the order in which tensors are made."""
-        unique = {id(tensor): tensor for tensor in tensors}
-        for tensor in unique.values():
-            for name in sorted(tensor.leaves) if isinstance(tensor, LazyTensor) else ():
-                if name not in self._uses:
-                    self._order.append(name)
-                self._uses[name] = self._uses.get(name, 0) + 1
+        Returns:
+            tensors that the first rank makes in this order. Those with several keys are one
+            object, so that the file has them once.
+        """
+        deferred: dict[int, Deferred] = {}
+        for tensor in content.values():
+            if id(tensor) not in deferred:
+                names = sorted(tensor.leaves) if isinstance(tensor, LazyTensor) else []
+                self._order += [name for name in names if name not in self._uses]
+                self._uses.update(names)
+                make = functools.partial(self._made, tensor, names)
+                deferred[id(tensor)] = Deferred(tuple(tensor.shape), tensor.dtype, make)
+        return {key: deferred[id(tensor)] for key, tensor in content.items()}
 
-    def maker(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Returns a function that makes a tensor in its turn, on the first rank."""
-        if not isinstance(tensor, LazyTensor):
-            return lambda: tensor
-        names = sorted(tensor.leaves)
-
-        def make() -> Tensor:
-            for name in names:
-                if name not in self._here:
-                    assert self._order[0] == name, f"{name} is made before {self._order[0]}"
-                    self._here[self._order.pop(0)] = self._gathered(name)
-            result = tensor.make()
-            for name in names:
-                self._uses[name] -= 1
-                if self._uses[name] == 0:
-                    del self._here[name]
-            return result
-
-        return make
+    def _made(self, tensor: Tensor, names: Sequence[str]) -> Tensor:
+        """Makes a tensor of gathered ones, in its turn. First rank."""
+        for name in names:
+            if name not in self._here:
+                assert self._order[0] == name, f"{name} is made before {self._order[0]}"
+                self._here[self._order.pop(0)] = self._gathered(name)
+        result = tensor.make() if isinstance(tensor, LazyTensor) else tensor
+        for name in names:
+            self._uses[name] -= 1
+            if self._uses[name] == 0:
+                del self._here[name]
+        return result
 
     def drain(self) -> None:
         """Takes part in gathering all remaining tensors."""
@@ -189,15 +186,14 @@ class Gatherer:
 
     def _gathered(self, name: str) -> Tensor:
         """Returns the whole tensor on the first rank; other ranks ignore the result."""
-        tensor, owner = self._state.tensors[name], self._state.owners[name]
-        rank = self._rank
-        interval = interval_of(tensor)
+        named, storage, rank = self._state.tensors[name], self._state.storage, self._rank
+        tensor, owner, interval = named.tensor, named.owner, interval_of(named.tensor)
         is_source = rank.ranks["pp"] == owner and (interval is not None or rank.ranks["tp"] == 0)
         value = tensor.detach()
-        if is_source and self._storage.gathers(tensor):
+        if is_source and storage.gathers(tensor):
             if rank.ranks["rdp"] >= rank.sizes["shard"]:
                 return value  # another copy
-            value = self._storage.gathered(tensor)
+            value = storage.gathered(tensor)
         if not self._is_with_first:
             return value
         if rank.global_rank != 0:
@@ -214,4 +210,4 @@ class Gatherer:
                 pieces.append(comm.recv_from(source, comm.RankType.WORLD_RANK))
         if interval is None:
             return pieces[0][0]
-        return join([(piece.to(value.device), part) for piece, part in pieces], whole_shape(tensor))
+        return join([(piece.to(value.device), part) for piece, part in pieces], named.shape)

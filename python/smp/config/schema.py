@@ -3,8 +3,8 @@
 `smp.config.sources` reads the values.
 
 Everything here is a pure function of its arguments. A value passes three gates:
-`normalize` (known key, right type and range), the cross-field rules of
-`Config.from_dict`, and `check_world`, the rules that need the number of
+`normalize` (known key, right type and range), `Config.of_checked` (keys that
+depend on each other), and `check_world`, the rules that need the number of
 processes.
 
 Every error reads ``smp config: <key>=<value>: <reason>; <how to fix>``.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import math
 import re
@@ -47,18 +48,8 @@ class Kind:
     """A kind of values that a key takes: `words` for messages, `convert` for the check."""
 
     words: str
-    convert: Callable[[object], Any]  # raises TypeError or ValueError
+    convert: Callable[[object], Any]  # raises TypeError, ValueError or OverflowError
     optional: bool = False
-
-    def parse(self, key: str, value: object, default: object) -> Any:
-        if value is None and self.optional:
-            return None
-        try:
-            return self.convert(value)
-        except (TypeError, ValueError, OverflowError):
-            raise config_error(
-                key, value, f"is not {self.words}", f"pass {self.words} (default: {default!r})"
-            ) from None
 
 
 def _to_number(value: object) -> float:
@@ -124,7 +115,8 @@ def _key(default: object, kind: Kind) -> Any:
 
 def _int(default: int | None, minimum: int, maximum: int = _MAX_COUNT) -> Any:
     words = f"an integer in [{minimum}, {maximum}]"
-    return _key(default, Kind(words, lambda v: _to_int(v, minimum, maximum), default is None))
+    convert = functools.partial(_to_int, minimum=minimum, maximum=maximum)
+    return _key(default, Kind(words, convert, default is None))
 
 
 def _bool(default: bool) -> Any:
@@ -133,7 +125,8 @@ def _bool(default: bool) -> Any:
 
 def _float(default: float | None, low: float, high: float) -> Any:
     words = f"a number in [{low:g}, {high:g}]" if high < math.inf else f"a number >= {low:g}"
-    return _key(default, Kind(words, lambda v: _to_float(v, low, high), default is None))
+    convert = functools.partial(_to_float, low=low, high=high)
+    return _key(default, Kind(words, convert, default is None))
 
 
 def _text(default: str | None) -> Any:
@@ -147,7 +140,7 @@ def _size(default: int | None) -> Any:
 
 def _choice(default: str, *choices: str) -> Any:
     words = "one of " + ", ".join(repr(c) for c in choices)
-    return _key(default, Kind(words, lambda v: _to_choice(v, choices)))
+    return _key(default, Kind(words, functools.partial(_to_choice, choices=choices)))
 
 
 # ---- the keys ----------------------------------------------------------------
@@ -295,13 +288,29 @@ class Config:
             ValueError: a key is unknown, a value is wrong, or values do not
                 go together.
         """
-        full = {**_DEFAULTS, **normalize(values).values}
-        full["memory_weight"] = _resolve_memory_weight(full)
-        full["active_microbatches"] = _resolve_active_microbatches(full)
-        full["virtual_stages"] = _resolve_virtual_stages(full)
+        return cls.of_checked(normalize(values).values)
+
+    @classmethod
+    def of_checked(cls, values: Mapping[str, Any]) -> Config:
+        """Makes a configuration from values that `normalize` has checked; see `from_dict`.
+
+        Raises:
+            ValueError: values do not go together.
+        """
+        full = {**_DEFAULTS, **values}
+        policy = _C.make_policy(full["pipeline"])
+        microbatches = full["microbatches"]
+        if full["memory_weight"] is None:
+            full["memory_weight"] = 0.2 if full["optimize"] == "speed" else 0.8
+        if full["virtual_stages"] is None:
+            full["virtual_stages"] = policy.default_chunks
+        if full["active_microbatches"] is None:
+            pp = full["pipeline_parallel_degree"]
+            full["active_microbatches"] = policy.default_active_microbatches(pp, microbatches)
+        full["active_microbatches"] = min(full["active_microbatches"], microbatches)
         config = cls(**full)
-        for rule in _RULES:
-            rule(config)
+        check_stages(config)
+        check_ranks(config)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -358,7 +367,12 @@ def normalize(values: Mapping[str, object], *, from_text: bool = False) -> Check
             notes.append(_reject_unknown(key, raw))
             continue
         value = convert_text(raw) if from_text and isinstance(raw, str) else raw
-        parsed = _KINDS[name].parse(key, value, _DEFAULTS[name])
+        kind = _KINDS[name]
+        try:
+            parsed = None if value is None and kind.optional else kind.convert(value)
+        except (TypeError, ValueError, OverflowError):
+            fix = f"pass {kind.words} (default: {_DEFAULTS[name]!r})"
+            raise config_error(key, value, f"is not {kind.words}", fix) from None
         if name in result and result[name] != parsed:
             raise config_error(
                 key,
@@ -401,33 +415,19 @@ def convert_text(text: str) -> object:
 # ---- gate 2: keys that depend on each other ----------------------------------
 
 
-def _resolve_memory_weight(values: Mapping[str, Any]) -> float:
-    if values["memory_weight"] is not None:
-        return float(values["memory_weight"])
-    return 0.2 if values["optimize"] == "speed" else 0.8
-
-
-def _resolve_active_microbatches(values: Mapping[str, Any]) -> int:
-    """Returns the given value or the default, at most `microbatches`."""
-    microbatches = int(values["microbatches"])
-    active = values["active_microbatches"]
-    if active is None:
-        policy = _C.make_policy(values["pipeline"])
-        pp = int(values["pipeline_parallel_degree"])
-        active = policy.default_active_microbatches(pp, microbatches)
-    return min(int(active), microbatches)
-
-
-def _resolve_virtual_stages(values: Mapping[str, Any]) -> int:
-    stages = values["virtual_stages"]
-    if stages is None:
-        return _C.make_policy(values["pipeline"]).default_chunks
-    return int(stages)
-
-
-def check_schedule(config: Config) -> None:
-    """Raises ValueError if keys for the order of microbatches and stages contradict each other."""
-    if config.virtual_stages > 1 and _C.make_policy(config.pipeline).default_chunks == 1:
+def check_stages(config: Config) -> None:
+    """Raises ValueError if keys for partitions, stages and their order contradict each other."""
+    pp, is_auto = config.pipeline_parallel_degree, config.auto_partition
+    if not is_auto and config.default_partition >= pp:
+        raise config_error(
+            "default_partition",
+            config.default_partition,
+            f"is outside [0, {pp}) while auto_partition is False",
+            f"use 0 to {pp - 1} or raise pipeline_parallel_degree",
+        )
+    if config.virtual_stages == 1:
+        return
+    if _C.make_policy(config.pipeline).default_chunks == 1:
         names = [name for name in PIPELINES if _C.make_policy(name).default_chunks > 1]
         raise config_error(
             "virtual_stages",
@@ -435,12 +435,7 @@ def check_schedule(config: Config) -> None:
             f"has an effect with pipeline={' or '.join(map(repr, names))} only",
             "set that, or leave virtual_stages at 1",
         )
-    if (
-        config.virtual_stages > 1
-        and config.pipeline_parallel_degree > 1
-        and not config.auto_partition
-        and config.partition_file is None
-    ):
+    if pp > 1 and not is_auto and config.partition_file is None:
         raise config_error(
             "virtual_stages",
             config.virtual_stages,
@@ -449,64 +444,30 @@ def check_schedule(config: Config) -> None:
         )
 
 
-def check_default_partition(config: Config) -> None:
-    """Raises ValueError if modules without auto partition would have no existing partition."""
-    pp = config.pipeline_parallel_degree
-    if not config.auto_partition and config.default_partition >= pp:
-        raise config_error(
-            "default_partition",
-            config.default_partition,
-            f"is outside [0, {pp}) while auto_partition is False",
-            f"use 0 to {pp - 1} or raise pipeline_parallel_degree",
-        )
-
-
-def check_ddp_needed(config: Config) -> None:
-    """Raises ValueError if layers are split or sharded without ``ddp``."""
+def check_ranks(config: Config) -> None:
+    """Raises ValueError if keys for the work and the dtypes of ranks contradict each other."""
+    tp, sharding = config.tensor_parallel_degree, config.sharded_data_parallel_degree
     for key in ("tensor_parallel_degree", "sharded_data_parallel_degree"):
         if getattr(config, key) > 1 and not config.ddp:
             raise config_error(key, getattr(config, key), "needs ddp", "set ddp=True")
-
-
-def check_experts(config: Config) -> None:
-    """Raises ValueError if experts are spread over a part of a tensor-parallel group."""
-    degree, tp = config.expert_parallel_degree, config.tensor_parallel_degree
-    if degree not in (1, tp):
+    experts = config.expert_parallel_degree
+    if experts not in (1, tp):
         raise config_error(
             "expert_parallel_degree",
-            degree,
+            experts,
             f"experts are spread over the {tp} ranks of a tensor-parallel group "
             f"(tensor_parallel_degree={tp}), or not at all",
-            f"use 1 or {tp}" if tp > 1 else f"set tensor_parallel_degree={degree} as well",
+            f"use 1 or {tp}" if tp > 1 else f"set tensor_parallel_degree={experts} as well",
         )
-
-
-def check_one_half_precision(config: Config) -> None:
-    """Raises ValueError if two 16-bit types are asked for."""
     if config.fp16 and config.bf16:
         raise config_error("fp16", True, "bf16 is set as well", "choose one of fp16 and bf16")
-
-
-def check_sharding_kinds(config: Config) -> None:
-    """Raises ValueError if optimizer states are sharded in two ways."""
-    degree = config.sharded_data_parallel_degree
-    if degree > 1 and config.shard_optimizer_state:
+    if sharding > 1 and config.shard_optimizer_state:
         raise config_error(
             "sharded_data_parallel_degree",
-            degree,
+            sharding,
             "already shards the optimizer state",
             "set shard_optimizer_state=False",
         )
-
-
-_RULES: tuple[Callable[[Config], None], ...] = (
-    check_default_partition,
-    check_schedule,
-    check_ddp_needed,
-    check_experts,
-    check_one_half_precision,
-    check_sharding_kinds,
-)
 
 
 # ---- gate 3: the number of processes -----------------------------------------

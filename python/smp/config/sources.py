@@ -94,14 +94,16 @@ def read_config(
 
     Args:
         config: argument of `init`.
-        base: values of an earlier init, which `config` adds to.
+        base: checked values of an earlier init, which `config` adds to.
         env: environment variables; the launcher's values win.
         world_size: number of processes.
     """
     try:
-        given = merge_sources(read_launcher_config(env), read_user_config(config))
+        given = read_user_config(config)
+        if LAUNCHER_VARIABLE in env:
+            given = merge_sources(read_launcher_config(env), given)
         values = {**base, **given.values}
-        effective = Config.from_dict(values)
+        effective = Config.of_checked(values)
         check_world(effective, world_size)
     except ValueError as error:
         return ReadConfig({}, [], None, str(error))

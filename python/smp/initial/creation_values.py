@@ -1,9 +1,15 @@
-"""Tells the values that a module's own code drew for a parameter from all others.
+"""Notes which code was the last to write to a parameter while its model was made.
 
 Values that ``reset_parameters`` of a module, or ``_init_weights`` of the Hugging Face model around
-it, wrote last can be drawn again, on other random numbers. Values of other writers (a checkpoint, a
-constructor, the user) cannot, and have to stay. A checksum taken after the module's own code tells
-the last writer: version counters miss writes to ``.data``.
+it, wrote last can be drawn later, on other random numbers. Values of other writers (a checkpoint, a
+constructor, the user) have to stay. Operators on storages tell the last writer.
+
+- A real parameter whose module's own code came last gets a checksum. A write after the context
+  changes it; version counters would miss writes to ``.data``.
+- A parameter on the meta device takes no values. Writes after its module's own code
+  (``nn.init.normal_(layer.weight, std=1e-3)`` after ``self.apply(self._init_weights)``) are noted
+  operator by operator. So are the values it was made of (``nn.Parameter(torch.ones(n))``), unless
+  its memory was never written to (``torch.empty``).
 """
 
 from __future__ import annotations
@@ -14,14 +20,24 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smp.initial.later_writes import Write, write_of_call, write_of_value
+from smp.modules.creation import MethodWrappers
+from smp.modules.operators import written_tensors
+
 _CHECKSUM = "_smp_drawn_checksum"
+_WRITES = "_smp_later_writes"
 _Checksum = tuple[torch.Size, torch.dtype, int, int]
 
 #: methods that initialise the module that has them
@@ -29,16 +45,11 @@ RESETS = ("reset_parameters", "_reset_parameters")
 #: method that initialises the module that it is given
 INITIALISER = "_init_weights"
 
-
-def is_as_drawn(parameter: Tensor) -> bool:
-    """Returns whether a parameter still has the values its own code drew in `noting_draws`."""
-    known: _Checksum | None = getattr(parameter, _CHECKSUM, None)
-    return known is not None and not parameter.is_meta and _checksum(parameter) == known
-
-
-def forget_draws(parameter: Tensor) -> None:
-    """Declares the values of a parameter final, whichever code wrote them."""
-    parameter.__dict__.pop(_CHECKSUM, None)
+_MANY = 4096  # storages; from this number on expired ones are removed
+_COPIES = ("aten::clone", "aten::_to_copy")
+_PAD = "aten::constant_pad_nd"  # transformers pads biases of tied heads, mostly by nothing
+_EMPTY = ("aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
+_UNSET = (*_EMPTY, "aten::empty", "aten::empty_strided")
 
 
 def takes_a_module(initialiser: Callable[..., Any]) -> bool:
@@ -50,40 +61,252 @@ def takes_a_module(initialiser: Callable[..., Any]) -> bool:
     return True
 
 
-def is_in_own_code() -> bool:
-    """Returns whether this thread runs a module's own code, inside of :func:`noting_draws`."""
-    return _noting.open.in_own_code
+def is_as_drawn(parameter: Tensor) -> bool:
+    """Returns whether a real parameter still has the values that its module's own code drew."""
+    _settle()
+    known: _Checksum | None = getattr(parameter, _CHECKSUM, None)
+    return known is not None and not parameter.is_meta and _checksum(parameter) == known
 
 
-def modules_made() -> list[nn.Module]:
-    """Returns the modules that this thread created or copied in the open :func:`noting_draws`."""
-    return list(_noting.open.modules)
+def writes_of(parameter: Tensor) -> list[Write]:
+    """Returns the writes to repeat on a parameter on the meta device, in this order."""
+    _settle()
+    found: list[Write] = getattr(parameter, _WRITES, [])
+    return found
 
 
-def written_by(func: OpOverload, args: tuple[Any, ...], kwargs: Any) -> list[Tensor]:
-    """Returns the tensors that a call of an operator writes to."""
-    written: list[Tensor] = []
-    for position, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
-        listed = given if isinstance(given, list | tuple) else (given,)
-        written += [tensor for tensor in listed if isinstance(tensor, Tensor)]
-    return written
+def forget_draws(root: nn.Module) -> None:
+    """Declares the values of the parameters of a model final, whichever code wrote them."""
+    _forget(root, _CHECKSUM)
+
+
+def forget_writes(root: nn.Module) -> None:
+    """Forgets the writes that were noted for the parameters of a model."""
+    _forget(root, _WRITES)
+
+
+def _forget(root: nn.Module, attribute: str) -> None:
+    for parameter in root.parameters():
+        parameter.__dict__.pop(attribute, None)
+
+
+def note_value(real: Tensor, delayed: Tensor) -> None:
+    """Notes the values of a parameter that leaves its memory for the meta device.
+
+    Args:
+        real: tensor with the values.
+        delayed: parameter on the meta device that takes its place.
+    """
+    if _here.watch is not None:
+        _here.watch.note_value(real.detach(), delayed)
 
 
 @contextmanager
-def noting_draws() -> Iterator[None]:
-    """Notes what modules that are created inside draw, in this thread. May be nested."""
-    _noting.open.depth += 1
-    _noting.begin()
-    try:
+def noting_writers() -> Iterator[None]:
+    """Notes writes of this thread to parameters of modules that are made inside. May be nested."""
+    if _here.watch is not None:
         yield
+        return
+    _here.watch = watch = _Watch()
+    try:
+        with _wrappers.open(), watch:
+            yield
     finally:
-        _noting.end()
-        _noting.open.depth -= 1
-        if _noting.open.depth == 0:
-            _noting.open.modules.clear()
+        _here.watch = None
+        watch.settle()
+
+
+class _Writer(Enum):
+    """The last writers of real memory whose values may be drawn, or are none."""
+
+    NONE = auto()
+    OWN_CODE = auto()
+
+
+@dataclass
+class _Record:
+    """A storage on the meta device, kept so that its address is not used again, and its writes."""
+
+    storage: torch.UntypedStorage
+    writes: list[Write] = field(default_factory=list)
+    number: float | None = None  # number that fills the storage
+
+
+class _Watch(TorchDispatchMode):
+    """Follows the writers of storages in one thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_own_code = False
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._records: dict[int, _Record] = {}
+        # Real storages. The references keep addresses from being used again.
+        self._writers: dict[int, tuple[StorageWeakRef, _Writer]] = {}
+        self._limit = _MANY
+
+    def note_value(self, real: Tensor, delayed: Tensor) -> None:
+        """Implements the function of this name."""
+        has_value = real.numel() > 0 and self._writer_of(real) is not _Writer.NONE
+        if has_value and not self.in_own_code and real.layout == torch.strided:
+            self._record_of(delayed).writes.append(write_of_value(real, delayed))
+
+    def settle(self) -> None:
+        """Attaches what was noted so far to each parameter.
+
+        It is not kept with its memory, because a cast after the context exchanges that.
+        """
+        for module in self.modules:
+            for parameter in filter(_has_storage, module._parameters.values()):
+                assert parameter is not None
+                if not parameter.is_meta:
+                    if self._writer_of(parameter) is _Writer.OWN_CODE:
+                        setattr(parameter, _CHECKSUM, _checksum(parameter))
+                elif record := self._records.get(_key(parameter)):
+                    writes = list(record.writes)
+                    if not _is_whole(parameter):  # its views would differ
+                        writes = [Write(write.func, None) for write in writes]
+                    setattr(parameter, _WRITES, writes)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = list(filter(_has_storage, pytree.tree_leaves((args, kwargs))))
+        written = list(filter(_has_storage, written_tensors(func, args, kwargs)))
+        for tensor in written:
+            if tensor.is_meta:
+                self._note_write(func, args, kwargs, tensor)
+        result = func(*args, **kwargs)
+        known = set(map(_key, given))
+        made = [t for t in filter(_has_storage, pytree.tree_leaves(result)) if _key(t) not in known]
+        source = given[0] if given and _copies(func, args) else None
+        for tensor in written:
+            if not tensor.is_meta:
+                self._set_writer(tensor, _Writer.OWN_CODE if self.in_own_code else None)
+        for tensor in made:
+            if tensor.is_meta:
+                self._note_made(func, args, given, written, tensor, source)
+            elif func._schema.name in _UNSET:
+                self._set_writer(tensor, _Writer.NONE)
+            elif self.in_own_code:
+                self._set_writer(tensor, _Writer.OWN_CODE)
+            elif source is not None:
+                self._set_writer(tensor, self._writer_of(source))
+        return result
+
+    # ---- real tensors
+
+    def _writer_of(self, tensor: Tensor) -> _Writer | None:
+        known = self._writers.get(_key(tensor))
+        return None if known is None else known[1]
+
+    def _set_writer(self, tensor: Tensor, writer: _Writer | None) -> None:
+        if writer is None:
+            self._writers.pop(_key(tensor), None)
+            return
+        if len(self._writers) >= self._limit:
+            self._writers = {k: v for k, v in self._writers.items() if not v[0].expired()}
+            self._limit = max(_MANY, 2 * len(self._writers))
+        self._writers[_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), writer
+
+    # ---- tensors on the meta device
+
+    def _record_of(self, tensor: Tensor) -> _Record:
+        storage = tensor.untyped_storage()
+        return self._records.setdefault(storage._cdata, _Record(storage))
+
+    def _note_write(self, func: OpOverload, args: Any, kwargs: Any, written: Tensor) -> None:
+        """Notes a write to a tensor; its module's own code undoes earlier ones."""
+        if self.in_own_code:
+            self._record_of(written).writes.clear()
+            return
+        write = write_of_call(func, args, kwargs, written, self._number_in)
+        self._record_of(written).writes.append(write)
+
+    def _number_in(self, tensor: Tensor) -> float | None:
+        record = self._records.get(_key(tensor))
+        return None if record is None or record.writes else record.number
+
+    def _note_made(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        given: list[Tensor],
+        written: list[Tensor],
+        made: Tensor,
+        source: Tensor | None,
+    ) -> None:
+        """Notes a computed tensor, which may become a parameter."""
+        if not any(tensor.is_meta for tensor in given):
+            if func._schema.name == "aten::scalar_tensor":
+                self._record_of(made).number = args[0]
+        elif not written and not self.in_own_code and func._schema.name not in _EMPTY:
+            writes = [Write(func, None)]
+            if source is not None and _is_whole(source):
+                known = self._records.get(_key(source))
+                writes = [] if known is None else list(known.writes)
+            self._record_of(made).writes = writes
+
+
+class _Here(threading.local):
+    """The open context of this thread."""
+
+    watch: _Watch | None = None
+
+
+_here = _Here()
+
+
+def _settle() -> None:
+    if _here.watch is not None:
+        _here.watch.settle()
+
+
+def _watch_module(module: nn.Module) -> None:
+    """Watches a new module, and the own code of its class before a parameter of it exists."""
+    if _here.watch is not None:
+        _here.watch.modules.add(module)
+        for cls in type(module).__mro__:
+            for name in (*RESETS, INITIALISER):
+                _wrappers.wrap(cls, name, _around_own_code)
+
+
+_wrappers = MethodWrappers(_watch_module)
+
+
+def _around_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        watch = _here.watch
+        modules = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, nn.Module)]
+        if watch is None or watch.in_own_code or not modules:
+            return method(*args, **kwargs)
+        watch.modules.update(modules)  # may be of an earlier context
+        watch.in_own_code = True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            watch.in_own_code = False
+
+    return wrapper
+
+
+def _copies(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Returns whether the result is a copy of the first argument, in memory of its own."""
+    return func._schema.name in _COPIES or (func._schema.name == _PAD and not any(args[1]))
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, Tensor) and not is_lazy(value) and value.layout == torch.strided
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    num_bytes = tensor.numel() * tensor.element_size()
+    return tensor.is_contiguous() and num_bytes == tensor.untyped_storage().nbytes()
 
 
 def _checksum(tensor: Tensor) -> _Checksum:
@@ -95,144 +318,3 @@ def _checksum(tensor: Tensor) -> _Checksum:
     whole = flat.numel() // 8 * 8
     words, rest = flat[:whole].view(torch.int64), flat[whole:]
     return tensor.shape, tensor.dtype, int(words.sum()), int(rest.sum())
-
-
-class _Open(threading.local):
-    """Contexts and calls of modules' own code that are open in this thread."""
-
-    depth = 0
-    in_own_code = False
-
-    def __init__(self) -> None:
-        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-class _Noting:
-    """Wraps `nn.Module` and the classes of created modules while a context is open."""
-
-    def __init__(self) -> None:
-        self.open = _Open()
-        self._lock = threading.RLock()
-        self._num_open = 0
-        self._wrapped: list[tuple[type, str, Any, Any]] = []
-        self._classes: set[type] = set()
-        self._drawn: set[_Checksum] = set()
-
-    def begin(self) -> None:
-        with self._lock:
-            self._num_open += 1
-            if self._num_open == 1:
-                self._wrap(nn.Module, "__init__", self._at_creation)
-                self._wrap(nn.Module, "__setstate__", self._at_copy)
-
-    def end(self) -> None:
-        with self._lock:
-            self._num_open -= 1
-            if self._num_open > 0:
-                return
-            for cls, name, original, wrapper in reversed(self._wrapped):
-                # Other code may have wrapped ours since; with no context open ours does nothing.
-                if cls.__dict__.get(name) is wrapper:
-                    setattr(cls, name, original)
-            self._wrapped.clear()
-            self._classes.clear()
-            self._drawn.clear()
-
-    def _wrap(self, cls: type, name: str, make: Callable[[Any], Any]) -> None:
-        original = cls.__dict__[name]
-        if isinstance(original, staticmethod):
-            wrapper: Any = staticmethod(make(original.__func__))
-        elif inspect.isfunction(original):
-            wrapper = make(original)
-        else:
-            return
-        self._wrapped.append((cls, name, original, wrapper))
-        setattr(cls, name, wrapper)
-
-    def _at_creation(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def wrapper(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            method(module, *args, **kwargs)
-            if self.open.depth > 0:
-                self.open.modules.add(module)
-                self._watch_class(type(module))
-
-        return wrapper
-
-    def _at_copy(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``__setstate__``: a deep copy has its original's values, but no attributes."""
-
-        @functools.wraps(method)
-        def wrapper(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            method(module, *args, **kwargs)
-            if self.open.depth == 0:
-                return
-            self.open.modules.add(module)
-            self._watch_class(type(module))
-            for parameter in module._parameters.values():
-                if parameter is not None and not parameter.is_meta:
-                    checksum = _checksum(parameter)
-                    if checksum in self._drawn:
-                        setattr(parameter, _CHECKSUM, checksum)
-
-        return wrapper
-
-    def _watch_class(self, module_cls: type) -> None:
-        """Wraps the own code of a class, before any parameter of the new module exists."""
-        if module_cls in self._classes:
-            return
-        with self._lock:
-            for cls in module_cls.__mro__:
-                if cls in self._classes or cls is nn.Module or cls is object:
-                    continue
-                self._classes.add(cls)
-                for name in (*RESETS, INITIALISER):
-                    if name in cls.__dict__:
-                        self._wrap(cls, name, self._around_own_code)
-
-    def _around_own_code(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            modules = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, nn.Module)]
-            if self.open.depth == 0 or self.open.in_own_code or not modules:
-                return method(*args, **kwargs)
-            # An initialiser is called on a model, and its argument is the module to initialise.
-            module = modules[-1]
-            before = {id(p): _storage(p) for p in module.parameters() if not p.is_meta}
-            self.open.in_own_code = True
-            try:
-                with _Written() as written:
-                    return method(*args, **kwargs)
-            finally:
-                self.open.in_own_code = False
-                for parameter in module.parameters():
-                    if parameter.is_meta:
-                        continue
-                    now = _storage(parameter)
-                    if now in written.storages or before.get(id(parameter)) != now:
-                        checksum = _checksum(parameter)
-                        self._drawn.add(checksum)
-                        setattr(parameter, _CHECKSUM, checksum)
-
-        return wrapper
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-class _Written(TorchDispatchMode):
-    """Notes the storages that operators write to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.storages.update(map(_storage, written_by(func, args, kwargs)))
-        return func(*args, **(kwargs or {}))
-
-
-_noting = _Noting()

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from smp.initial.creation_values import noting_draws
-from smp.initial.later_writes import note_value, noting_writes
+from smp.initial.creation_values import note_value, noting_writers
 
 
 @contextlib.contextmanager
@@ -33,12 +32,8 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     Args:
         enabled: whether parameters are delayed.
     """
-    with noting_draws():
-        if enabled:
-            with on_meta(), noting_writes():
-                yield
-        else:
-            yield
+    with on_meta() if enabled else contextlib.nullcontext(), noting_writers():
+        yield
 
 
 @contextlib.contextmanager

@@ -10,16 +10,15 @@ PyTorch's convention is to make modules on the meta device and to initialise the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from smp.initial.creation_values import forget_draws, is_as_drawn
-from smp.initial.later_writes import forget_writes
+from smp.initial.creation_values import forget_draws, forget_writes, is_as_drawn
 from smp.initial.named_seeds import random_numbers
 from smp.initial.originals import Cut, cuts_of, distributed_in, forget_originals, in_place
-from smp.initial.own_code import Initialisation, Unit, join_names, unset
+from smp.initial.own_code import Initialisation, Task, Unit, join_names, unset
 from smp.modules.materialize import exchange
 
 _log = logging.getLogger("smp")
@@ -55,28 +54,35 @@ def initialise_delayed(
     def is_wanted(parameter: nn.Parameter) -> bool:
         return parameter.is_meta and is_local(parameter)
 
-    if not any(map(is_wanted, root.parameters())) and not any(b.is_meta for b in root.buffers()):
-        forget_originals(root)
-        forget_writes(root)
-        return
-    with random_numbers(device, seed) as seeds:
-        replaced = distributed_in(root)
-        theirs = {p for _, made in replaced for p in made.parameters()}
-        cuts = cuts_of(root, is_wanted)
-        with in_place(root) as original:
-            Initialisation(original, device, seeds, name).run(
-                _Delayed(
-                    device,
-                    lambda p: p in cuts or (p not in theirs and is_wanted(p)),
-                    cuts,
-                    on_ready,
+    def begin(parameter: nn.Parameter) -> None:
+        exchange(parameter, unset(parameter, device))
+
+    def finish(parameter: nn.Parameter) -> None:
+        ready = [parameter]
+        if parameter in cuts:
+            ready = [cut.fill(parameter) for cut in cuts[parameter]]
+            exchange(parameter, parameter.to("meta"))
+        if on_ready is not None:
+            for own in ready:
+                on_ready(own)
+
+    cuts: dict[nn.Parameter, list[Cut]] = {}
+    if any(map(is_wanted, root.parameters())) or any(b.is_meta for b in root.buffers()):
+        with random_numbers(device, seed) as seeds:
+            replaced = distributed_in(root)
+            theirs = {p for _, made in replaced for p in made.parameters()}
+            cuts = cuts_of(root, is_wanted)
+            with in_place(root) as original:
+                Initialisation(original, device, seeds, name).run(
+                    Task(lambda p: p in cuts or (p not in theirs and is_wanted(p)), begin, finish)
                 )
-            )
-        # Parameters without a counterpart in the user's module are drawn by the distributed one.
-        for place, made in replaced:
-            Initialisation(made, device, seeds, join_names(name, place)).run(
-                _Delayed(device, is_wanted, {}, on_ready)
-            )
+            # Parameters without a counterpart in the user's module are drawn by the distributed
+            # one.
+            cuts = {}
+            for place, made in replaced:
+                Initialisation(made, device, seeds, join_names(name, place)).run(
+                    Task(is_wanted, begin, finish)
+                )
     forget_originals(root)
     forget_writes(root)
 
@@ -85,7 +91,7 @@ def initialise_again(root: nn.Module, device: torch.device, seed: int | None = N
     """Draws parameters that still have the values of their module's own code again, by name.
 
     These are parameters of modules made in :func:`smp.delay_param_initialization`. All others
-    stay. Not collective.
+    stay, also those that their module's own code cannot initialise alone. Not collective.
 
     Args:
         root: the model as the user made it.
@@ -93,79 +99,20 @@ def initialise_again(root: nn.Module, device: torch.device, seed: int | None = N
         seed: seed of the random numbers; PyTorch's if not given.
     """
     drawn = {p for p in root.parameters() if is_as_drawn(p)}
-    if drawn:
-        with random_numbers(device, seed) as seeds:
-            Initialisation(root, device, seeds).run(_Drawn(device, drawn))
-    for parameter in root.parameters():
-        forget_draws(parameter)
+    homes: dict[nn.Parameter, Tensor] = {}
 
+    def begin(parameter: nn.Parameter) -> None:
+        homes[parameter] = parameter.data
+        parameter.data = unset(parameter, device)
 
-class _Delayed:
-    """Meta parameters of this rank, and whole ones that parameters of this rank are cut from."""
+    def finish(parameter: nn.Parameter) -> None:
+        home = homes.pop(parameter)
+        parameter.data = home.copy_(parameter.data)
 
-    def __init__(
-        self,
-        device: torch.device,
-        wants: Callable[[nn.Parameter], bool],
-        cuts: Mapping[nn.Parameter, Sequence[Cut]],
-        on_ready: Callable[[nn.Parameter], None] | None,
-    ) -> None:
-        self._device = device
-        self.wants = wants
-        self._cuts = cuts
-        self._on_ready = on_ready
-
-    def wants_buffer(self, buffer: Tensor) -> bool:
-        return buffer.is_meta
-
-    def begin(self, parameter: nn.Parameter) -> None:
-        exchange(parameter, unset(parameter, self._device))
-
-    def finish(self, parameter: nn.Parameter) -> None:
-        ready = [parameter]
-        if parameter in self._cuts:
-            ready = []
-            for cut in self._cuts[parameter]:
-                exchange(
-                    cut.target, cut.out_of(parameter).to(cut.target.dtype, copy=True).contiguous()
-                )
-                ready.append(cut.target)
-            exchange(parameter, parameter.to("meta"))
-        for own in ready:
-            if self._on_ready is not None:
-                self._on_ready(own)
-
-    def fail(self, unit: Unit, error: Exception) -> None:
-        raise error
-
-
-class _Drawn:
-    """Real parameters that are drawn again, unless their module's code fails."""
-
-    def __init__(self, device: torch.device, drawn: set[nn.Parameter]) -> None:
-        self._device = device
-        self._drawn = drawn
-        self._homes: dict[nn.Parameter, Tensor] = {}
-
-    def wants(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._drawn
-
-    def wants_buffer(self, buffer: Tensor) -> bool:
-        return False
-
-    def begin(self, parameter: nn.Parameter) -> None:
-        self._homes[parameter] = parameter.data
-        parameter.data = unset(parameter, self._device)
-
-    def finish(self, parameter: nn.Parameter) -> None:
-        home = self._homes.pop(parameter)
-        home.copy_(parameter.data)
-        parameter.data = home
-
-    def fail(self, unit: Unit, error: Exception) -> None:
-        for parameter, home in self._homes.items():
+    def fail(unit: Unit, error: Exception) -> None:
+        for parameter, home in homes.items():
             parameter.data = home
-        self._homes.clear()
+        homes.clear()
         _log.warning(
             "smp: the parameters of '%s' keep the values of their creation, which may depend on "
             "the layout of the ranks: its own code cannot initialise them alone (%s: %s)",
@@ -173,3 +120,9 @@ class _Drawn:
             type(error).__name__,
             str(error).strip().splitlines()[0] if str(error) else "",
         )
+
+    if drawn:
+        with random_numbers(device, seed) as seeds:
+            task = Task(drawn.__contains__, begin, finish, fail, buffers=False)
+            Initialisation(root, device, seeds).run(task)
+    forget_draws(root)

@@ -42,7 +42,9 @@ class SeededByName(TorchDispatchMode):
                 return args[0]  # draws nothing; PyTorch takes long to find that out
             name = self._names.get(args[0].untyped_storage()._cdata)
             if name is not None:
-                self._seeds.set(name)
+                # Parts that are drawn one by one must not get the same numbers.
+                begin = args[0].storage_offset()
+                self._seeds.set(f"{name}[{begin}]" if begin else name)
         return func(*args, **(kwargs or {}))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from smp.modules.materialize import exchange
 from smp.tensor_parallel import sharding
 
 _ORIGINAL = "_smp_original"
@@ -44,10 +45,12 @@ class Cut:
     stride: tuple[int, ...]
     offset: int
 
-    def out_of(self, whole: Tensor) -> Tensor:
-        """Returns the target's part of ``whole``, whose strides are those the view was made for."""
+    def fill(self, whole: Tensor) -> nn.Parameter:
+        """Gives the target its part of ``whole``, which has the strides the view was made for."""
         view = whole.as_strided(self.size, self.stride, self.offset)
-        return sharding.slice_of(view, sharding.interval_of(self.target))
+        part = sharding.slice_of(view, sharding.interval_of(self.target))
+        exchange(self.target, part.to(self.target.dtype, copy=True).contiguous())
+        return self.target
 
 
 def keep_original(made: nn.Module, module: nn.Module | None, translate: Translate | None) -> None:

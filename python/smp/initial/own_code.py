@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import smp._C as _C
-from smp.initial.creation_values import INITIALISER, RESETS, takes_a_module
-from smp.initial.later_writes import Write, writes_of
+from smp.initial.creation_values import INITIALISER, RESETS, takes_a_module, writes_of
+from smp.initial.later_writes import Write
 from smp.initial.named_seeds import SeededByName, Seeds
 from smp.modules.materialize import filler, has_filler
+
+_HAS_VALUES = "_is_hf_initialized"
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Unit:
         parameters: name in the model and parameter.
         buffers: names in the module of those on the meta device.
         holders: all modules that hold one of the parameters.
-        later: writes to parameters that follow all own code.
+        later: parameters and writes to them that follow all own code.
     """
 
     name: str
@@ -41,36 +43,42 @@ class Unit:
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     holders: list[nn.Module] = field(default_factory=list)
-    later: list[tuple[nn.Parameter, list[Write]]] = field(default_factory=list)
+    later: list[tuple[nn.Parameter, Write]] = field(default_factory=list)
 
-
-class Task(Protocol):
-    """Chooses the tensors to initialise, and takes the results."""
-
-    def wants(self, parameter: nn.Parameter) -> bool: ...
-    def wants_buffer(self, buffer: Tensor) -> bool: ...
-    def begin(self, parameter: nn.Parameter) -> None:
-        """Fills the parameter with :func:`filler`."""
-
-    def finish(self, parameter: nn.Parameter) -> None:
-        """Takes a parameter that has its values."""
-
-    def fail(self, unit: Unit, error: Exception) -> None:
-        """Restores all parameters of a unit whose initialisation failed, or raises."""
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Returns name in the model and tensor of all parameters and buffers."""
+        pairs = ((key, self.module._buffers[key]) for key in self.buffers)
+        buffers = [(join_names(self.name, key), b) for key, b in pairs if b is not None]
+        return [*self.parameters, *buffers]
 
 
 @dataclass(frozen=True)
-class _Code:
-    """The own code of one module.
+class Task:
+    """The tensors to initialise, and what is done with them.
 
     Attributes:
-        name, module: the module and its name.
-        calls: calls that initialise it.
+        wants: returns whether a parameter is initialised.
+        begin: fills a parameter by :func:`unset`.
+        finish: takes a parameter that has its values.
+        fail: restores the parameters of a unit whose initialisation failed; None: the error is
+            raised.
+        buffers: whether buffers on the meta device are initialised.
     """
 
+    wants: Callable[[nn.Parameter], bool]
+    begin: Callable[[nn.Parameter], None]
+    finish: Callable[[nn.Parameter], None]
+    fail: Callable[[Unit, Exception], None] | None = None
+    buffers: bool = True
+
+
+class _Code(NamedTuple):
+    """The own code of one module: its place in the order of calls, its name, and the calls."""
+
+    position: int
     name: str
     module: nn.Module
-    calls: tuple[Callable[[], object], ...]
+    calls: list[Callable[[], object]]
 
 
 class Initialisation:
@@ -88,8 +96,7 @@ class Initialisation:
         self._name = name
         self._device = device
         self._seeds = seeds
-        self._codes: list[_Code] = []  # children first
-        self._position: dict[nn.Module, int] = {}
+        self._codes: dict[nn.Module, _Code] = {}  # children first
         self._above: dict[nn.Module, list[nn.Module]] = {root: []}
         self._visit(root, name, ())
 
@@ -109,8 +116,7 @@ class Initialisation:
         calls: list[Callable[[], object]] = [reset for reset in resets if callable(reset)]
         if models:
             calls.append(lambda: getattr(models[-1], INITIALISER)(module))
-        self._position[module] = len(self._codes)
-        self._codes.append(_Code(name, module, tuple(calls)))
+        self._codes[module] = _Code(len(self._codes), name, module, calls)
 
     def run(self, task: Task) -> None:
         """Initialises all tensors that the task wants."""
@@ -119,18 +125,23 @@ class Initialisation:
             return
         with _Hidden(self._root) as hidden:
             for unit in units:
-                hidden.show(unit)
-                for _, parameter in unit.parameters:
+                parameters = [parameter for _, parameter in unit.parameters]
+                hidden.put(parameters, _itself)
+                for parameter in parameters:
+                    # Transformers marks what has its values, and own code passes over it.
+                    parameter.__dict__.pop(_HAS_VALUES, None)
                     task.begin(parameter)
                 try:
                     self._run_own_code(unit, hidden)
                     _check_set(unit)
                 except Exception as error:
+                    if task.fail is None:
+                        raise
                     task.fail(unit, error)
                 else:
-                    for _, parameter in unit.parameters:
+                    for parameter in parameters:
                         task.finish(parameter)
-                hidden.hide(unit)
+                hidden.put(parameters, _on_meta)
 
     def _units(self, task: Task) -> Iterator[Unit]:
         holders: dict[nn.Parameter, list[nn.Module]] = {}
@@ -140,19 +151,19 @@ class Initialisation:
                     holders.setdefault(parameter, []).append(module)
         seen: set[nn.Parameter] = set()
         for place, module in self._root.named_modules():
-            name = join_names(self._name, place)
-            unit = Unit(name, module)
+            unit = Unit(join_names(self._name, place), module)
             for key, parameter in module._parameters.items():
                 if parameter is None or parameter in seen or not task.wants(parameter):
                     continue
                 seen.add(parameter)
-                unit.parameters.append((join_names(name, key), parameter))
-                if writes := writes_of(parameter):
-                    _check_known(unit, join_names(name, key), writes)
-                    unit.later.append((parameter, writes))
+                name = join_names(unit.name, key)
+                unit.parameters.append((name, parameter))
                 unit.holders += holders[parameter]
+                writes = writes_of(parameter)
+                _check_known(unit, name, writes)
+                unit.later += [(parameter, write) for write in writes]
             for key, buffer in module._buffers.items():
-                if buffer is not None and task.wants_buffer(buffer):
+                if buffer is not None and task.buffers and buffer.is_meta:
                     module._buffers[key] = unset(buffer, self._device)
                     unit.buffers.append(key)
             if unit.parameters or unit.buffers:
@@ -160,26 +171,25 @@ class Initialisation:
 
     def _run_own_code(self, unit: Unit, hidden: _Hidden) -> None:
         codes = self._codes_for(unit)
-        tensors = [*unit.parameters, *_buffers_of(unit)]
-        flags = [tensor for _, tensor in tensors if tensor.dtype == torch.bool]
+        names = {tensor.untyped_storage()._cdata: name for name, tensor in unit.tensors()}
+        flags = [(name, t) for name, t in unit.tensors() if t.dtype == torch.bool]
+        results = []
         with hidden.buffers(unit, [code.module for code in codes]):
-            self._call(codes, tensors, unit.later)
-            if not flags:
-                return
-            # Flags have no third value. A flag that keeps its filling both times was not set, and
-            # a second run with the other filling shows it.
-            before = [flag.clone() for flag in flags]
-            for flag in flags:
-                flag.fill_(True)
-            self._call(codes, tensors, unit.later)
-            for (name, _), was, flag in zip(
-                [item for item in tensors if item[1].dtype == torch.bool],
-                before,
-                flags,
-                strict=True,
-            ):
-                if not torch.equal(was, flag):
-                    raise _not_initialised(unit, name)
+            # Flags have no third value. A flag that keeps its filling both times was not set.
+            for filling in (False, True) if flags else (False,):
+                for _, flag in flags:
+                    flag.fill_(filling)
+                with SeededByName(names, self._seeds):
+                    for code in codes:
+                        self._seeds.set(code.name)
+                        for call in code.calls:
+                            call()
+                    for parameter, write in unit.later:
+                        write.repeat(parameter)
+                results.append([flag.clone() for _, flag in flags])
+        for (name, _), *values in zip(flags, *results, strict=True):
+            if not torch.equal(*values):
+                raise _not_initialised(unit, name)
 
     def _codes_for(self, unit: Unit) -> list[_Code]:
         """Returns the own code of all modules that contain a tensor of the unit, children first."""
@@ -190,28 +200,7 @@ class Initialisation:
             if module not in found:
                 found.add(module)
                 waiting += self._above[module]
-        return [self._codes[i] for i in sorted(self._position[module] for module in found)]
-
-    def _call(
-        self,
-        codes: Iterable[_Code],
-        tensors: Sequence[tuple[str, Tensor]],
-        later: Sequence[tuple[nn.Parameter, Sequence[Write]]],
-    ) -> None:
-        names = {tensor.untyped_storage()._cdata: name for name, tensor in tensors}
-        with SeededByName(names, self._seeds):
-            for code in codes:
-                self._seeds.set(code.name)
-                for call in code.calls:
-                    call()
-            for parameter, writes in later:
-                for write in writes:
-                    write.repeat(parameter)
-
-
-def _buffers_of(unit: Unit) -> list[tuple[str, Tensor]]:
-    pairs = ((key, unit.module._buffers[key]) for key in unit.buffers)
-    return [(join_names(unit.name, key), buffer) for key, buffer in pairs if buffer is not None]
+        return sorted(self._codes[module] for module in found)
 
 
 def join_names(name: str, key: str) -> str:
@@ -219,7 +208,7 @@ def join_names(name: str, key: str) -> str:
 
 
 def _check_set(unit: Unit) -> None:
-    for name, tensor in [*unit.parameters, *_buffers_of(unit)]:
+    for name, tensor in unit.tensors():
         if tensor.dtype != torch.bool and has_filler(tensor):
             raise _not_initialised(unit, name)
 
@@ -257,25 +246,20 @@ class _Hidden:
                     self._places.setdefault(parameter, []).append((module, key))
 
     def __enter__(self) -> _Hidden:
-        for parameter in self._places:
-            self._put(parameter, _on_meta(parameter))
+        self.put(self._places, _on_meta)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for parameter in self._places:
-            self._put(parameter, parameter)
+        self.put(self._places, _itself)
 
-    def show(self, unit: Unit) -> None:
-        for _, parameter in unit.parameters:
-            self._put(parameter, parameter)
-
-    def hide(self, unit: Unit) -> None:
-        for _, parameter in unit.parameters:
-            self._put(parameter, _on_meta(parameter))
-
-    def _put(self, parameter: nn.Parameter, shown: nn.Parameter) -> None:
-        for module, key in self._places[parameter]:
-            module._parameters[key] = shown
+    def put(
+        self, parameters: Iterable[nn.Parameter], shown: Callable[[nn.Parameter], nn.Parameter]
+    ) -> None:
+        """Shows what ``shown`` returns in the places of parameters."""
+        for parameter in parameters:
+            other = shown(parameter)
+            for module, key in self._places[parameter]:
+                module._parameters[key] = other
 
     @contextmanager
     def buffers(self, unit: Unit, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -284,19 +268,22 @@ class _Hidden:
         Modules with tensors in the unit see copies of their buffers; the others see none.
         """
         readers = {unit.module, *unit.holders}
-        kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        kept: list[tuple[nn.Module, str, Tensor]] = []
         for module in modules:
             for key, buffer in module._buffers.items():
                 if buffer is None or (module is unit.module and key in unit.buffers):
                     continue
-                shown = buffer.clone() if module in readers else buffer.to("meta")
-                kept.append((module, key, buffer, shown))
-                module._buffers[key] = shown
+                kept.append((module, key, buffer))
+                module._buffers[key] = buffer.clone() if module in readers else buffer.to("meta")
         try:
             yield
         finally:
-            for module, key, buffer, _ in kept:
+            for module, key, buffer in kept:
                 module._buffers[key] = buffer
+
+
+def _itself(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
@@ -310,4 +297,6 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def unset(tensor: Tensor, device: torch.device) -> Tensor:
-    return filler(tensor.dtype, device).expand(tensor.shape).contiguous()
+    """Returns a tensor like another, of elements that no initialisation writes."""
+    whole = filler(tensor.dtype, device).expand(tensor.shape)
+    return whole.clone(memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp import activations, data_parallel
-from smp.activations import HonouredModules
+from smp.activations import TransformersCheckpointing
 from smp.compilation import CompiledParts
 from smp.model.buffers import ReplicaBuffers
 from smp.model.gradients import GradientReduction
@@ -100,7 +100,7 @@ class Engine:
         self._seed = seed
         self.registrations = registrations
         self.compiled = compiled
-        self._honoured = HonouredModules(root)
+        self._honoured = TransformersCheckpointing(root)
         self.partitioning = Partitioning(current, root, trace, self._honoured)
         self.gradients = GradientReduction(
             current.rank,

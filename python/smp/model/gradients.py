@@ -49,7 +49,6 @@ class GradientReduction:
         self._past_reductions = 0  # counted by reducers that were replaced
         self._laid_out = LaidOutParameters()
         self._hook: data_parallel.CommHook | None = None
-        self._is_ahead = False  # whether collectives of a device run ahead of the host
         self._has_begun = False  # whether a training step has begun
 
     def lay_out(self, local: Sequence[tuple[str, nn.Parameter]], storage: Storage) -> None:
@@ -64,7 +63,6 @@ class GradientReduction:
         trainable = [(name, p) for name, p in local if p.requires_grad]
         self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
         self._laid_out = LaidOutParameters(local)
-        self._is_ahead = any(group.is_stream_ordered for group in self._rank.comms.made)
         self._past_reductions = self.num_reductions
         self.reducers = []  # the former reducers drop their references to the parameters
         self.reducers = data_parallel.make_reducers(
@@ -165,7 +163,7 @@ class GradientReduction:
         # layers, which are most of a model.
         for reducer in self.reducers:
             is_last = reducer is self.reducers[-1]
-            overlaps = may_overlap and (is_last or not self._is_ahead)
+            overlaps = may_overlap and (is_last or not self._rank.comms.run_ahead)
             reducer.begin_step(num_microbatches, overlaps, self._hook is None)
         self._laid_out.begin_step()
 

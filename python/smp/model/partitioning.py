@@ -9,14 +9,14 @@ from torch import nn
 
 import smp._C as _C
 from smp import activations
-from smp.activations import HonouredModules
+from smp.activations import TransformersCheckpointing
 from smp.partition.costs import Trace
 from smp.partition.decide import Fastest
 from smp.partition.decision import Decision
 from smp.partition.expected_memory import Expected, expect
 from smp.partition.fastest import StepShape
 from smp.partition.room import device_room_bytes, state_factor
-from smp.partition.together import Placed, Wishes, decide_together
+from smp.partition.together import Demands, ModulePlaces, decide_together
 from smp.partition.trace_choice import TraceOptions
 from smp.world import runtime
 from smp.world.placement_map import ranges
@@ -43,7 +43,7 @@ class Partitioning:
         current: runtime.Runtime,
         root: nn.Module,
         trace: TraceOptions,
-        honoured: HonouredModules,
+        honoured: TransformersCheckpointing,
     ) -> None:
         self._current = current
         self._root = root
@@ -83,7 +83,7 @@ class Partitioning:
         current, config = self._current, self._current.rank.config
         given = current.rank.given
         self._check_file()
-        wishes = Wishes(
+        demands = Demands(
             file=config.partition_file or self._followed,
             num_chunks=self._num_chunks,
             memory_limit_bytes=config.partition_memory_limit or 0,
@@ -96,11 +96,11 @@ class Partitioning:
             current.rank,
             self._root,
             (lambda: trace) if self.wants_trace else None,
-            wishes,
+            demands,
         )
         self.decision = decision
         if current.rank.sizes["pp"] > 1:
-            current.wrapped.placed[self._root] = Placed.of(decision)
+            current.wrapped.placed[self._root] = ModulePlaces.of(decision)
         self.expected = expect(current.rank, decision, trace is not None)
         if current.rank.global_rank == 0 and current.rank.sizes["pp"] > 1:
             ranks = [current.rank.on_pipeline_rank(p) for p in range(current.rank.sizes["pp"])]
@@ -110,13 +110,13 @@ class Partitioning:
         activations.settle_marks(decision.modules)
         return decision
 
-    def _earlier(self) -> Placed | None:
+    def _earlier(self) -> ModulePlaces | None:
         """Returns the places where an earlier wrapper of the same model has left its parameters.
 
         Raises:
             ValueError: on every rank, if modules were added or removed meanwhile.
         """
-        placed: Placed | None = self._current.wrapped.placed.get(self._root)
+        placed: ModulePlaces | None = self._current.wrapped.placed.get(self._root)
         num_modules = sum(1 for _ in self._root.modules())
         if placed is not None and len(placed.partition_idxs) != num_modules:
             raise ValueError(

@@ -109,6 +109,10 @@ class ModelParts:
     def is_local_parameter(self, parameter: Tensor) -> bool:
         return self._parameter_partition.get(parameter) == self._pp_rank
 
+    def remote_parameters(self) -> list[Tensor]:
+        """Returns the parameters of other pipeline ranks."""
+        return [p for p, rank in self._parameter_partition.items() if rank != self._pp_rank]
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.root.named_parameters():
             if self.is_local_parameter(parameter):

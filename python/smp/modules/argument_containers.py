@@ -17,6 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 import smp._C as _C
+from smp.modules import containers
+from smp.modules.containers import are_same
 from smp.modules.flat import is_cache
 
 
@@ -141,7 +143,7 @@ class ArgumentContainers:
             for number, (container, before) in enumerate(
                 zip(self.containers, self._before, strict=True)
             )
-            if not _are_same(contents_of(container), before)
+            if not are_same(contents_of(container), before)
         ]
 
     def new_items(self) -> Iterator[tuple[Any, list[Any]]]:
@@ -224,7 +226,7 @@ class ArgumentContainers:
         resolve = _Resolving(self.containers, self._before)
         found = [(self.containers[number], resolve(contents)) for number, contents in changes]
         for container, contents in found:
-            fill(container, _flat(contents))
+            fill(container, containers.contents_of(contents))
         return resolve(result)
 
     # ---- copies
@@ -269,12 +271,16 @@ def exchange(container: Any, others: Mapping[int, Any]) -> None:
 
 def contents_of(container: Any) -> list[Any]:
     """Returns the items of a container; for dictionaries and objects keys and then values."""
-    kind = _kind_of(container)
-    if kind is _Kind.OBJECT:
-        container = container.__dict__
-    elif kind is not _Kind.DICT:
-        return list(container)
-    return [*container.keys(), *container.values()]
+    return containers.contents_of(_items_in(container))
+
+
+def fill(container: Any, contents: list[Any]) -> None:
+    """Replaces the contents of a container; see `contents_of`."""
+    containers.fill(_items_in(container), contents)
+
+
+def _items_in(container: Any) -> Any:
+    return container.__dict__ if _kind_of(container) is _Kind.OBJECT else container
 
 
 def _check_elements(container: set[Any]) -> None:
@@ -290,30 +296,6 @@ def is_number(value: Any) -> bool:
     """Returns whether a value is a number, a text, None, or a tuple of such."""
     kind = _kind_of(value)
     return kind is _Kind.NUMBER or (kind is _Kind.TUPLE and all(map(is_number, value)))
-
-
-def _flat(contents: list[Any] | dict[Any, Any]) -> list[Any]:
-    return contents if isinstance(contents, list) else [*contents.keys(), *contents.values()]
-
-
-def _are_same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-
-
-def fill(container: Any, contents: list[Any]) -> None:
-    """Replaces the contents of a container; see `contents_of`."""
-    kind = _kind_of(container)
-    if kind is _Kind.LIST:
-        container.clear()
-        container.extend(contents)
-    elif kind is _Kind.SET:
-        container.clear()
-        container.update(contents)
-    else:
-        items = container.__dict__ if kind is _Kind.OBJECT else container
-        half = len(contents) // 2
-        items.clear()
-        items.update(zip(contents[:half], contents[half:], strict=True))
 
 
 def _empty_like(container: Any) -> Any:
@@ -387,11 +369,11 @@ class _Resolving:
         kind = _kind_of(value)
         if kind is _Kind.TUPLE:
             items = list(map(self, value))
-            return value if _are_same(items, list(value)) else _tuple_like(value, items)
+            return value if are_same(items, list(value)) else _tuple_like(value, items)
         if kind in (_Kind.LIST, _Kind.DICT) and id(value) not in self._seen:
             self._seen[id(value)] = value  # kept because an id is meaningless without its owner
             items = list(map(self, before := contents_of(value)))
-            if not _are_same(items, before):
+            if not are_same(items, before):
                 fill(value, items)
         return value
 

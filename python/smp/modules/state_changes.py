@@ -33,10 +33,9 @@ from smp.modules.argument_containers import (
     fill,
     is_number,
 )
-from smp.modules.attributes import PerMicrobatch, is_state
+from smp.modules.attributes import MISSING, attributes_of, get_attribute, is_state, set_attribute
 from smp.modules.flat import tensors_in
 
-_MISSING = object()
 _AS_NOW = object()
 _NUMBERS = (int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, tuple, OrderedDict, defaultdict, deque)
@@ -62,7 +61,7 @@ class StateComparison:
     ) -> None:
         self._first = modules[0] if modules else None
         self._modules = list(dict.fromkeys(sub for module in modules for sub in module.modules()))
-        self._before = [_snapshot(module) for module in self._modules]
+        self._before = [attributes_of(module) for module in self._modules]
         values = [
             value
             for state in self._before
@@ -95,13 +94,10 @@ class StateComparison:
     def compare(self) -> StateComparison:
         """Finds values that have been left since this object was made."""
         for idx, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
-            for name, value in _snapshot(module).items():
-                old = before.get(name, _MISSING)
-                if value is old or not is_state(name):
-                    continue
+            for name, old, value in _differing(module, before):
                 if self._note((idx, name), [value]):
                     self._left.append((module, name, value, old))
-                elif is_number(value) and (old is _MISSING or is_number(old)):
+                elif is_number(value) and (old is MISSING or is_number(old)):
                     self._numbers.append((module, name, old))
         for number in self._given.changed():
             self._note(number, self._given.new_items_of(number))
@@ -135,28 +131,28 @@ class StateComparison:
                     f"gradient in attribute '{name}' of a {type(module).__name__}, inside of a "
                     f"{type(value).__name__}; leave it there as it is, or in a list or dictionary"
                 )
-            _set(module, name, new)
+            set_attribute(module, name, new)
         for number in self._given.changed():
             exchange(self._given.containers[number], tensors)
 
     def undo(self) -> None:
         """Restores modules, their containers and buffers; needs copies of all buffers."""
-        for module, before in zip(self._modules, self._before, strict=True):
-            now = _snapshot(module)
-            for name in {**before, **now}:
-                old = before.get(name, _MISSING)
-                if now.get(name, _MISSING) is old or not is_state(name):
-                    continue
-                _set(module, name, old)
-        for number, contents in self._given.changed_from():
-            fill(self._given.containers[number], contents)
-        for _, buffer, version, copy in self._buffers:
-            if buffer._version != version and copy is not None:
-                buffer.data.copy_(copy)
+        EarlierState(
+            [
+                (module, name, old)
+                for module, before in zip(self._modules, self._before, strict=True)
+                for name, old, _ in _differing(module, before)
+            ],
+            [(self._given.containers[n], before) for n, before in self._given.changed_from()],
+            [(buffer, copy) for _, buffer, copy in self._written_buffers()],
+        ).establish()
+
+    def _written_buffers(self) -> list[tuple[tuple[int, str], Tensor, Tensor | None]]:
+        return [(key, b, copy) for key, b, was, copy in self._buffers if b._version != was]
 
     def earlier(self) -> EarlierState:
         """Returns the earlier state of everything that has changed."""
-        buffers = [(key, b, copy) for key, b, was, copy in self._buffers if b._version != was]
+        buffers = self._written_buffers()
         if self._first is not None:
             _written.setdefault(self._first, set()).update(key for key, _, _ in buffers)
         return EarlierState(
@@ -203,32 +199,30 @@ class EarlierState:
         """Restores the earlier state inside the block, and the present one after it."""
         then = replace(self, attributes=self.attributes + list(self._changed_since()), found=[])
         now = EarlierState(
-            [(m, name, _value_of(m, name)) for m, name, _ in then.attributes],
+            [(m, name, get_attribute(m, name)) for m, name, _ in then.attributes],
             [(container, contents_of(container)) for container, _ in self.containers],
             [(buffer, buffer.detach().clone()) for buffer, _ in self.buffers],
         )
-        then._establish()
+        then.establish()
         try:
             yield
         finally:
-            now._establish()
+            now.establish()
 
     def _changed_since(self) -> Iterator[tuple[nn.Module, str, Any]]:
         for module, found in self.found:
-            now = _snapshot(module)
-            for name in {**found, **now}:
-                then = found.get(name, _MISSING)
-                value = now.get(name, _MISSING)
+            for name, then, value in _differing(module, found):
                 if isinstance(then, _WithGraph):
                     then = value if then.tensor() is value else _guard(then.data)
-                is_known = then is not _AS_NOW and (then is not _MISSING or _is_kept(value))
-                if is_known and value is not then and is_state(name):
+                is_known = then is not _AS_NOW and (then is not MISSING or _is_kept(value))
+                if is_known and value is not then:
                     yield module, name, then
 
-    def _establish(self) -> None:
+    def establish(self) -> None:
+        """Restores this state."""
         for module, name, value in self.attributes:
-            if value is not _AS_NOW and _value_of(module, name) is not value:
-                _set(module, name, value)
+            if value is not _AS_NOW and get_attribute(module, name) is not value:
+                set_attribute(module, name, value)
         for container, contents in self.containers:
             if contents is not _AS_NOW:
                 fill(container, contents)
@@ -329,39 +323,13 @@ class Flags:
                 parameter.requires_grad_(needed)
 
 
-def _snapshot(module: nn.Module) -> dict[str, Any]:
-    """Returns attributes and buffers, including those that are no state."""
-    found = {**module.__dict__, **module._buffers}
-    for name in _properties_of(_class_of(module)):
-        found[name] = getattr(module, name, _MISSING)
-        if found[name] is _MISSING:
-            del found[name]
-    return found
-
-
-def _value_of(module: nn.Module, name: str) -> Any:
-    if name in _properties_of(_class_of(module)):
-        return getattr(module, name, _MISSING)
-    return module._buffers.get(name, module.__dict__.get(name, _MISSING))
-
-
-def _class_of(module: nn.Module) -> Any:
-    return type(module)
-
-
-@functools.cache
-def _properties_of(cls: Any) -> frozenset[str]:
-    """Returns names of attributes with a value per microbatch (`smp.pipeline.module_state`)."""
-    return frozenset(name for name, value in vars(cls).items() if isinstance(value, PerMicrobatch))
-
-
-def _set(module: nn.Module, name: str, value: Any) -> None:
-    if value is _MISSING:
-        delattr(module, name)
-    elif name in module._buffers or name in _properties_of(_class_of(module)):
-        setattr(module, name, value)
-    else:
-        module.__dict__[name] = value
+def _differing(module: nn.Module, before: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the name, the former value and the value of each attribute with another one."""
+    now = attributes_of(module)
+    for name in {**now, **before}:
+        old, value = before.get(name, MISSING), now.get(name, MISSING)
+        if value is not old and is_state(name):
+            yield name, old, value
 
 
 def _held_by(hook: Any) -> Iterator[Any]:
@@ -378,7 +346,7 @@ def _held_by(hook: Any) -> Iterator[Any]:
     for value in held:
         yield value
         if isinstance(value, nn.Module):
-            state = _snapshot(value)
+            state = attributes_of(value)
             yield from (state[name] for name in state if is_state(name))
         elif not isinstance(value, type):
             yield from getattr(value, "__dict__", {}).values()

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_kinds: list[tuple[type[Tensor], classmethod[Any, Any, Any]]] = []
+_kinds: list[tuple[type[Tensor], Any]] = []
 _depth = [0]
 
 
 def watch(kind: type[Tensor], function: Callable[..., Any]) -> None:
     """Calls ``function`` as the ``__torch_function__`` of a class, except in `unwatched` code."""
-    _kinds.append((kind, classmethod(function)))
-    kind.__torch_function__ = _kinds[-1][1]  # type: ignore[assignment]
+    watching: Any = classmethod(function)
+    _kinds.append((kind, watching))
+    kind.__torch_function__ = watching  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -31,5 +32,5 @@ def unwatched() -> Iterator[None]:
     finally:
         _depth[0] -= 1
         if _depth[0] == 0:
-            for kind, function in _kinds:
-                kind.__torch_function__ = function  # type: ignore[assignment]
+            for kind, watching in _kinds:
+                kind.__torch_function__ = watching  # type: ignore[method-assign]

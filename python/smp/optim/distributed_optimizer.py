@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch import Tensor
 import smp._C as _C
 from smp import precision
 from smp.model import DistributedModel, engine_of
+from smp.model.engine import Engine
 from smp.model.torch_training.coupling import refuse_parts
 from smp.model.torch_training.optimizers import refuse_replaced
 from smp.modules.watching import unwatched
-from smp.optim.fused_step import FusedUpdates, divides, skips, writes_copies
-from smp.optim.masters import adopt_masters, holdings_of, refresh_pieces
+from smp.optim.fused_step import FusedUpdates
+from smp.optim.masters import adopt_masters, holdings_of
 from smp.optim.script_wrappers import take_apart
 from smp.optim.state import OptimizerState
 from smp.optim.v1_names import LegacyNames
@@ -161,7 +162,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             before = self._written.digest()
             result = method(*args, **kwargs)
             if self._written.digest() != before:
-                self._spread()
+                self._spread(self._engines())
             return result
 
         return run
@@ -172,7 +173,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         Collective like :meth:`step` if the script has written any.
         """
         if self._written.is_new():
-            self._spread()
+            self._spread(self._engines())
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()
@@ -202,7 +203,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         if set_grads_to_None is not None:
             set_to_none = set_grads_to_None
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        self._gradients_used()
+        self._gradients_used(self._engines())
 
     # ---- updating
 
@@ -228,27 +229,28 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._runtime.steps.refuse_inside("optimizer.step")
         self._load_pending()
         self._rank.check_sums()
-        result = self._step_without() if closure is None else self._step_with(closure)
+        engines = self._engines()
+        if self._is_scaled:
+            self._check_scale(engines)
+        result = self._step_without(engines) if closure is None else self._step_with(closure)
         if self._runtime.verification is not None:
             self._runtime.verification.updated(self)
         return result
 
-    def _step_without(self) -> Any:
-        self._check_scale()
+    def _step_without(self, engines: Sequence[Engine]) -> Any:
         self._gradients.check()
         overflow = self._skipped = self._gradients.overflow
         result = None
-        if skips(self.optimizer) or not overflow:
-            self._take_given_scale()
-            self._clip_shards()
+        if not self._is_scaled or self._fused.skips or not overflow:
             try:
-                result = self._update()
+                result = self._update(engines)
             except Exception as error:
                 for see in self._runtime.observers.failed:
                     see("the update of the optimizer", error)
                 raise
-        self.loss_scaler.update_scale(False if overflow.number is None else overflow.number)
-        self._gradients_used(are_applied=True)
+        if self._is_scaled:
+            self._loss_scaler.update_scale(False if overflow.number is None else overflow.number)
+        self._gradients_used(engines, are_applied=True)
         return result
 
     @property
@@ -256,27 +258,20 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         """True if the last update was skipped. Waits for the device in fp16 training."""
         return bool(self._skipped)
 
-    def _gradients_used(self, are_applied: bool = False) -> None:
+    def _gradients_used(self, engines: Sequence[Engine], are_applied: bool = False) -> None:
         self._runtime.steps.has_gradients = False
         if are_applied:
             self._runtime.steps.missed_at = None
         self._gradients.used(are_applied)
         if self._is_scaled:
-            self._num_reductions = self._count_reductions()
+            self._num_reductions = _num_reductions(engines)
 
-    def _count_reductions(self) -> int:
-        return sum(
-            engine_of(model).gradients.num_reductions
-            for model in self._models()
-            if model.partitioned
-        )
-
-    def _check_scale(self) -> None:
+    def _check_scale(self, engines: Sequence[Engine]) -> None:
         """Raises unless its models use this scale; the last wrapped optimizer sets it."""
-        for model in self._models() if self._is_scaled else ():
-            if not model.partitioned or engine_of(model).loss.scaler is self.loss_scaler:
+        for engine in engines:
+            if engine.loss.scaler is self._loss_scaler:
                 continue
-            scale = engine_of(model).loss.scale  # with several optimizers the host has to wait
+            scale = engine.loss.scale  # with several optimizers the host has to wait
             if scale != self.loss_scale:
                 raise RuntimeError(
                     f"{_C.rank_prefix()}the loss scale of this optimizer is {self.loss_scale:g}, "
@@ -285,22 +280,24 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
                     "parameters into one"
                 )
 
-    def _update(self) -> Any:
-        """Applies gradients, and passes the update on to the model."""
-        result = None
+    def _update(self, engines: Sequence[Engine]) -> Any:
+        """Applies gradients, and passes the update on to the models."""
+        result, fused = None, self._fused
+        if fused.divides:
+            self._take_given_scale()
+        self._clip_shards()
         has_local = self._has_local()  # some optimizers cannot work on nothing
-        if divides(self.optimizer):
-            found_inf = self._gradients.overflow.number if skips(self.optimizer) else None
-            result = self._fused.step(
+        if fused.divides:
+            result = fused.step(
                 self._gradients.divisor,
-                found_inf,
+                self._gradients.overflow.number if fused.skips else None,
                 has_local=has_local,
                 given_found_inf=vars(self).get("found_inf"),  # see _take_given_scale
             )
         elif has_local:
-            self._gradients.unscale()
+            self._gradients.divide()
             result = self.optimizer.step()
-        self._spread(writes_copies(self.optimizer))
+        self._spread(engines, fused.writes_copies)
         return result
 
     def _take_given_scale(self) -> None:
@@ -311,7 +308,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         twice.
         """
         given = vars(self).get("grad_scale")
-        if given is not None and divides(self.optimizer):
+        if given is not None:
             self._gradients.scaled_by(given)
             self.grad_scale = None  # the scaler deletes the attribute
 
@@ -321,12 +318,11 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
                 f"{_C.rank_prefix()}a closure cannot be called again after an overflow, which "
                 "occurs with a dynamic loss scale; use static_loss_scale, or step() without closure"
             )
-        self._check_scale()
         self.first_closure_call_this_step = True
 
         def evaluate() -> Any:
             if not self.first_closure_call_this_step:
-                self._spread()  # changes by the optimizer between two calls
+                self._spread(self._engines())  # changes by the optimizer between two calls
             self.first_closure_call_this_step = False
             self._gradients.used()
             with torch.enable_grad():
@@ -338,30 +334,31 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
                     f"{self.loss_scale:g} are not finite; use a smaller static_loss_scale"
                 )
             self._clip_shards()
-            self._gradients.unscale()
+            self._gradients.divide()
             return loss
 
         result = self.optimizer.step(evaluate) if self._has_local() else evaluate()
-        self._spread()
-        self.loss_scaler.update_scale(False)
-        self._gradients_used(are_applied=True)
+        engines = self._engines()  # the closure may have partitioned a model
+        self._spread(engines)
+        self._loss_scaler.update_scale(False)
+        self._gradients_used(engines, are_applied=True)
         return result
 
-    def _spread(self, are_written: bool = False) -> None:
-        """Brings masters into the model, here and on other ranks.
+    def _spread(self, engines: Sequence[Engine], are_written: bool = False) -> None:
+        """Brings masters into the models, here and on other ranks.
 
         Args:
-            are_written: whether the optimizer has left copies of masters in the model.
+            engines: engines of the partitioned models.
+            are_written: whether the optimizer has left copies of masters in the models.
         """
-        if not are_written:
-            refresh_pieces(holdings_of(self.optimizer))
-        for model in self._models():
-            if model.partitioned:
-                engine_of(model).after_update()
-        self._written.note()
+        self._written.spread(are_written)
+        for engine in engines:
+            engine.after_update()
 
     def _has_local(self) -> bool:
-        return any(map(self._locality(), parameters_of(self.optimizer)))
+        """Returns whether there is something to update; before the partition all is local."""
+        groups = self.optimizer.param_groups
+        return not all(self._remote.issuperset(group["params"]) for group in groups)
 
     def _use_masters(self) -> None:
         """Replaces parameters of partitioned models by their masters."""
@@ -370,17 +367,18 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._gradients.attach()
         if self._runtime.torch_optimizers is not None:
             self._runtime.torch_optimizers.watch(self.optimizer)
-        if not self._is_scaled:
-            return
-        for model in self._models():
-            if model.partitioned:
-                engine_of(model).loss.scaler = self.loss_scaler
+        engines = self._engines()
+        parts = [engine.parts for engine in engines if engine.parts is not None]
+        self._remote = {p for part in parts for p in part.remote_parameters()}
+        for engine in engines if self._is_scaled else ():
+            engine.loss.scaler = self._loss_scaler
 
     def _step_done(self) -> None:
         """Ends a training step. Collective over the ranks that skip together."""
-        num_reductions = self._count_reductions() if self._is_scaled else 0
-        self._gradients.step_done(num_reductions != self._num_reductions)
-        self._num_reductions = num_reductions
+        before = self._num_reductions
+        if self._is_scaled:
+            self._num_reductions = _num_reductions(self._engines())
+        self._gradients.step_done(before != self._num_reductions)
 
     # ---- loss scale
 
@@ -439,7 +437,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._gradients.check()
         if self.overflow:
             return None
-        self._gradients.unscale()
+        self._gradients.divide()
         return [[p.grad for p in group["params"]] for group in self.param_groups]
 
     # ---- clipping
@@ -471,8 +469,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         norm = grad_norm.global_norm(self._rank, parameters_of(self.optimizer), norm_type)
         scale = gradients.divisor_tensor
         gradients.clip(norm.divisor(max_norm, scale))
-        if not divides(self.optimizer):
-            gradients.unscale()
+        if not self._fused.divides:
+            gradients.divide()
         return norm.rounded(norm.total / scale)
 
     def _clip_shards(self) -> None:
@@ -551,10 +549,10 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             return
         self._take_half_state(given)
         self._state().load(given)
-        self._spread()
+        self._spread(self._engines())
 
     def _state(self) -> OptimizerState:
-        return OptimizerState(self._rank, self.optimizer, self._locality())
+        return OptimizerState(self._rank, self.optimizer, self._is_local)
 
     # ---- whose parameters these are
 
@@ -565,25 +563,18 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             models = [m for m in models if updates_some(self.optimizer, m.parameters())]
         return models
 
+    def _engines(self) -> list[Engine]:
+        """Returns the engines of those that are partitioned."""
+        return [engine for m in self._models() if (engine := engine_of(m)).partitioned]
+
     def _is_partitioned(self, how_many: Callable[[Iterable[bool]], bool]) -> bool:
         models = self._models()
         return bool(models) and how_many(model.partitioned for model in models)
 
-    def _locality(self) -> Callable[[Tensor], bool]:
-        """Returns a test whether a parameter is updated here; before the partition all are."""
-        models = self._models()
-        if not models:
-            return lambda _: True
-        if len(models) == 1:
-            model = models[0]
-            return lambda p: (
-                not model.partitioned or model.is_local_parameter(model_parameter_of(p))
-            )
-        remote = {
-            parameter
-            for model in models
-            if model.partitioned
-            for parameter in model.parameters()
-            if not model.is_local_parameter(parameter)
-        }
-        return lambda p: model_parameter_of(p) not in remote
+    def _is_local(self, updated: Tensor) -> bool:
+        """Returns whether a tensor in the groups is updated on this rank."""
+        return model_parameter_of(updated) not in self._remote
+
+
+def _num_reductions(engines: Iterable[Engine]) -> int:
+    return sum(engine.gradients.num_reductions for engine in engines)

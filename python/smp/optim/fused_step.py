@@ -16,37 +16,27 @@ from smp.world import device_numbers
 from smp.world.rank import Rank
 
 
-def divides(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer divides gradients while it reads them, as fused ones do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def writes_copies(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer writes ``_smp_copy`` of the tensors that it updates."""
-    return isinstance(optimizer, FusedOptimizer)
-
-
-def skips(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer changes nothing if ``found_inf`` is not 0, without the host.
-
-    Torch's SGD does not count: its first update makes buffers that a skipped one leaves undefined.
-    """
-    return isinstance(optimizer, FusedOptimizer) or (
-        divides(optimizer) and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-    )
-
-
 class FusedUpdates:
     """Makes updates with divided gradients.
 
     Args:
         rank: rank of this process.
         optimizer: optimizer that updates; :meth:`step` requires that it `divides`.
+
+    Attributes:
+        divides: whether the optimizer divides gradients while it reads them, as fused ones do.
+        writes_copies: whether it writes ``_smp_copy`` of the tensors that it updates.
+        skips: whether it changes nothing if ``found_inf`` is not 0, without the host. Torch's SGD
+            does not count: its first update makes buffers that a skipped one leaves undefined.
     """
 
     def __init__(self, rank: Rank, optimizer: torch.optim.Optimizer) -> None:
         self._rank = rank
         self._optimizer = optimizer
+        self.divides = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self.writes_copies = isinstance(optimizer, FusedOptimizer)
+        is_adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+        self.skips = self.writes_copies or (self.divides and is_adam)
         self._are_split: Tensor | None = None  # see _split_mask
         self._split: list[bool] = []
 
@@ -85,8 +75,7 @@ class FusedUpdates:
                 found_inf = torch.maximum(found_inf, given_found_inf)
             given_found_inf = found_inf
         target.grad_scale, target.found_inf = grad_scale, given_found_inf
-        is_ours = isinstance(self._optimizer, FusedOptimizer)
-        if is_ours:
+        if self.writes_copies:  # it is ours
             target.sum_norms = self._sum_norms if self._are_spread else None
             if target.wants_grad_norm and (self._are_spread or self._rank.sizes["mp"] > 1):
                 parameters = parameters_of(self._optimizer)
@@ -95,7 +84,7 @@ class FusedUpdates:
             return target.step() if has_local else None
         finally:
             del target.grad_scale, target.found_inf
-            if is_ours:
+            if self.writes_copies:
                 target.sum_norms = target.grad_norm = None
 
     def _sum_norms(self, norms: Tensor, parameters: Sequence[Tensor], is_max: bool) -> Tensor:

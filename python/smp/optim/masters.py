@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,17 +59,6 @@ def holdings_of(optimizer: torch.optim.Optimizer) -> list[Holding]:
     """Returns the holdings whose masters the optimizer updates."""
     holdings = (holding_with_master(p) for p in parameters_of(optimizer))
     return [holding for holding in holdings if holding is not None]
-
-
-def refresh_pieces(holdings: Iterable[Holding]) -> None:
-    """Writes rounded masters to their copies in the model."""
-    copies = [holding for holding in holdings if holding.has_copy and holding.numel]
-    if copies:
-        with torch.no_grad():
-            torch._foreach_copy_(
-                [holding.piece for holding in copies],
-                [holding.master.view(holding.piece.shape) for holding in copies],
-            )
 
 
 class MasterViews:

@@ -133,7 +133,7 @@ class LegacyNames(HalfState, MasterViews):
 
     optimizer: torch.optim.Optimizer
     _models: Callable[[], list[Any]]
-    _locality: Callable[[], Callable[[Tensor], bool]]
+    _is_local: Callable[[Tensor], bool]
     _use_masters: Callable[[], None]
 
     @property
@@ -183,9 +183,5 @@ class LegacyNames(HalfState, MasterViews):
 
     def _param_index_to_param_local(self) -> dict[int, Tensor]:
         """Returns the tensors that this rank updates, by index."""
-        is_local = self._locality()
-        return {
-            index: updated
-            for index, updated in enumerate(parameters_of(self.optimizer))
-            if is_local(updated)
-        }
+        numbered = enumerate(parameters_of(self.optimizer))
+        return {index: updated for index, updated in numbered if self._is_local(updated)}

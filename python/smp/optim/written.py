@@ -1,4 +1,4 @@
-"""Notices writes, other than updates, to the tensors that an optimizer updates."""
+"""Spreads what an optimizer or a script has written to masters and pieces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smp.optim.masters import holdings_of
 
 
 class WrittenMasters:
-    """Version counters of the masters and pieces of one optimizer.
+    """The masters and pieces of one optimizer, with their version counters.
 
     Modules and other ranks have copies of these, which an update spreads. Two others write to them,
     too: an optimizer that exchanges two sets of values (schedule-free ones, averages of weights),
@@ -24,14 +24,29 @@ class WrittenMasters:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._holdings = holdings_of(optimizer)
         self._masters = [holding.master for holding in self._holdings]
-        self.note()
+        self._copied = [h for h in self._holdings if h.has_copy and h.numel]
+        self._note()
 
-    def note(self) -> None:
-        """Notes that all copies are up to date."""
+    def _note(self) -> None:
         self._versions = [master._version for master in self._masters]
 
+    def spread(self, are_written: bool) -> None:
+        """Writes rounded masters to their copies in the model, which are up to date then.
+
+        Args:
+            are_written: whether the optimizer has written the copies.
+        """
+        if self._copied and not are_written:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [holding.piece for holding in self._copied],
+                    [holding.master.view(holding.piece.shape) for holding in self._copied],
+                )
+        if self._masters:
+            self._note()
+
     def is_new(self) -> bool:
-        """Returns whether the tensors of ``param_groups`` were written to since the last note.
+        """Returns whether the tensors of ``param_groups`` have values that were not spread.
 
         Raises:
             RuntimeError: a tensor was given other memory.

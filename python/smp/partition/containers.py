@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-_KINDS = (dict, list, set, deque, CellType)
+from smp.modules.containers import CONTAINERS, are_same, contents_of, fill
+
+_KINDS = (*CONTAINERS, CellType)
 _MAX_DEPTH = 4
 # Depth down to which objects are kept; deeper ones (a trainer's logger) hold no model state.
 _MAX_OBJECT_DEPTH = 2
@@ -39,56 +40,21 @@ class Containers:
                     continue
             if id(value) in self._known:
                 continue
-            contents = _contents(value)
+            contents = contents_of(value)
             self._known[id(value)] = (value, contents)
             if depth < _MAX_DEPTH and not isinstance(value, set):
                 self.add(contents, depth + 1)
 
     def has_changed(self) -> bool:
         """Returns whether the contents of a container have changed."""
-        return any(not _are_same(_contents(c), before) for c, before in self._known.values())
+        return any(not are_same(contents_of(c), before) for c, before in self._known.values())
 
     def restore(self) -> None:
         """Gives every container its contents back; the containers stay the same objects."""
         for container, before in self._known.values():
             # Other threads may read a container that has not changed.
-            if not _are_same(_contents(container), before):
-                _fill(container, before)
-
-
-def _contents(container: Any) -> list[Any]:
-    if isinstance(container, CellType):
-        try:
-            return [container.cell_contents]
-        except ValueError:  # not assigned yet
-            return []
-    if isinstance(container, dict):
-        return [*container.keys(), *container.values()]
-    return list(container)
-
-
-def _are_same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-
-
-def _fill(container: Any, contents: list[Any]) -> None:
-    if isinstance(container, CellType):
-        if contents:
-            container.cell_contents = contents[0]
-        else:
-            del container.cell_contents
-    elif isinstance(container, dict):
-        num = len(contents) // 2
-        container.clear()
-        container.update(zip(contents[:num], contents[num:], strict=True))
-    elif isinstance(container, list):
-        container[:] = contents
-    else:
-        container.clear()
-        if isinstance(container, set):
-            container.update(contents)
-        else:
-            container.extend(contents)
+            if not are_same(contents_of(container), before):
+                fill(container, before)
 
 
 def reachable_from_hook(hook: Callable[..., Any]) -> list[Any]:
@@ -106,7 +72,7 @@ def reachable_from_hook(hook: Callable[..., Any]) -> list[Any]:
     elif isinstance(hook, FunctionType):
         cells = hook.__closure__ or ()
         found += cells
-        found += [contents[0] for cell in cells if (contents := _contents(cell))]
+        found += [contents[0] for cell in cells if (contents := contents_of(cell))]
         found += [hook.__globals__[n] for n in hook.__code__.co_names if n in hook.__globals__]
     else:
         found.append(hook)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +13,23 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from smp.modules.attributes import MISSING, same_items, state_of
+from smp.modules.attributes import (
+    ABSENT,
+    get_attribute,
+    inherited,
+    is_same,
+    is_state,
+    same_items,
+    state_of,
+    with_properties,
+)
+from smp.modules.containers import CONTAINERS, contents_of
 from smp.modules.module_writes import Key, ModuleWrites
 from smp.partition.containers import Containers, reachable_from_hook
-from smp.partition.passing_writes import PassingWrites
 from smp.partition.trace_guard import hooks_of
+
+# Only the size of larger containers is compared: there are two comparisons per call of a module.
+_MOST_ITEMS = 64
 
 
 @dataclass(frozen=True)
@@ -34,7 +47,12 @@ class Use:
 
 
 class StateWatch:
-    """Compares the attributes of modules after a forward with those before.
+    """Compares the attributes of modules with those before a forward.
+
+    A parent sets a flag of its layer, calls it and removes the flag; another one empties the caches
+    of its layers when it is done. After the forward everything is as before, so attributes are also
+    compared where the code of one module ends and that of another begins. Other ranks have to learn
+    of differences there.
 
     Args:
         modules: modules of the model.
@@ -42,46 +60,109 @@ class StateWatch:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
+        self._idxs = {id(module): idx for idx, module in enumerate(modules)}
         self._before = [state_of(module) for module in modules]
         self._children = [dict(module._modules) for module in modules]
         self._hooks = {idx: _reached_by_hooks(module) for idx, module in enumerate(modules)}
+        self._held = [
+            (idx, name, value, items)
+            for idx, attributes in enumerate(self._before)
+            if not type(modules[idx]).__module__.startswith("torch.nn.modules.")
+            for name, (value, items) in attributes.items()
+            if isinstance(value, CONTAINERS) and items is not None
+        ]
+        self._touched: set[Key] = set()  # attributes to compare between modules
         self.assigned: set[Key] = set()  # attributes with another value
         self.mutated: set[Key] = set()  # containers or tensors with other contents
         self.observed: set[int] = set()  # modules with hooks that wrote to something
-        self.replaced: set[Key] = set()  # children that are other modules
-        self.passing = PassingWrites(modules, self._before)
+        self.replaced: set[Key] = set()  # children that are, or were, other modules
+        self._assigned_meanwhile: set[Key] = set()
+        self._mutated_meanwhile: set[Key] = set()
         self._counters: set[Key] = set()
         self._of_tensors: set[int] = set()  # modules with a changed container of tensors
         self._containers: dict[int, set[int]] = {}  # modules that hold it, by its identity
+
+    # ---- during a forward
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes assignments to attributes of modules inside."""
+        plain = nn.Module.__setattr__, nn.Module.__delattr__
+
+        def noting(method: Callable[..., None]) -> Any:
+            def noted(module: nn.Module, name: str, *value: Any) -> None:
+                idx = self._idxs.get(id(module))
+                if idx is not None and is_state(name) and name not in module._parameters:
+                    self._touched.add((idx, name))
+                method(module, name, *value)
+
+            return noted
+
+        noting_ones = noting(plain[0]), noting(plain[1])
+        nn.Module.__setattr__, nn.Module.__delattr__ = noting_ones  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__, nn.Module.__delattr__ = plain  # type: ignore[method-assign]
+
+    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``forward`` of a module with a comparison before and after it."""
+
+        @functools.wraps(forward)
+        def looked_at(*args: Any, **kwargs: Any) -> Any:
+            self._look()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._look()
+
+        return looked_at
+
+    def _look(self) -> None:
+        for key in list(self._touched):
+            idx, name = key
+            module, children = self._modules[idx], self._children[idx]
+            if name in module._modules or name in children:
+                if module._modules.get(name) is children.get(name):
+                    continue
+                self.replaced.add(key)
+            else:
+                old = self._before[idx].get(name, ABSENT)[0]
+                if is_same(old, get_attribute(module, name)):
+                    continue
+                self._assigned_meanwhile.add(key)
+            self._touched.discard(key)
+        for idx, name, value, items in self._held:
+            if _has_changed(value, items):
+                self._mutated_meanwhile.add((idx, name))
+
+    # ---- after it
 
     def compare(self) -> bool:
         """Finds what was written since this object was made; returns whether there is anything."""
         for idx, (module, before) in enumerate(zip(self._modules, self._before, strict=True)):
             after = state_of(module)
             for name in before.keys() | after.keys():
-                old, new = before.get(name, MISSING), after.get(name, MISSING)
+                old, new = before.get(name, ABSENT), after.get(name, ABSENT)
                 if old[0] is not new[0]:
                     self.assigned.add((idx, name))
                     if isinstance(new[0], int | float):
                         self._counters.add((idx, name))
                 elif not same_items(old[1], new[1]):
                     self._note_mutated(idx, name, new[0])
-            children, before_it = module._modules, self._children[idx]
-            names = children.keys() | before_it.keys()
-            self.replaced |= {
-                (idx, name) for name in names if children.get(name) is not before_it.get(name)
-            }
-        for idx, name in self.passing.mutated - self.mutated:
+            children, former = module._modules, self._children[idx]
+            names = children.keys() | former.keys()
+            self.replaced |= {(idx, n) for n in names if children.get(n) is not former.get(n)}
+        for idx, name in self._mutated_meanwhile - self.mutated:
             self._note_mutated(idx, name, self._before[idx][name][0])
             self._of_tensors.add(idx)  # the next microbatch would find the contents from meanwhile
-        self.replaced |= self.passing.replaced
         self.observed = {idx for idx, reached in self._hooks.items() if reached.has_changed()}
         return bool(self.written or self.observed or self.replaced)
 
     @property
     def written(self) -> set[Key]:
         """Returns attributes and buffers whose value differed at some time."""
-        return self.assigned | self.mutated | self.passing.assigned
+        return self.assigned | self.mutated | self._assigned_meanwhile
 
     def _note_mutated(self, idx: int, name: str, value: Any) -> None:
         self.mutated.add((idx, name))
@@ -153,15 +234,8 @@ def _may_write(hook: Callable[..., Any]) -> bool:
     if isinstance(getattr(hook, "__self__", None), nn.Module):
         return True
     cells = getattr(hook, "__closure__", None) or ()
-    modules = [cell for cell in cells if isinstance(_content(cell), nn.Module)]
+    modules = [c for cell in cells for c in contents_of(cell) if isinstance(c, nn.Module)]
     return bool(modules or [c for c in reachable_from_hook(hook) if not isinstance(c, CellType)])
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
 
 
 @contextmanager
@@ -175,10 +249,9 @@ def around_uses(
     bases = {idx: type(modules[idx]) for idx in names}
     try:
         for idx, base in bases.items():
-            body: dict[str, Any] = {name: _noted(base, idx, name, note) for name in names[idx]}
-            body["__setattr__"] = _noting_buffers(base, idx, names[idx], note)
-            body |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
-            modules[idx].__class__ = type(base.__name__, (base,), body)
+            properties = {name: _noted(base, idx, name, note) for name in names[idx]}
+            setter = _noting_buffers(base, idx, names[idx], note)
+            modules[idx].__class__ = with_properties(base, properties, __setattr__=setter)
         yield
     finally:
         for idx, base in bases.items():
@@ -201,11 +274,8 @@ def _noting_buffers(
 def _noted(base: type, idx: int, name: str, note: Callable[[int, str, bool], None]) -> property:
     def get(module: nn.Module) -> Any:
         note(idx, name, False)
-        if name in module.__dict__:
-            return module.__dict__[name]
-        if hasattr(base, name):
-            return getattr(base, name)
-        return nn.Module.__getattr__(module, name)
+        own = module.__dict__
+        return own[name] if name in own else inherited(base, name, module)
 
     def set_(module: nn.Module, value: Any) -> None:
         note(idx, name, True)
@@ -216,6 +286,13 @@ def _noted(base: type, idx: int, name: str, note: Callable[[int, str, bool], Non
         del module.__dict__[name]
 
     return property(get, set_, delete)
+
+
+def _has_changed(container: Any, items: list[Any]) -> bool:
+    num_items = len(container) * (2 if isinstance(container, dict) else 1)
+    if num_items != len(items):
+        return True
+    return num_items <= _MOST_ITEMS and not same_items(items, contents_of(container))
 
 
 def _reached_by_hooks(module: nn.Module) -> Containers:

@@ -48,7 +48,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Placed:
+class ModulePlaces:
     """The places of a model's modules, in the order of its tree, without the modules.
 
     Attributes:
@@ -66,7 +66,7 @@ class Placed:
     writes: ModuleWrites
 
     @classmethod
-    def of(cls, decision: Decision) -> Placed:
+    def of(cls, decision: Decision) -> ModulePlaces:
         """Returns the places that a decision gives to modules."""
         return cls(
             decision.partition_idxs,
@@ -78,7 +78,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Demands:
     """The demands on a decision besides the configuration's own keys, see `decide`.
 
     Attributes:
@@ -98,14 +98,14 @@ class Wishes:
     whole: Collection[nn.Module] = ()
     fastest: Fastest | None = None
     is_weighed: bool = False
-    earlier: Placed | None = None
+    earlier: ModulePlaces | None = None
 
 
 def decide_together(
     rank: Rank,
     root: nn.Module,
     make_trace: Callable[[], Trace | None] | None = None,
-    wishes: Wishes | None = None,
+    demands: Demands | None = None,
 ) -> Decision:
     """Returns the partition, equal on all ranks. Collective over all ranks.
 
@@ -115,21 +115,21 @@ def decide_together(
         make_trace: function that traces the model; called on the first rank only, whose decision
             counts. None if nothing can be measured or nothing depends on it: each rank then
             decides for itself, unless there is a file.
-        wishes: further demands.
+        demands: further demands.
 
     Raises:
         ValueError: the first rank cannot decide, or ranks have different models; every rank
             raises it.
     """
     config, pp_size = rank.config, rank.sizes["pp"]
-    wishes = _with_least_room(rank, wishes or Wishes())
-    if wishes.earlier is not None:
-        decision = _follow(build_tree(root), pp_size, wishes.earlier)
-    elif rank.world_size == 1 or (make_trace is None and wishes.file is None):
+    demands = _with_least_room(rank, demands or Demands())
+    if demands.earlier is not None:
+        decision = _follow(build_tree(root), pp_size, demands.earlier)
+    elif rank.world_size == 1 or (make_trace is None and demands.file is None):
         trace = None if make_trace is None else make_trace()
-        decision = _decide(root, config, pp_size, trace, wishes)
+        decision = _decide(root, config, pp_size, trace, demands)
     elif rank.global_rank == 0:
-        decision = _decide_for_all(root, config, pp_size, make_trace, wishes)
+        decision = _decide_for_all(root, config, pp_size, make_trace, demands)
     else:
         given = comm.allgather(None, comm.WORLD)[0]
         if isinstance(given, str):
@@ -142,23 +142,23 @@ def decide_together(
     return decision
 
 
-def _with_least_room(rank: Rank, wishes: Wishes) -> Wishes:
-    """Returns wishes with the same search and room on all ranks. Collective over all ranks.
+def _with_least_room(rank: Rank, demands: Demands) -> Demands:
+    """Returns demands with the same search and room on all ranks. Collective over all ranks.
 
     Ranks with equal configurations may differ in which keys were given.
     """
-    if wishes.fastest is None:
-        return wishes
-    own = (wishes.is_weighed, wishes.fastest.room_bytes)
+    if demands.fastest is None:
+        return demands
+    own = (demands.is_weighed, demands.fastest.room_bytes)
     told = [own] if rank.world_size == 1 else comm.allgather(own, comm.WORLD)
     if told[0][0]:
-        return replace(wishes, fastest=None)
+        return replace(demands, fastest=None)
     least = min(room for _, room in told)
-    return replace(wishes, fastest=replace(wishes.fastest, room_bytes=least))
+    return replace(demands, fastest=replace(demands.fastest, room_bytes=least))
 
 
 def _decide(
-    root: nn.Module, config: PartitionConfig, pp_size: int, trace: Trace | None, wishes: Wishes
+    root: nn.Module, config: PartitionConfig, pp_size: int, trace: Trace | None, demands: Demands
 ) -> Decision:
     try:
         decision = decide(
@@ -166,35 +166,35 @@ def _decide(
             config,
             pp_size,
             index=build_tree(root, trace),
-            file=wishes.file,
-            num_chunks=wishes.num_chunks,
-            memory_limit_bytes=wishes.memory_limit_bytes,
-            fastest=wishes.fastest,
+            file=demands.file,
+            num_chunks=demands.num_chunks,
+            memory_limit_bytes=demands.memory_limit_bytes,
+            fastest=demands.fastest,
         )
     except OSError as error:
         raise ValueError(
-            f"{_C.rank_prefix()}partition file {wishes.file}: {error.strerror or error}; only the "
+            f"{_C.rank_prefix()}partition file {demands.file}: {error.strerror or error}; only the "
             "first rank reads it, check the path there"
         ) from None
     except WishError:
         raise
     except ValueError as error:
-        reads = _reads_in_the_way(root, config, pp_size, trace, wishes)
+        reads = _reads_in_the_way(root, config, pp_size, trace, demands)
         if not reads:
             raise
         raise ValueError(_C.rank_prefix() + reads) from error
     if decision.decided_by == "auto":
-        return without_cuts(root, trace, wishes.whole, wishes.fastest, decision)
+        return without_cuts(root, trace, demands.whole, demands.fastest, decision)
     return decision
 
 
 def _reads_in_the_way(
-    root: nn.Module, config: PartitionConfig, pp_size: int, trace: Trace | None, wishes: Wishes
+    root: nn.Module, config: PartitionConfig, pp_size: int, trace: Trace | None, demands: Demands
 ) -> str:
     """Returns why reads of foreign parameters prevent a split; empty if they are not the cause."""
     if trace is None or not trace.parameter_reads or not config.auto_partition:
         return ""
-    options = partition_options(config, pp_size, wishes.num_chunks, wishes.memory_limit_bytes)
+    options = partition_options(config, pp_size, demands.num_chunks, demands.memory_limit_bytes)
     alone = build_tree(root, replace(trace, parameter_reads={}))
     try:
         _add_wishes(alone, pp_size)
@@ -284,7 +284,7 @@ def _decide_for_all(
     config: Config,
     pp_size: int,
     make_trace: Callable[[], Trace | None] | None,
-    wishes: Wishes,
+    demands: Demands,
 ) -> Decision:
     # An error of the step function before it calls the model is raised on this rank only; others
     # learn of it as of any failure of a rank. A refused partition is raised on all ranks.
@@ -293,11 +293,11 @@ def _decide_for_all(
     if config.half_dtype is None:
         _cast(root, casts)
     try:
-        decision = _decide(root, config, pp_size, trace, wishes)
+        decision = _decide(root, config, pp_size, trace, demands)
     except ValueError as error:
         comm.allgather(str(error).removeprefix(_C.rank_prefix()), comm.WORLD)
         raise
-    comm.allgather((casts, Placed.of(decision)), comm.WORLD)
+    comm.allgather((casts, ModulePlaces.of(decision)), comm.WORLD)
     return decision
 
 
@@ -313,7 +313,7 @@ def _cast(root: nn.Module, casts: Sequence[tuple[int, str, torch.dtype]]) -> Non
             cast(parameter, dtype)
 
 
-def _follow(index: ModuleIndex, pp_size: int, placed: Placed) -> Decision:
+def _follow(index: ModuleIndex, pp_size: int, placed: ModulePlaces) -> Decision:
     """Returns another decision's places for this rank's modules; `agree` compares them later."""
     num_nodes = len(index.modules)
     idxs, num_chunks, chunk_idxs = placed.partition_idxs, placed.num_chunks, placed.chunk_idxs

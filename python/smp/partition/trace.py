@@ -24,7 +24,7 @@ from smp.partition.costs import ModuleCost, Trace, TracedValue
 from smp.partition.fake_leaks import nothing_kept
 from smp.partition.state_watch import HookWatch, StateWatch, Use, around_uses
 from smp.partition.trace_guard import exchange_tensors, untouched
-from smp.partition.trace_meters import MemoryGauge, Stopwatch
+from smp.partition.trace_meters import OwnMeter
 from smp.partition.trace_recorder import Recorder, around_forwards
 from smp.partition.trace_state import KeptValues, convert_by_exchange, dtypes_of
 from smp.partition.trace_values import KnownValues
@@ -178,7 +178,7 @@ class _Run:
             watch, dtypes = StateWatch(self._modules), dtypes_of(self._modules)
             hooks = HookWatch(lambda: recorder.running)
             recorder = self._recorder()
-            with hooks, watch.passing.watching():
+            with hooks, watch.watching():
                 self._watched(call, recorder, watch)
             casts = tuple(
                 (*place, dtype)
@@ -226,7 +226,7 @@ class _Run:
         args, kwargs = call
 
         def wrap(idx: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-            return watch.passing.wrap(idx, recorder.wrap(idx, forward))
+            return watch.wrap(recorder.wrap(idx, forward))
 
         try:
             with around_forwards(self._modules, wrap), recorder.watching():
@@ -259,27 +259,10 @@ class _Run:
     ) -> Trace:
         return Trace(
             modules=self._modules,
-            costs=tuple(
-                ModuleCost(
-                    num_calls=raw.num_calls,
-                    forward_flops=raw.forward_flops,
-                    backward_flops=raw.backward_flops,
-                    activation_bytes=raw.activation_bytes,
-                    data_dependent=raw.data_dependent,
-                )
-                for raw in recorder.costs
-            ),
+            costs=tuple(ModuleCost(**vars(raw)) for raw in recorder.costs),
             order=tuple(recorder.order),
             values=tuple(
-                TracedValue(
-                    raw.producer,
-                    raw.num_bytes,
-                    tuple(sorted(raw.consumers)),
-                    raw.needs_grad,
-                    raw.sources,
-                    raw.flops,
-                    raw.activation_bytes,
-                )
+                TracedValue(**(vars(raw) | {"consumers": tuple(sorted(raw.consumers))}))
                 for raw in recorder.values
             ),
             calls=frozenset(recorder.calls),
@@ -291,20 +274,21 @@ class _Run:
             casts=casts,
         )
 
-    def _run_wrapped(self, wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> float:
-        """Runs one more real forward and returns its milliseconds."""
+    def _own(self, now: Callable[[], float]) -> list[float]:
+        """Returns by how much the own code of each module makes a number grow in a forward."""
+        meter = OwnMeter(len(self._modules), now)
         args, kwargs = self._fresh_call()
-        with untouched(self._modules, keep_values=True), around_forwards(self._modules, wrap):
-            started = time.perf_counter()
+        with untouched(self._modules, keep_values=True), around_forwards(self._modules, meter.wrap):
             self._root(*args, **kwargs)
-            return 1e3 * (time.perf_counter() - started)
+        return meter.own
+
+    def _now_ms(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return 1e3 * time.perf_counter()
 
     def with_times(self, traced: Trace) -> Trace:
-        runs = []
-        for _ in range(1 + _NUM_TIMED_RUNS):
-            watch = Stopwatch(len(self._modules), self._device)
-            self._run_wrapped(watch.wrap)
-            runs.append(watch.own_ms)
+        runs = [self._own(self._now_ms) for _ in range(1 + _NUM_TIMED_RUNS)]
         own_ms = [statistics.median(times) for times in zip(*runs[1:], strict=True)]
         costs = tuple(
             replace(cost, time_ms=ms) for cost, ms in zip(traced.costs, own_ms, strict=True)
@@ -319,11 +303,10 @@ class _Run:
         )
 
     def with_measured_memory(self, traced: Trace) -> Trace:
-        gauge = MemoryGauge(len(self._modules), self._device)
-        self._run_wrapped(gauge.wrap)
+        own_bytes = self._own(lambda: torch.cuda.memory_allocated(self._device))
         costs = tuple(
-            replace(cost, activation_bytes=num_bytes)
-            for cost, num_bytes in zip(traced.costs, gauge.own_bytes, strict=True)
+            replace(cost, activation_bytes=int(num_bytes))
+            for cost, num_bytes in zip(traced.costs, own_bytes, strict=True)
         )
         values = []
         for value in traced.values:

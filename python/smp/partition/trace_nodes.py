@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from smp.modules.operators import memory_of
+
 
 class NodeBackwards:
     """The backward costs of nodes, by the operators of their forwards.
@@ -25,7 +27,7 @@ class NodeBackwards:
         """Returns the inputs of an operator that its backward would give gradients to."""
         if torch.is_grad_enabled():
             return [tensor for tensor in inputs if tensor.requires_grad]
-        return [t for t in inputs if t.requires_grad or self._made_by.get(_key(t))]
+        return [t for t in inputs if t.requires_grad or self._made_by.get(memory_of(t))]
 
     def ran(
         self, idx: int, inputs: Iterable[Tensor], outputs: Iterable[Tensor], cost: float
@@ -37,9 +39,9 @@ class NodeBackwards:
             inputs, outputs: tensors of the operator.
             cost: cost of its backward.
         """
-        before = frozenset[int]().union(*(self._made_by.get(_key(t), ()) for t in inputs))
+        before = frozenset[int]().union(*(self._made_by.get(memory_of(t), ()) for t in inputs))
         for tensor in outputs:
-            self._made_by[_key(tensor)] = before | {len(self._waiting)}
+            self._made_by[memory_of(tensor)] = before | {len(self._waiting)}
         self._waiting.append((idx, cost))
 
     def seen(self, tensors: Iterable[Tensor]) -> list[tuple[int, float]]:
@@ -47,13 +49,9 @@ class NodeBackwards:
         certain = []
         for tensor in tensors:
             if tensor.requires_grad and self._made_by:
-                for number in self._made_by.pop(_key(tensor), ()):
+                for number in self._made_by.pop(memory_of(tensor), ()):
                     waiting = self._waiting[number]
                     if waiting is not None:
                         certain.append(waiting)
                         self._waiting[number] = None
         return certain
-
-
-def _key(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())

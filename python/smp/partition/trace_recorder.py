@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp._torch_releases import operators
+from smp.modules.operators import memory_of, written_tensors
 from smp.modules.transforms import is_transformed, unwrapped
 from smp.partition import trace_flops
 from smp.partition.costs import DIFFERENTIATES, OWN_BACKWARD, READS, TRANSFORMS
 from smp.partition.trace_nodes import NodeBackwards
-from smp.partition.trace_state import written_tensors
 from smp.partition.trace_values import KnownValues
 
 Forward = Callable[..., Any]
@@ -79,11 +79,6 @@ class RawValue:
     sources: tuple[int, ...] = ()
     flops: float = 0.0
     activation_bytes: int = 0
-
-
-def _key(tensor: Tensor) -> StorageWeakRef:
-    # A weak reference keeps the address from being used again, but not the memory.
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -168,10 +163,10 @@ class Recorder(TorchDispatchMode):
         for idx, module in enumerate(modules):
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    self._holders.setdefault(_key(parameter), set()).add(idx)
+                    self._holders.setdefault(memory_of(parameter), set()).add(idx)
             for buffer in module._buffers.values():
                 if buffer is not None:
-                    self._buffers.add(_key(buffer))
+                    self._buffers.add(memory_of(buffer))
 
     # ---- calls
 
@@ -264,7 +259,7 @@ class Recorder(TorchDispatchMode):
             value: the tensor, or a value that contains it.
         """
         found = _tensors(value) if self._stack else []
-        value_idx = self._value_of.get(_key(found[0])) if found else None
+        value_idx = self._value_of.get(memory_of(found[0])) if found else None
         if value_idx is not None and not self._is_of_the_caller(value_idx):
             self._home = value_idx
         try:
@@ -273,7 +268,7 @@ class Recorder(TorchDispatchMode):
             self._home = None
 
     def _on_save(self, tensor: Tensor) -> Tensor:
-        key = _key(tensor)
+        key = memory_of(tensor)
         if self._stack and key not in self._saved and not self._belongs_to_model(key):
             self._saved.add(key)
             num_bytes = tensor.untyped_storage().nbytes()
@@ -330,7 +325,7 @@ class Recorder(TorchDispatchMode):
         if left is not None:
             left.flops = forward + backward
             left.activation_bytes = sum(
-                self._saved_since.get(key, 0) for key in {_key(t) for t in inputs}
+                self._saved_since.get(key, 0) for key in {memory_of(t) for t in inputs}
             )
         self._saved_since.clear()
         return out
@@ -365,7 +360,7 @@ class Recorder(TorchDispatchMode):
         read: dict[int, Tensor] = {}
         known: set[StorageWeakRef] = set()
         for tensor in inputs:
-            key = _key(tensor)
+            key = memory_of(tensor)
             known.add(key)
             if key in self._holders:
                 self._read_parameter(idx, key, tensor)
@@ -381,10 +376,10 @@ class Recorder(TorchDispatchMode):
                 self._read(value_idx, idx, tensor)
         num_before = len(self.values)
         for tensor in outputs:
-            if _key(tensor) not in known:
+            if memory_of(tensor) not in known:
                 self._new_value(idx, tensor, sources)
         for tensor in written_tensors(func, args, kwargs):
-            before = self._value_of.get(_key(tensor))
+            before = self._value_of.get(memory_of(tensor))
             if sources or (before is not None and not self._is_made_here(before)):
                 self._new_value(idx, tensor, sources)
         return self.values[num_before] if sources and len(self.values) > num_before else None
@@ -394,7 +389,7 @@ class Recorder(TorchDispatchMode):
         # In a module that is always whole it makes no difference where it is made.
         if not self._may_split[self._stack[-1]]:
             return ()
-        values = [self._value_of.get(_key(tensor)) for tensor in inputs]
+        values = [self._value_of.get(memory_of(tensor)) for tensor in inputs]
         if self._home is not None:
             others = {v for v in values if v is not None and v != self._home}
             return (*sorted(others), self._home)
@@ -422,7 +417,7 @@ class Recorder(TorchDispatchMode):
         return not value.sources and value.producer == self._stack[-1]
 
     def _new_value(self, producer: int, tensor: Tensor, sources: tuple[int, ...] = ()) -> None:
-        key = _key(tensor)
+        key = memory_of(tensor)
         if self._belongs_to_model(key):
             return
         self._value_of[key] = len(self.values)
@@ -439,7 +434,7 @@ class Recorder(TorchDispatchMode):
         if idx in holders:
             return
         holder = min(holders)
-        if any(_key(t) == key for t in _tensors(self._arguments[-1])):
+        if any(memory_of(t) == key for t in _tensors(self._arguments[-1])):
             # The parameter came as an argument, which it would from another rank, too.
             value_idx = self._value_of.setdefault(key, len(self.values))
             if value_idx == len(self.values):
@@ -456,6 +451,6 @@ class Recorder(TorchDispatchMode):
         If the holder were on another rank, this code would take a placeholder.
         """
         for idx, arguments in zip(reversed(self._stack), reversed(self._arguments), strict=True):
-            if all(_key(t) != key for t in _tensors(arguments)):
+            if all(memory_of(t) != key for t in _tensors(arguments)):
                 return idx
         return self._stack[0]  # an argument of the model: the caller of the root took it

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from smp.modules.operators import memory_of, written_tensors
 
 
 class KeptData:
@@ -45,7 +45,9 @@ class KeptValues(TorchDispatchMode):
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         tensors = [t for _, t in _tensors_of(modules) if isinstance(t, nn.Parameter)]
-        self._tensors = {_key(t): t for t in tensors if t.layout == torch.strided and not t.is_meta}
+        self._tensors = {
+            memory_of(t): t for t in tensors if t.layout == torch.strided and not t.is_meta
+        }
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(
@@ -58,7 +60,7 @@ class KeptValues(TorchDispatchMode):
     def on_call(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Looks at what an operator is about to write; for other modes."""
         for tensor in written_tensors(func, args, kwargs):
-            parameter = self._tensors.pop(_key(tensor), None)
+            parameter = self._tensors.pop(memory_of(tensor), None)
             if parameter is not None:
                 data = parameter.data
                 self._copies.append((data, data.clone()))
@@ -68,19 +70,6 @@ class KeptValues(TorchDispatchMode):
         with torch.no_grad():
             for data, value in self._copies:
                 data.copy_(value)
-
-
-def written_tensors(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    """Returns the arguments that an operator writes to."""
-    if not func._schema.is_mutable:
-        return []
-    written: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
 def dtypes_of(modules: Sequence[nn.Module]) -> dict[tuple[int, str], torch.dtype]:
@@ -140,10 +129,6 @@ def _tensors_of(modules: Sequence[nn.Module]) -> list[tuple[tuple[int, str], Ten
         for name, tensor in table.items()
         if tensor is not None
     ]
-
-
-def _key(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _is_same_memory(tensor: Tensor, before: Tensor) -> bool:

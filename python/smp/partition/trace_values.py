@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from smp.partition.trace_state import written_tensors
+from smp.modules.operators import written_tensors
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")

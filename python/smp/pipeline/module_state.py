@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import smp._C as _C
-from smp.modules.attributes import PerMicrobatch, is_same, is_state
+from smp.modules.attributes import PerMicrobatch, inherited, is_same, is_state, with_properties
 from smp.modules.module_writes import Key, ModuleWrites
 
 # Values written in this microbatch on this rank, by identity of the module and attribute name.
@@ -112,16 +112,15 @@ def apart() -> Iterator[None]:
         _values.reset(token)
 
 
+def _found(name: str, module: nn.Module) -> Any:
+    """Returns the value in this microbatch, or `_DELETED`."""
+    values = _values.get() or {}
+    return values.get((id(module), name), _table_of(module, name).get(name, _DELETED))
+
+
 def _read(base: type, name: str, module: nn.Module) -> Any:
-    values = _values.get()
-    found = module.__dict__.get(name, _DELETED)
-    if values is not None:
-        found = values.get((id(module), name), found)
-    if found is not _DELETED:
-        return found
-    if hasattr(base, name):
-        return getattr(base, name)
-    return nn.Module.__getattr__(module, name)
+    found = _found(name, module)
+    return inherited(base, name, module) if found is _DELETED else found
 
 
 def _write(name: str, module: nn.Module, value: Any) -> None:
@@ -132,11 +131,7 @@ def _write(name: str, module: nn.Module, value: Any) -> None:
 
 
 def _delete(name: str, module: nn.Module) -> None:
-    values, table = _values.get(), _table_of(module, name)
-    found = table.get(name, _DELETED)
-    if values is not None:
-        found = values.get((id(module), name), found)
-    if found is _DELETED:
+    if _found(name, module) is _DELETED:
         raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
     _forget(name, module)
 
@@ -179,7 +174,12 @@ def _with_own_values(
         else:
             base.__setattr__(module, name, value)
 
-    body: dict[str, Any] = {
+    def delete_attribute(module: nn.Module, name: str) -> None:
+        if check is not None:
+            check(module, name, _DELETED)
+        base.__delattr__(module, name)
+
+    properties = {
         name: PerMicrobatch(
             functools.partial(_read, base, name),
             functools.partial(_write, name),
@@ -187,18 +187,13 @@ def _with_own_values(
         )
         for name in names
     }
-    body["__setattr__"] = set_attribute
-    if check is not None:
-
-        def delete_attribute(module: nn.Module, name: str) -> None:
-            check(module, name, _DELETED)
-            base.__delattr__(module, name)
-
-        body["__delattr__"] = delete_attribute
-    body["__reduce_ex__"] = lambda module, protocol: _reduce(base, module, protocol)
-    # Registries of other libraries find a class by its name.
-    body |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (base,), body)
+    return with_properties(
+        base,
+        properties,
+        __setattr__=set_attribute,
+        __delattr__=delete_attribute,
+        __reduce_ex__=lambda module, protocol: _reduce(base, module, protocol),
+    )
 
 
 class ModuleState:

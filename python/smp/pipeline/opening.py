@@ -30,7 +30,6 @@ def open_pipeline(rank: Rank, decision: Decision, timeline: _C.Timeline) -> Pipe
         # The ranks of this group run their tasks in one order; the first one decides it.
         order_ranks=list(rank.groups["dp" if config.orders_replicas else "tp"]),
         policy=config.pipeline,
-        actions=None,
         num_chunks=config.virtual_stages,
         active_microbatches=1 if in_order else config.active_microbatches or 0,
         # The ranks of a tensor-parallel group run their modules, hence collectives, in one order.

@@ -75,7 +75,8 @@ class ScaledGradients:
         self._optimizer = optimizer
         self._scaler = scaler
         self._is_scaled = is_scaled
-        self._is_checked = False
+        #: Whether the present gradients have been checked for infinite and NaN values.
+        self.is_checked = False
         #: Remaining divisor of the gradients; a float64 scalar tensor if only the device has its
         #: value.
         self.divisor: float | Tensor = 1.0
@@ -120,21 +121,17 @@ class ScaledGradients:
         """
         for shown in self.shown.values():
             shown.refuse_written()
-        if self._is_scaled and not self._is_checked:
+        if self._is_scaled and not self.is_checked:
             self._check()
 
     def used(self, are_applied: bool = False) -> None:
         """Notes that the gradients were applied or dropped; the next ones are new."""
-        self._is_checked = False
-        self._divide_by(1.0)
+        self.is_checked = False
+        self.divisor = 1.0
+        self.num_changes += 1
         self._are_applied = are_applied
         self.renewed.clear()
         self.shown.clear()
-
-    @property
-    def is_checked(self) -> bool:
-        """True if the present gradients have been checked for infinite and NaN values."""
-        return self._is_checked
 
     def is_used(self, parameter: Tensor) -> bool:
         """Returns whether an update was made with the present gradient of a parameter."""
@@ -143,7 +140,7 @@ class ScaledGradients:
     @property
     def scale_now(self) -> float | Tensor:
         """Factor by which the gradients are too large, whether they are checked or not."""
-        return self.divisor if self._is_checked or not self._is_scaled else self._scaler.factor
+        return self.divisor if self.is_checked or not self._is_scaled else self._scaler.factor
 
     def _divide_by(self, divisor: float | Tensor) -> None:
         self.divisor = divisor
@@ -152,6 +149,10 @@ class ScaledGradients:
     def unscale(self) -> None:
         """Gives gradients their true values. Collective like `step_done`."""
         self.check()
+        self.divide()
+
+    def divide(self) -> None:
+        """Gives gradients that `check` has checked their true values."""
         if isinstance(self.divisor, Tensor) or self.divisor != 1.0:
             scale(self._grads(), 1.0 / self.divisor)
             self._divide_by(1.0)
@@ -186,7 +187,7 @@ class ScaledGradients:
         kinds = device_numbers.skipping_kinds(self._rank)
         found = device_numbers.maxima(self._rank, own.reshape(1), kinds)
         self.overflow = DeviceFlag(found.reshape(()))
-        self._is_checked = True
+        self.is_checked = True
 
     def _grads(self) -> list[Tensor]:
         parameters = parameters_of(self._optimizer)

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import smp._C as _C
 from smp._torch_releases import optimize_together
 from smp.modules.materialize import is_placeholder
+from smp.modules.operators import written_tensors
 from smp.modules.watching import watch
 from smp.precision.holdings import write_values
 from smp.tensor_parallel import reading
@@ -299,15 +300,10 @@ class _Writes(TorchDispatchMode):
     def _written(
         self, func: OpOverload, args: Any, kwargs: Any
     ) -> Iterator[tuple[Tensor, nn.Parameter]]:
-        arguments = func._schema.arguments
-        given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
-        for argument in arguments:
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for value in pytree.tree_leaves(given.get(argument.name)):
-                parameter = self._known.get(_key(value)) if isinstance(value, Tensor) else None
-                if parameter is not None:
-                    yield value, parameter
+        for tensor in written_tensors(func, args, kwargs):
+            parameter = self._known.get(_key(tensor))
+            if parameter is not None:
+                yield tensor, parameter
 
     def _write_part(
         self, func: OpOverload, args: Any, kwargs: Any, target: Tensor, parameter: nn.Parameter

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from smp.replacement import plans
-from smp.replacement.plan_cuts import Cut, Draft
+from smp.replacement.plan_cuts import NewForm, SplitState
 
 _ROWS = (plans.ROW, plans.SPLIT_ROW)
 
@@ -48,34 +48,34 @@ def _parts(module: nn.Module, kind: str) -> list[nn.Module]:
     return list(module.get_submodule(kind).children())
 
 
-def find_adapters(draft: Draft) -> dict[str, Adapters]:
+def find_adapters(state: SplitState) -> dict[str, Adapters]:
     """Moves the words of adapted layers to their base layers.
 
     Returns:
         adapters by path of the base layer.
     """
     found = {}
-    for path, word in list(draft.words.items()):
-        module = draft.modules.get(path)
+    for path, word in list(state.words.items()):
+        module = state.modules.get(path)
         if module is None or not is_adapted(module):
             continue
         base = f"{path}.base_layer"
         names = {kind: tuple(getattr(module, kind)) for kind in ("lora_A", "lora_B")}
         down, up = (tuple(f"{path}.{kind}.{name}" for name in own) for kind, own in names.items())
         found[base] = Adapters(down, up)
-        del draft.words[path]
-        draft.words[base] = word
+        del state.words[path]
+        state.words[base] = word
     return found
 
 
-def decide_adapters(draft: Draft, adapters: dict[str, Adapters]) -> None:
+def decide_adapters(state: SplitState, adapters: dict[str, Adapters]) -> None:
     """Splits adapters of split layers: `lora_B` beside columns, `lora_A` beside rows."""
     for base, own in adapters.items():
-        cut, word = draft.cuts.get(base), draft.words.get(base)
+        cut, word = state.cuts.get(base), state.words.get(base)
         if cut is None or word is None:
             continue
         for path in own.down if word in _ROWS else own.up:
-            module = draft.modules[path]
+            module = state.modules[path]
             dims = {
                 name: how
                 for name, how in cut.dims.items()
@@ -84,5 +84,5 @@ def decide_adapters(draft: Draft, adapters: dict[str, Adapters]) -> None:
             if "weight" in dims and "bias" not in dims and word not in _ROWS:
                 if module._parameters.get("bias") is not None:
                     dims["bias"] = dims["weight"]
-            draft.cuts[path] = Cut(cut.make_class, dims, cut.partial, dict(cut.attributes))
-            draft.words[path] = word
+            state.cuts[path] = NewForm(cut.make_class, dims, cut.partial, dict(cut.attributes))
+            state.words[path] = word

@@ -12,7 +12,7 @@ from smp.nn.planned.linear import PlannedGatheredColumn, PlannedPart, PlannedSpl
 from smp.replacement import plans
 from smp.replacement.plan_cuts import (
     Dim,
-    Draft,
+    SplitState,
     is_model,
     output_head,
     problem_in,
@@ -29,56 +29,56 @@ _STANDALONE: Mapping[str, tuple[type[PlannedPart], int]] = {
 }
 
 
-def decide_standalone(draft: Draft) -> None:
-    for path, word in draft.words.items():
-        if word not in _STANDALONE or path not in draft.modules:
+def decide_standalone(state: SplitState) -> None:
+    for path, word in state.words.items():
+        if word not in _STANDALONE or path not in state.modules:
             continue
         cls, dim = _STANDALONE[word]
-        module = draft.modules[path]
+        module = state.modules[path]
         base = nn.Linear if issubclass(cls, nn.Linear) else nn.Embedding
         problem = problem_in(module, base)
         if problem is None:
             extent = module.get_parameter("weight").shape[weight_dim(module, dim)]
             sizes = sharding.split(extent)
             if sizes[-1] > 0:
-                cls = PlannedHead if _is_head(draft, path) else cls
-                draft.cuts[path] = standalone_cut(module, cls, dim, tuple(sizes))
+                cls = PlannedHead if _is_head(state, path) else cls
+                state.cuts[path] = standalone_cut(module, cls, dim, tuple(sizes))
                 continue
             problem = f"has a size of {extent}, which {len(sizes)} ranks cannot share"
-        draft.report.left[path] = problem
+        state.report.left[path] = problem
 
 
-def _is_head(draft: Draft, path: str) -> bool:
+def _is_head(state: SplitState, path: str) -> bool:
     """Returns whether the model of transformers around a layer makes its logits with it."""
-    place = plans.holder(path, [p for p, module in draft.modules.items() if is_model(module)])
-    if draft.words[path] != plans.GATHERED_COLUMN or place is None:
+    place = plans.holder(path, [p for p, module in state.modules.items() if is_model(module)])
+    if state.words[path] != plans.GATHERED_COLUMN or place is None:
         return False
-    return output_head(draft.modules[place]) is draft.modules[path]
+    return output_head(state.modules[place]) is state.modules[path]
 
 
-def keep_shared_whole(draft: Draft) -> None:
+def keep_shared_whole(state: SplitState) -> None:
     """Leaves parts whole that share a parameter and are not split alike."""
     holders: dict[Tensor, list[tuple[str, str]]] = {}
-    for path, module in draft.modules.items():
+    for path, module in state.modules.items():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 holders.setdefault(parameter, []).append((path, name))
     for places in holders.values():
-        if len(places) < 2 or not any(path in draft.cuts for path, _ in places):
+        if len(places) < 2 or not any(path in state.cuts for path, _ in places):
             continue
-        cuts = [(draft.cuts[p].dims.get(n) if p in draft.cuts else None) for p, n in places]
-        table = _tied_table(draft, places, cuts)
+        cuts = [(state.cuts[p].dims.get(n) if p in state.cuts else None) for p, n in places]
+        table = _tied_table(state, places, cuts)
         if table is not None:
             cuts = [cut or table for cut in cuts]
         if any(cut != cuts[0] for cut in cuts) or cuts[0] is None:
             others = ", ".join(f"'{path}.{name}'" for path, name in places)
             for path, _ in places:
-                if draft.cuts.pop(path, None) is not None:
-                    draft.report.left[path] = f"{others} are one parameter, and not split alike"
+                if state.cuts.pop(path, None) is not None:
+                    state.report.left[path] = f"{others} are one parameter, and not split alike"
 
 
 def _tied_table(
-    draft: Draft,
+    state: SplitState,
     places: Sequence[tuple[str, str]],
     cuts: Sequence[Dim | None],
 ) -> Dim | None:
@@ -88,23 +88,23 @@ def _tied_table(
     if len(known) != 1 or found.dim != 0 or found.num != 1:
         return None
     rest = [path for (path, _), cut in zip(places, cuts, strict=True) if cut is None]
-    if any(problem_in(draft.modules[path], nn.Embedding) is not None for path in rest):
+    if any(problem_in(state.modules[path], nn.Embedding) is not None for path in rest):
         return None
     for path in rest:
-        draft.cuts[path] = standalone_cut(draft.modules[path], PlannedTableRows, 0, found.sizes)
-        draft.words[path] = plans.TABLE_ROWS
+        state.cuts[path] = standalone_cut(state.modules[path], PlannedTableRows, 0, found.sizes)
+        state.words[path] = plans.TABLE_ROWS
     return found
 
 
-def without_shared(draft: Draft, groups: dict[str, plans.Group]) -> dict[str, plans.Group]:
+def without_shared(state: SplitState, groups: dict[str, plans.Group]) -> dict[str, plans.Group]:
     """Removes groups in blocks whose parameters are used outside of blocks as well.
 
     Inside of a block, the gradient of a parameter covers the samples of all ranks.
     """
     while True:
-        blocks = {draft.modules[block] for block in plans.outermost(groups).values()}
+        blocks = {state.modules[block] for block in plans.outermost(groups).values()}
         inside: dict[nn.Parameter, set[str | None]] = {}
-        places = dict(draft.root.named_modules(remove_duplicate=False))
+        places = dict(state.root.named_modules(remove_duplicate=False))
         for path, module in places.items():
             block = next((p for p in _upwards(path) if places[p] in blocks), None)
             for parameter in module._parameters.values():
@@ -115,22 +115,22 @@ def without_shared(draft: Draft, groups: dict[str, plans.Group]) -> dict[str, pl
             for parameter, found in inside.items()
             if None in found
             for block in found
-            if block is not None and not _is_cut(draft, parameter)
+            if block is not None and not _is_cut(state, parameter)
         }
         if not mixed:
             return groups
         for path in [p for p in groups if plans.holder(p, mixed) is not None]:
             group = groups.pop(path)
             for part in (*group.columns, *group.rows, group.path):
-                draft.cuts.pop(part, None)
+                state.cuts.pop(part, None)
             for part in (*group.columns, *group.rows):
-                draft.report.left[part] = "a parameter inside is used outside of it as well"
+                state.report.left[part] = "a parameter inside is used outside of it as well"
 
 
-def _is_cut(draft: Draft, parameter: nn.Parameter) -> bool:
+def _is_cut(state: SplitState, parameter: nn.Parameter) -> bool:
     return any(
-        draft.modules[path]._parameters.get(name) is parameter
-        for path, cut in draft.cuts.items()
+        state.modules[path]._parameters.get(name) is parameter
+        for path, cut in state.cuts.items()
         for name in cut.dims
     )
 

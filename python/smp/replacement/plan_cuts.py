@@ -54,7 +54,7 @@ class Dim:
 
 
 @dataclass
-class Cut:
+class NewForm:
     """The new form of a module.
 
     Attributes:
@@ -73,7 +73,7 @@ class Cut:
 
 
 @dataclass
-class Draft:
+class SplitState:
     """The findings and decisions on a module that is split by a plan.
 
     Attributes:
@@ -96,32 +96,32 @@ class Draft:
     modules: Mapping[str, nn.Module]
     taken: Mapping[nn.Module, str]
     words: dict[str, str] = field(default_factory=dict)
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, NewForm] = field(default_factory=dict)
     owners: dict[str, dict[str, Any]] = field(default_factory=dict)
     hints: dict[str, list[str]] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
     report: Report = field(default_factory=Report)
 
 
-def draft_of(
+def new_state(
     root: nn.Module, plan: plans.Plan, prefix: str, taken: Mapping[nn.Module, str]
-) -> Draft:
-    """Returns a draft with what a plan names in a module, and without decisions."""
+) -> SplitState:
+    """Returns a state with what a plan names in a module, and without decisions."""
     modules = dict(root.named_modules())
     out = {part: why for module, why in taken.items() for part in module.modules()}
     matches = plans.match(plan, [*modules, *(name for name, _ in root.named_parameters())])
-    draft = Draft(root, prefix, layouts.current(), modules, out)
-    draft.report.unused = matches.unused
+    state = SplitState(root, prefix, layouts.current(), modules, out)
+    state.report.unused = matches.unused
     spread = {name for name, module in modules.items() if isinstance(module, HoldsExperts)}
     for path, word in matches.words.items():
         module = modules.get(path)
         if plans.holder(path, spread) is not None:
             continue  # each rank holds some of the experts whole
         if module is not None and module in out:
-            draft.report.left[path] = out[module]
+            state.report.left[path] = out[module]
         elif word not in plans.SILENT:
-            draft.words[path] = word
-    return draft
+            state.words[path] = word
+    return state
 
 
 def problem_in(module: nn.Module, base: type[nn.Module]) -> str | None:
@@ -212,24 +212,24 @@ def weight_dim(module: nn.Module, dim: int) -> int:
     return 1 - dim if is_conv1d(module) else dim
 
 
-def column_cut(module: nn.Module, share: Share, num: int) -> Cut:
+def column_cut(module: nn.Module, share: Share, num: int) -> NewForm:
     if not share.sizes:
         own = share.heads[regions.rank()]
         attributes = {"_smp_sizes": (), "_smp_heads": own, "_smp_unit": share.unit}
-        return Cut(behind(PlannedHeads), {}, frozenset({"weight", "bias"}), attributes)
+        return NewForm(behind(PlannedHeads), {}, frozenset({"weight", "bias"}), attributes)
     dims = {"weight": Dim(weight_dim(module, 0), share.sizes, num)}
     if module._parameters.get("bias") is not None:
         dims["bias"] = Dim(0, share.sizes, num)
-    return Cut(behind(PlannedColumn), dims, attributes={"_smp_sizes": share.sizes})
+    return NewForm(behind(PlannedColumn), dims, attributes={"_smp_sizes": share.sizes})
 
 
 def standalone_cut(
     module: nn.Module, cls: type[PlannedPart], dim: int, sizes: tuple[int, ...]
-) -> Cut:
+) -> NewForm:
     dims = {"weight": Dim(weight_dim(module, dim), sizes)}
     if dim == 0 and module._parameters.get("bias") is not None:
         dims["bias"] = Dim(0, sizes)
-    return Cut(behind(cls), dims, attributes={"_smp_sizes": sizes})
+    return NewForm(behind(cls), dims, attributes={"_smp_sizes": sizes})
 
 
 def cut_parameters(

@@ -11,7 +11,7 @@ from torch import nn
 from smp.nn.module import class_in_front
 from smp.nn.planned.experts import PlannedIdentity, PlannedTerm
 from smp.replacement import plans
-from smp.replacement.plan_cuts import Cut, Dim, Draft
+from smp.replacement.plan_cuts import Dim, NewForm, SplitState
 from smp.replacement.plan_sizes import CannotCut
 from smp.tensor_parallel import sharding
 
@@ -24,26 +24,26 @@ _EXPERT_DIMS: Mapping[str, tuple[int, int]] = {
 }
 
 
-def decide_experts(draft: Draft) -> None:
+def decide_experts(state: SplitState) -> None:
     """Cuts experts with three-dimensional parameters, and modules that are summed like them."""
-    for path, word in draft.words.items():
-        if word in (plans.EXPERTS, plans.SUMMED) and path in draft.modules:
+    for path, word in state.words.items():
+        if word in (plans.EXPERTS, plans.SUMMED) and path in state.modules:
             try:
-                _cut_experts(draft, path)
+                _cut_experts(state, path)
             except CannotCut as error:
-                draft.report.left[path] = str(error)
-                for key in draft.modules[path]._parameters:
-                    draft.report.left[plans.join(path, key)] = "its experts stay whole"
+                state.report.left[path] = str(error)
+                for key in state.modules[path]._parameters:
+                    state.report.left[plans.join(path, key)] = "its experts stay whole"
 
 
-def _cut_experts(draft: Draft, path: str) -> None:
+def _cut_experts(state: SplitState, path: str) -> None:
     """Cuts each expert by features.
 
     Raises:
         CannotCut: its parameters cannot be cut by features.
     """
-    module = draft.modules[path]
-    if draft.layout.has_own_batches and draft.words[path] == plans.EXPERTS:
+    module = state.modules[path]
+    if state.layout.has_own_batches and state.words[path] == plans.EXPERTS:
         if _takes_rows_only(module):
             raise CannotCut(
                 "is called with rows in the order of experts, which samples of all ranks "
@@ -51,7 +51,7 @@ def _cut_experts(draft: Draft, path: str) -> None:
             )
     dims: dict[str, Dim] = {}
     for name, parameter in module.named_parameters():
-        word = draft.words.get(plans.join(path, name), "")
+        word = state.words.get(plans.join(path, name), "")
         if "." in name or word not in _EXPERT_DIMS:
             raise CannotCut(f"the plan does not say how its parameter '{name}' is split")
         from_end, num = _EXPERT_DIMS[word]
@@ -69,18 +69,18 @@ def _cut_experts(draft: Draft, path: str) -> None:
             f"has parameters that are cut in sizes {sorted(widths)}: which features belong "
             "together cannot be told"
         )
-    draft.cuts[path] = Cut(
+    state.cuts[path] = NewForm(
         functools.partial(class_in_front, PlannedTerm),
         dims,
-        attributes={"_smp_word": draft.words[path]},
+        attributes={"_smp_word": state.words[path]},
     )
-    draft.experts.add(path)
-    draft.report.split.update(
-        {plans.join(path, name): draft.words[plans.join(path, name)] for name in dims}
+    state.experts.add(path)
+    state.report.split.update(
+        {plans.join(path, name): state.words[plans.join(path, name)] for name in dims}
     )
     for name, _ in module.named_modules():
-        if draft.words.get(plans.join(path, name)) == plans.IDENTITY:
-            draft.cuts[plans.join(path, name)] = Cut(
+        if state.words.get(plans.join(path, name)) == plans.IDENTITY:
+            state.cuts[plans.join(path, name)] = NewForm(
                 functools.partial(class_in_front, PlannedIdentity), {}
             )
 

@@ -10,7 +10,15 @@ from torch import nn
 from smp.dropout.parts import Share
 from smp.nn.planned.linear import PlannedLatent, PlannedRow
 from smp.replacement import plan_sizes, plans
-from smp.replacement.plan_cuts import Cut, Dim, Draft, behind, column_cut, problem_in, weight_dim
+from smp.replacement.plan_cuts import (
+    Dim,
+    NewForm,
+    SplitState,
+    behind,
+    column_cut,
+    problem_in,
+    weight_dim,
+)
 from smp.replacement.plan_sizes import CannotCut, Shares
 from smp.tensor_parallel import regions
 
@@ -22,88 +30,88 @@ _NORMS_OF_HEADS = frozenset(
 )
 
 
-def decide_groups(draft: Draft) -> dict[str, plans.Group]:
-    found = plans.group({p: w for p, w in draft.words.items() if p in draft.modules})
+def decide_groups(state: SplitState) -> dict[str, plans.Group]:
+    found = plans.group({p: w for p, w in state.words.items() if p in state.modules})
     for path in found.alone:
-        counterpart = "rows that it feeds" if draft.words[path] == plans.COLUMN else "columns"
-        draft.report.left[path] = f"there are no {counterpart} in the modules around it"
+        counterpart = "rows that it feeds" if state.words[path] == plans.COLUMN else "columns"
+        state.report.left[path] = f"there are no {counterpart} in the modules around it"
     kept = {}
     for path, group in found.groups.items():
-        problem = _problem_of(draft, group)
+        problem = _problem_of(state, group)
         if problem is None:
             try:
-                _cut_group(draft, path, group)
+                _cut_group(state, path, group)
                 kept[path] = group
                 continue
             except CannotCut as error:
                 problem = str(error)
         for part in (*group.columns, *group.rows):
-            draft.report.left[part] = problem
+            state.report.left[part] = problem
     return kept
 
 
-def _problem_of(draft: Draft, group: plans.Group) -> str | None:
+def _problem_of(state: SplitState, group: plans.Group) -> str | None:
     """Returns why a group cannot be split, or None."""
-    for part in draft.modules[group.path].modules():
-        if part in draft.taken:
-            return f"a part beside it stays out of the plan: {draft.taken[part]}"
-    for path, word in draft.words.items():
+    for part in state.modules[group.path].modules():
+        if part in state.taken:
+            return f"a part beside it stays out of the plan: {state.taken[part]}"
+    for path, word in state.words.items():
         is_own = word == plans.LATENT and plans.holder(path, (group.path,)) is not None
-        if is_own and _direct_features(draft.modules[group.path]) == 0:
+        if is_own and _direct_features(state.modules[group.path]) == 0:
             return (
                 f"'{path}' is {plans.LATENT}, and neither the module around it nor its "
                 "configuration has qk_rope_head_dim, which says how many features go to the heads"
             )
     for path in (*group.columns, *group.rows):
-        problem = problem_in(draft.modules[path], nn.Linear)
+        problem = problem_in(state.modules[path], nn.Linear)
         if problem is not None:
             return f"'{path}' {problem}"
     return None
 
 
-def _cut_group(draft: Draft, path: str, group: plans.Group) -> None:
-    owner = draft.modules[path]
-    num = {p: plans.NUM_PACKED.get(draft.words[p], 1) for p in group.columns}
-    columns = {p: _features(draft, p, 0) // num[p] for p in group.columns}
-    rows = {p: _features(draft, p, 1) for p in group.rows}
+def _cut_group(state: SplitState, path: str, group: plans.Group) -> None:
+    owner = state.modules[path]
+    num = {p: plans.NUM_PACKED.get(state.words[p], 1) for p in group.columns}
+    columns = {p: _features(state, p, 0) // num[p] for p in group.columns}
+    rows = {p: _features(state, p, 1) for p in group.rows}
     attributes = _numbers_of(owner)
     heads = plan_sizes.heads_of(attributes, columns, next(iter(rows.values())))
-    fused = [p for p in group.columns if draft.words[p] == plans.QKV_COLUMN]
+    fused = [p for p in group.columns if state.words[p] == plans.QKV_COLUMN]
     for part in fused:
-        _check_fused(draft, part, heads, columns, rows)
-    draft.hints[path] = [_hint(draft, p, rows) for p in columns if _is_thrice(draft, p, rows)]
-    shares = plan_sizes.shares_of(columns, rows, heads, draft.layout.num_ranks)
+        _check_fused(state, part, heads, columns, rows)
+    state.hints[path] = [_hint(state, p, rows) for p in columns if _is_thrice(state, p, rows)]
+    shares = plan_sizes.shares_of(columns, rows, heads, state.layout.num_ranks)
     if heads is not None:
-        draft.owners[path] = _head_attributes(owner, heads, shares)
-        if any(draft.words[p] == plans.PACKED_COLUMN for p in group.columns):
+        state.owners[path] = _head_attributes(owner, heads, shares)
+        if any(state.words[p] == plans.PACKED_COLUMN for p in group.columns):
             raise CannotCut("has packed columns in attention, whose order is not known")
         width = columns[fused[0]] if fused else 0
         for name in plan_sizes.WIDTH_NAMES if fused else ():
             if owner.__dict__.get(name) == width:
-                draft.owners[path][name] = shares.columns[fused[0]].sizes[regions.rank()]
+                state.owners[path][name] = shares.columns[fused[0]].sizes[regions.rank()]
     for part, share in shares.columns.items():
-        draft.cuts[part] = column_cut(draft.modules[part], share, num[part])
+        state.cuts[part] = column_cut(state.modules[part], share, num[part])
         if heads is not None:
             own = Share.of(shares.queries, regions.rank())
-            draft.cuts[part].attributes["_smp_query_heads"] = own
+            state.cuts[part].attributes["_smp_query_heads"] = own
     for part, share in shares.rows.items():
         sizes = {"_smp_sizes": share.sizes}
-        dims = {"weight": Dim(weight_dim(draft.modules[part], 1), share.sizes)}
-        draft.cuts[part] = Cut(behind(PlannedRow), dims, attributes=sizes)
+        dims = {"weight": Dim(weight_dim(state.modules[part], 1), share.sizes)}
+        state.cuts[part] = NewForm(behind(PlannedRow), dims, attributes=sizes)
     if heads is not None:
-        _cut_by_heads(draft, path, heads, shares)
-        _sum_norms(draft, path, {share.unit for share in shares.columns.values()})
+        _cut_by_heads(state, path, heads, shares)
+        _sum_norms(state, path, {share.unit for share in shares.columns.values()})
 
 
 def _check_fused(
-    draft: Draft,
+    state: SplitState,
     part: str,
     heads: plan_sizes.Heads | None,
     columns: Mapping[str, int],
     rows: Mapping[str, int],
 ) -> None:
     """Raises unless the heads are known and a layer makes as many queries as keys and values."""
-    num, width = _features(draft, part, 0), next(iter(rows.values()))
+    num, width = _features(state, part, 0), next(iter(rows.values()))
     if heads is None:
         raise CannotCut(
             f"has '{part}', which is {plans.QKV_COLUMN}, and no attribute such as "
@@ -116,28 +124,28 @@ def _check_fused(
         )
 
 
-def _is_thrice(draft: Draft, column: str, rows: Mapping[str, int]) -> bool:
+def _is_thrice(state: SplitState, column: str, rows: Mapping[str, int]) -> bool:
     """Returns whether a column makes three times the features that a row takes."""
-    is_plain = draft.words[column] == plans.COLUMN
-    return is_plain and _features(draft, column, 0) == 3 * next(iter(rows.values()))
+    is_plain = state.words[column] == plans.COLUMN
+    return is_plain and _features(state, column, 0) == 3 * next(iter(rows.values()))
 
 
-def _hint(draft: Draft, column: str, rows: Mapping[str, int]) -> str:
+def _hint(state: SplitState, column: str, rows: Mapping[str, int]) -> str:
     row, width = next(iter(rows.items()))
     return (
-        f"'{draft.prefix}{column}' is {plans.COLUMN} and makes {3 * width} features, three times "
-        f"those that '{draft.prefix}{row}' takes: if they are all queries, then all keys, then all "
+        f"'{state.prefix}{column}' is {plans.COLUMN} and makes {3 * width} features, three times "
+        f"those that '{state.prefix}{row}' takes: if they are all queries, then all keys, then all "
         f"values, its word is {plans.QKV_COLUMN}."
     )
 
 
-def _cut_by_heads(draft: Draft, path: str, heads: plan_sizes.Heads, shares: Shares) -> None:
+def _cut_by_heads(state: SplitState, path: str, heads: plan_sizes.Heads, shares: Shares) -> None:
     """Cuts parameters of attention itself that have the same number of elements for each head."""
-    owner = draft.modules[path]
+    owner = state.modules[path]
     dims = {}
     for name, parameter in owner._parameters.items():
         own = plans.join(path, name)
-        if parameter is None or draft.words.get(own) != plans.COLUMN:
+        if parameter is None or state.words.get(own) != plans.COLUMN:
             continue
         if parameter.shape[0] % heads.queries:
             raise CannotCut(
@@ -147,56 +155,56 @@ def _cut_by_heads(draft: Draft, path: str, heads: plan_sizes.Heads, shares: Shar
         unit = parameter.shape[0] // heads.queries
         dims[name] = Dim(0, tuple(unit * n for n in shares.queries))
     if dims:
-        draft.cuts[path] = Cut(_same_class, dims, is_joined=True)
+        state.cuts[path] = NewForm(_same_class, dims, is_joined=True)
 
 
-def _sum_norms(draft: Draft, path: str, units: set[int]) -> None:
+def _sum_norms(state: SplitState, path: str, units: set[int]) -> None:
     """Adds the norms of heads to the plan; they see own heads only, and plans may omit them."""
-    for name, module in draft.modules[path].named_children():
+    for name, module in state.modules[path].named_children():
         own = plans.join(path, name)
         shapes = {tuple(parameter.shape) for parameter in module.parameters()}
         if name in _NORMS_OF_HEADS and shapes and shapes <= {(unit,) for unit in units}:
-            draft.words.setdefault(own, plans.PARTIAL)
+            state.words.setdefault(own, plans.PARTIAL)
 
 
 def _same_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls
 
 
-def _features(draft: Draft, path: str, dim: int) -> int:
+def _features(state: SplitState, path: str, dim: int) -> int:
     """Returns the number of output features (0) or input features (1) of a linear layer."""
-    module = draft.modules[path]
+    module = state.modules[path]
     return module.get_parameter("weight").shape[weight_dim(module, dim)]
 
 
-def is_complete(draft: Draft, group: plans.Group) -> bool:
+def is_complete(state: SplitState, group: plans.Group) -> bool:
     parts = (*group.columns, *group.rows)
-    if all(path in draft.cuts for path in parts):
+    if all(path in state.cuts for path in parts):
         return True
     for path in (*parts, group.path):  # a part that shares a parameter was left whole
-        if draft.cuts.pop(path, None) is not None:
-            draft.report.left[path] = "a part beside it stays whole"
+        if state.cuts.pop(path, None) is not None:
+            state.report.left[path] = "a part beside it stays whole"
     return False
 
 
-def decide_latent(draft: Draft, groups: Mapping[str, plans.Group]) -> None:
+def decide_latent(state: SplitState, groups: Mapping[str, plans.Group]) -> None:
     """Cuts projections of latent attention whose surrounding group is split."""
-    for path, word in draft.words.items():
+    for path, word in state.words.items():
         if word != plans.LATENT:
             continue
         place = plans.holder(path, groups)
-        module = draft.modules.get(path)
+        module = state.modules.get(path)
         problem = "is a parameter" if module is None else problem_in(module, nn.Linear)
         if place is None:
             problem = "it is in no block that is split"
         if problem is None and place is not None:
-            num = _direct_features(draft.modules[place])
+            num = _direct_features(state.modules[place])
             if num > 0:
                 attributes = {"_smp_sizes": (), "_smp_num_direct": num}
-                draft.cuts[path] = Cut(behind(PlannedLatent), {}, attributes=attributes)
+                state.cuts[path] = NewForm(behind(PlannedLatent), {}, attributes=attributes)
                 continue
             problem = "nothing tells how many features go to the heads"
-        draft.report.left[path] = str(problem)
+        state.report.left[path] = str(problem)
 
 
 def _direct_features(owner: nn.Module) -> int:

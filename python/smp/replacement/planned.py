@@ -11,11 +11,11 @@ from smp.nn.experts import HoldsExperts
 from smp.nn.planned.block import block_class
 from smp.nn.planned.linear import PlannedPart
 from smp.nn.planned.trial import Trial
-from smp.nn.planned.watch import Watch
+from smp.nn.planned.whole_gradients import WholeGradients
 from smp.replacement import plans
 from smp.replacement.plan_adapters import decide_adapters, find_adapters
 from smp.replacement.plan_alone import decide_standalone, keep_shared_whole, without_shared
-from smp.replacement.plan_cuts import Cut, Draft, Report, cut_parameters, draft_of
+from smp.replacement.plan_cuts import NewForm, Report, SplitState, cut_parameters, new_state
 from smp.replacement.plan_exceptions import ACTIVATIONS
 from smp.replacement.plan_experts import decide_experts
 from smp.replacement.plan_groups import decide_groups, decide_latent, is_complete
@@ -38,69 +38,69 @@ def apply_plan(
         taken: modules inside that the plan is not for, with the reason as the end of a sentence.
         is_tried: whether blocks check before their first run that the plan fits their code.
     """
-    draft = draft_of(root, plan, prefix, taken)
-    adapters = find_adapters(draft)
-    groups = decide_groups(draft)
-    decide_standalone(draft)
-    decide_experts(draft)
-    keep_shared_whole(draft)
-    groups = {path: group for path, group in groups.items() if is_complete(draft, group)}
-    groups = without_shared(draft, groups)
-    decide_latent(draft, groups)
-    decide_adapters(draft, adapters)
-    _tell_rest(draft)
+    state = new_state(root, plan, prefix, taken)
+    adapters = find_adapters(state)
+    groups = decide_groups(state)
+    decide_standalone(state)
+    decide_experts(state)
+    keep_shared_whole(state)
+    groups = {path: group for path, group in groups.items() if is_complete(state, group)}
+    groups = without_shared(state, groups)
+    decide_latent(state, groups)
+    decide_adapters(state, adapters)
+    _tell_rest(state)
     blocks = set(plans.outermost(groups).values())
-    _mark_wholes(draft, blocks | draft.experts)
+    _mark_wholes(state, blocks | state.experts)
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for path, cut in draft.cuts.items():
-        _split(draft, path, cut, plans.holder(path, blocks) is not None, made)
-    trials = {path: _trial_of(draft, path, groups) if is_tried else None for path in blocks}
+    for path, cut in state.cuts.items():
+        _split(state, path, cut, plans.holder(path, blocks) is not None, made)
+    trials = {path: _trial_of(state, path, groups) if is_tried else None for path in blocks}
     for path in groups:
-        for name, value in draft.owners.get(path, {}).items():
+        for name, value in state.owners.get(path, {}).items():
             if name != "_smp_heads":
-                setattr(draft.modules[path], name, value)
+                setattr(state.modules[path], name, value)
     for path in sorted(blocks):
-        _make_block(draft, path, trials[path])
-    return draft.report
+        _make_block(state, path, trials[path])
+    return state.report
 
 
-def _trial_of(draft: Draft, block: str, groups: Mapping[str, plans.Group]) -> Trial:
+def _trial_of(state: SplitState, block: str, groups: Mapping[str, plans.Group]) -> Trial:
     """Returns the trial of a block, while its groups still have the numbers of the whole."""
     inside = [path for path in groups if plans.holder(path, (block,)) is not None]
     wholes = {
         path.removeprefix(block).removeprefix("."): {
-            name: draft.modules[path].__dict__[name]
-            for name in draft.owners.get(path, {})
+            name: state.modules[path].__dict__[name]
+            for name in state.owners.get(path, {})
             if name != "_smp_heads"
         }
         for path in inside
     }
-    return Trial(wholes, [hint for path in inside for hint in draft.hints.get(path, ())])
+    return Trial(wholes, [hint for path in inside for hint in state.hints.get(path, ())])
 
 
-def _tell_rest(draft: Draft) -> None:
+def _tell_rest(state: SplitState) -> None:
     """Reports the parameters that the plan names and no decision has covered."""
-    cut = {plans.join(path, name) for path, c in draft.cuts.items() for name in c.dims}
-    for path, word in draft.words.items():
-        is_known = path in draft.modules or path in cut or path in draft.report.left
+    cut = {plans.join(path, name) for path, c in state.cuts.items() for name in c.dims}
+    for path, word in state.words.items():
+        is_known = path in state.modules or path in cut or path in state.report.left
         if not is_known and word != plans.PARTIAL:
-            draft.report.left[path] = "it is a parameter of a module that is not split"
-        if word in (plans.IDENTITY, plans.PACKED_ROW) and path in draft.modules:
-            if path not in draft.cuts:
-                draft.report.left[path] = "it is in no experts that are split"
+            state.report.left[path] = "it is a parameter of a module that is not split"
+        if word in (plans.IDENTITY, plans.PACKED_ROW) and path in state.modules:
+            if path not in state.cuts:
+                state.report.left[path] = "it is in no experts that are split"
 
 
-def _mark_wholes(draft: Draft, blocks: set[str]) -> None:
+def _mark_wholes(state: SplitState, blocks: set[str]) -> None:
     """Marks the other parameters in blocks as whole, and whether their gradients are partial."""
-    partial = {path for path, word in draft.words.items() if word == plans.PARTIAL}
+    partial = {path for path, word in state.words.items() if word == plans.PARTIAL}
     for path in sorted(partial):
         if plans.holder(path, blocks) is None:
-            draft.report.left[path] = "it is in no block that is split"
-    spread = {n for n, module in draft.modules.items() if isinstance(module, HoldsExperts)}
-    for name, module in draft.modules.items():
+            state.report.left[path] = "it is in no block that is split"
+    spread = {n for n, module in state.modules.items() if isinstance(module, HoldsExperts)}
+    for name, module in state.modules.items():
         if plans.holder(name, blocks) is None or plans.holder(name, spread) is not None:
             continue
-        cut = draft.cuts.get(name)
+        cut = state.cuts.get(name)
         held = set() if cut is None else set(cut.partial)
         if name.rpartition(".")[2] in ACTIVATIONS:
             held |= module._parameters.keys()
@@ -109,15 +109,19 @@ def _mark_wholes(draft: Draft, blocks: set[str]) -> None:
                 is_partial = not partial.isdisjoint((name, plans.join(name, key))) or key in held
                 sharding.mark_whole(parameter, partial=is_partial)
         if name in partial:
-            draft.report.split[name] = plans.PARTIAL
+            state.report.split[name] = plans.PARTIAL
 
 
 def _split(
-    draft: Draft, path: str, cut: Cut, is_inside: bool, made: dict[nn.Parameter, nn.Parameter]
+    state: SplitState,
+    path: str,
+    cut: NewForm,
+    is_inside: bool,
+    made: dict[nn.Parameter, nn.Parameter],
 ) -> None:
-    module = draft.modules[path]
-    has_own = draft.layout.has_own_batches and not is_inside
-    cut_parameters(module, f"{draft.prefix}{path}".removesuffix("."), cut.dims, made)
+    module = state.modules[path]
+    has_own = state.layout.has_own_batches and not is_inside
+    cut_parameters(module, f"{state.prefix}{path}".removesuffix("."), cut.dims, made)
     splits = {}
     for name, how in cut.dims.items():
         part = module._parameters.get(name)
@@ -125,7 +129,7 @@ def _split(
             continue
         if cut.is_joined:
             sharding.mark_joined(part)
-        own = f"{draft.prefix}{plans.join(path, name)}"
+        own = f"{state.prefix}{plans.join(path, name)}"
         splits[name] = reading.Split(own, how.dim, how.sizes, has_own, how.num)
     bias = module._parameters.get("bias")
     is_part = is_linear(module)
@@ -135,29 +139,29 @@ def _split(
     if isinstance(module, PlannedPart):
         module.__dict__["_smp_splits"] = splits
     module.__dict__.update(
-        _smp_layout=draft.layout,
+        _smp_layout=state.layout,
         _smp_inside=is_inside,
-        _smp_name=f"{draft.prefix}{path}",
+        _smp_name=f"{state.prefix}{path}",
         **cut.attributes,
     )
-    if path in draft.words:
-        draft.report.split[path] = draft.words[path]
+    if path in state.words:
+        state.report.split[path] = state.words[path]
 
 
-def _make_block(draft: Draft, path: str, trial: Trial | None) -> None:
-    block = draft.modules[path]
+def _make_block(state: SplitState, path: str, trial: Trial | None) -> None:
+    block = state.modules[path]
     for part in block.modules():
         if isinstance(part, HoldsExperts):
             part.get_common_tokens()  # in a block, all ranks have the tokens of all samples
     block.__class__ = block_class(type(block))
     block.__dict__.update(
-        _smp_layout=draft.layout,
-        _smp_name=f"{draft.prefix}{path}" or "(root)",
-        _smp_heads=draft.owners.get(path, {}).get("_smp_heads"),
+        _smp_layout=state.layout,
+        _smp_name=f"{state.prefix}{path}" or "(root)",
+        _smp_heads=state.owners.get(path, {}).get("_smp_heads"),
         _smp_trial=trial,
-        _smp_watch=Watch(
+        _smp_whole_gradients=WholeGradients(
             [
-                (f"{draft.prefix}{plans.join(path, name)}", parameter)
+                (f"{state.prefix}{plans.join(path, name)}", parameter)
                 for name, parameter in block.named_parameters()
                 if sharding.is_complete(parameter)
             ]

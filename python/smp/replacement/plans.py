@@ -72,7 +72,7 @@ def check_plan(plan: object) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Matches:
+class MatchedWords:
     """The words of a plan for the parts of a model.
 
     Attributes:
@@ -84,7 +84,7 @@ class Matches:
     unused: Sequence[str] = ()
 
 
-def match(plan: Plan, paths: Iterable[str]) -> Matches:
+def match(plan: Plan, paths: Iterable[str]) -> MatchedWords:
     """Finds the parts that a plan names.
 
     ``*`` in a key matches one component of a path, usually a number. If several keys match a part,
@@ -113,7 +113,7 @@ def match(plan: Plan, paths: Iterable[str]) -> Matches:
         if fitting:
             words[path] = plan[fitting[0]]
             used.update(fitting)
-    return Matches(words, tuple(key for key in plan if key not in used))
+    return MatchedWords(words, tuple(key for key in plan if key not in used))
 
 
 @dataclass

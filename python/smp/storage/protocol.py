@@ -4,60 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 import smp._C as _C
 from smp.precision.holdings import Holding
-from smp.tensor_parallel.parts import Part
-from smp.tensor_parallel.sharding import Interval, interval_of, whole_shape
+from smp.storage.shards import Shard
 
 #: Makes all parameters of this rank real, and calls back with each one when it has its values.
 MakeReal = Callable[[Callable[[nn.Parameter], None]], None]
-
-
-@dataclass(frozen=True)
-class Stored:
-    """The elements of a parameter or buffer that are on this rank.
-
-    Attributes:
-        shape: shape of the whole tensor.
-        part: places of ``values`` in the whole tensor.
-        values: elements in the model's dtype; the memory itself.
-        updated: places of the elements that the optimizer updates here, if it does.
-        master: master of these in 16-bit training, or None; the memory itself.
-        slice_: slice of this tensor-parallel rank; None: all ranks of its group have the same.
-        is_shown: whether the model's own tensor shows the values, and not a placeholder.
-    """
-
-    shape: tuple[int, ...]
-    part: Part
-    values: Tensor
-    updated: Part
-    master: Tensor | None
-    slice_: Interval | None
-    is_shown: bool
-
-    @classmethod
-    def of(
-        cls,
-        tensor: Tensor,
-        holding: Holding | None,
-        values: Tensor,
-        begin: int = 0,
-        *,
-        is_shown: bool = True,
-    ) -> Stored:
-        """Describes ``tensor``, whose flattened elements from ``begin`` on are ``values``."""
-        slice_ = interval_of(tensor)
-        part = Part.of_slice(tensor.shape, slice_, begin, values.numel())
-        shape, updated, master = whole_shape(tensor), part, None
-        if holding is not None:
-            updated = replace(part, flat_begin=holding.begin, flat_numel=holding.numel)
-            master = holding.master.detach() if holding.has_copy else None
-        return cls(tuple(shape), part, values, updated, master, slice_, is_shown)
 
 
 class Storage(Protocol):
@@ -70,6 +26,7 @@ class Storage(Protocol):
     Attributes:
         holdings: parts and masters that the optimizer updates, by trainable parameter; parameters
             without a holding are updated themselves.
+        shards: parts of the parameters of which this rank keeps a part alone.
         shows_values: whether modules show the values of their parameters outside of forwards, too.
         gather_kinds: axes whose ranks take part when whole values are read.
         mixes_dtypes: whether activations of 16 bits meet wider buffers in code of the user.
@@ -77,6 +34,7 @@ class Storage(Protocol):
     """
 
     holdings: dict[nn.Parameter, Holding]
+    shards: dict[nn.Parameter, Shard]
     shows_values: bool
     gather_kinds: tuple[str, ...]
     mixes_dtypes: bool
@@ -164,10 +122,6 @@ class Storage(Protocol):
         """Waits like `settle` at the end of the run, when the other ranks may have left."""
         ...
 
-    def stored(self, tensor: Any) -> Stored:
-        """Returns the elements of a parameter or buffer that are on this rank."""
-        ...
-
     def write(self, target: Tensor, value: Tensor) -> None:
         """Writes a value to a parameter or buffer and its master; `after_load` has to follow.
 
@@ -178,7 +132,7 @@ class Storage(Protocol):
         ...
 
     def after_load(self) -> None:
-        """Takes over values that were written by `write` or to the memory of `stored`."""
+        """Takes over values that were written by `write` or to the memory of `parts.Entry`."""
         ...
 
     def whole(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from smp.precision.script_writes import OwnPiece, disown, own
 from smp.precision.shown_gradients import miss_gradients
 from smp.storage import gathering
 from smp.storage.half import cast_with_master, plan_castable
-from smp.storage.protocol import MakeReal, Storage, Stored, refuse_thawed
+from smp.storage.protocol import MakeReal, Storage, refuse_thawed
 from smp.storage.shards import Cutter, Shard, forget, shard_of
 from smp.storage.units import plan_units
 from smp.storage.whole import WholeParameters
@@ -54,7 +54,7 @@ class ShardedParameters:
         self._runs_here = runs_here
         self.mixes_dtypes = False
         self.holdings: dict[nn.Parameter, Holding] = {}
-        self._shards: dict[nn.Parameter, Shard] = {}
+        self.shards: dict[nn.Parameter, Shard] = {}
         self._named: list[tuple[str, nn.Parameter]] = []
         self._versions: list[int] = []
         self._undo: list[Callable[[], None]] = []
@@ -73,19 +73,19 @@ class ShardedParameters:
         local = [(name, p) for name, p in local if p.numel() > 0]
         ranks = list(rank.groups["shard"])
         cutter = Cutter(local, ranks.index(rank.global_rank), len(ranks), half, rank.device)
-        self._shards, self._named = cutter.shards, local
+        self.shards, self._named = cutter.shards, local
         self.holdings = {
             shard.parameter: _holding(name, shard)
-            for (name, _), shard in zip(local, self._shards.values(), strict=True)
+            for (name, _), shard in zip(local, self.shards.values(), strict=True)
             if shard.master is not None
         }
-        self.plan = plan_units(self._root, lambda p: p in self._shards, self._runs_here)
+        self.plan = plan_units(self._root, lambda p: p in self.shards, self._runs_here)
         self._order = [p for unit in self.plan.units for p in unit.parameters]
         make_real(lambda parameter: _take(rank, parameter, cutter))
         broadcast_from_first(rank, list(self._root.buffers()))
         cutter.check_all_cut()
         miss_gradients(self.holdings.values())
-        for (name, parameter), shard in zip(local, self._shards.values(), strict=True):
+        for (name, parameter), shard in zip(local, self.shards.values(), strict=True):
             has_copy = shard.master is not None and shard.master.dtype != shard.piece.dtype
             master = shard.master if has_copy else None
             own(parameter, OwnPiece(name, shard.begin, shard.piece, master, self.after_load))
@@ -109,7 +109,7 @@ class ShardedParameters:
         positions = {parameter: i for i, parameter in enumerate(self._order)}
         return _C.ParameterStore(
             self._order,
-            [self._shards[p].tensor for p in self._order],
+            [self.shards[p].tensor for p in self._order],
             [[positions[p] for p in unit.parameters] for unit in self.plan.units],
             [unit.name for unit in self.plan.units],
             rank.comms.shard,
@@ -211,12 +211,6 @@ class ShardedParameters:
     def finish(self) -> None:
         pass
 
-    def stored(self, tensor: Any) -> Stored:
-        shard, holding = self._shards.get(tensor), self.holdings.get(tensor)
-        if shard is None:
-            return Stored.of(tensor, holding, tensor.detach())
-        return Stored.of(tensor, holding, shard.piece, shard.begin, is_shown=False)
-
     def write(self, target: Tensor, value: Tensor) -> None:
         shard = shard_of(target)
         if shard is None:
@@ -231,10 +225,10 @@ class ShardedParameters:
         self.store.mark_stale()
 
     def gathers(self, tensor: Tensor) -> bool:
-        return tensor in self._shards
+        return tensor in self.shards
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        if tensor not in self._shards:
+        if tensor not in self.shards:
             return tensor.detach()
         index = next(i for i, p in enumerate(self._order) if p is tensor)
         return self.store.gather_one(index)
@@ -243,7 +237,7 @@ class ShardedParameters:
         whole: dict[nn.Parameter, Tensor] = {}
         result: dict[str, Any] = {}
         for key, value in self._root.state_dict(keep_vars=True).items():
-            if isinstance(value, nn.Parameter) and value in self._shards:
+            if isinstance(value, nn.Parameter) and value in self.shards:
                 tensor = whole.get(value)
                 if tensor is None:
                     tensor = self.gathered(value)
@@ -268,7 +262,7 @@ class ShardedParameters:
             disown(parameter)
             parameter.data = self.gathered(parameter)
             forget(parameter)
-        self._shards.clear()
+        self.shards.clear()
         self._named, self._versions = [], []
         whole = WholeParameters(self._rank, self._root)
         whole.holdings = self.holdings

@@ -17,7 +17,8 @@ from smp.precision.holdings import Holding, load_value
 from smp.precision.script_writes import OwnPiece, own
 from smp.precision.shown_gradients import show_gradients
 from smp.storage.half import cast_with_master, plan_castable
-from smp.storage.protocol import MakeReal, Storage, Stored, refuse_thawed
+from smp.storage.protocol import MakeReal, Storage, refuse_thawed
+from smp.storage.shards import Shard
 from smp.tensor_parallel.sharding import interval_of
 from smp.world.rank import Rank
 
@@ -38,6 +39,7 @@ class WholeParameters:
         self._root = root
         self.mixes_dtypes = self.has_steps = False
         self.holdings: dict[nn.Parameter, Holding] = {}
+        self.shards: dict[nn.Parameter, Shard] = {}
         self._addresses: list[tuple[Holding, int]] = []
 
     def place(
@@ -132,9 +134,6 @@ class WholeParameters:
 
     def finish(self) -> None:
         pass
-
-    def stored(self, tensor: Any) -> Stored:
-        return Stored.of(tensor, self.holdings.get(tensor), tensor.detach())
 
     def write(self, target: Tensor, value: Tensor) -> None:
         load_value(target, value)

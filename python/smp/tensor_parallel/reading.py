@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 import smp._C as _C
 from smp.modules.materialize import is_placeholder
+from smp.modules.operators import written_tensors
 from smp.modules.tracing import is_recorded
 from smp.tensor_parallel import regions
 from smp.world import runtime
@@ -223,13 +224,9 @@ class WholeParameter(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         standing = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, WholeParameter)]
-        for argument, given in zip(func._schema.arguments, args, strict=False):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and isinstance(given, WholeParameter):
+        for given in written_tensors(func, args, kwargs):
+            if isinstance(given, WholeParameter):
                 raise _written(given._split, func)
-        given_out = kwargs.get("out")
-        if isinstance(given_out, WholeParameter):
-            raise _written(given_out._split, func)
         if func is torch.ops.aten.detach.default and standing[0]._whole is None:
             return cls(standing[0]._split, standing[0]._part)
         args, kwargs = pytree.tree_map_only(WholeParameter, WholeParameter.whole, (args, kwargs))

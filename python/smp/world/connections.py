@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import smp._C as _C
 from smp.world import process_hooks
-from smp.world.groups import make_way, over_gloo, over_sockets
+from smp.world.groups import make_channel, over_gloo, over_sockets
 from smp.world.host_groups import CpuGroups
 from smp.world.presence import await_key
 from smp.world.sockets import open_sockets
@@ -171,23 +171,23 @@ class Connections:
             pipeline=pipeline,
             lane=lane,
             slot_bytes=lane_slot_mb << 20,
-            **self._ways(store),
+            **self._channel_arguments(store),
             timeout_s=self._timeout_s,
             sockets=self._sockets,
         )
         self.exchange = _C.ObjectExchange(self.mailbox, self.board, self._timeout_s)
 
-    def _ways(self, store: dist.Store) -> dict[str, Any]:
+    def _channel_arguments(self, store: dist.Store) -> dict[str, Any]:
         """Returns the mailbox's arguments for copies between devices of different hosts."""
         if self._device == "cpu" or not dist.is_nccl_available():
             return {}
 
         def make(src: int, dst: int, index: int) -> _C.Communicator:
-            return make_way(store, src, dst, index, self._global_rank, self._timeout_s)
+            return make_channel(store, src, dst, index, self._global_rank, self._timeout_s)
 
         flights = _C.FlightWatch(self.board, timeout_s=self._timeout_s, report_after_s=self._hang_s)
         host = os.environ.get("NCCL_HOSTID", "")
-        return {"make_way": make, "flights": flights, "nccl_host": host}
+        return {"make_channel": make, "flights": flights, "nccl_host": host}
 
     def wait_for_all(self, what: str) -> None:
         """Waits until all ranks have made their connections. Collective.

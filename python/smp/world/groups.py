@@ -57,6 +57,7 @@ class Groups:
     Where a shard group of devices spans hosts evenly, `shard_across` connects equal places of its
     hosts and `shard_within` the ranks of this host.
     Without tensor parallelism the rdp group is the dp group, and has no communicator of its own.
+    ``run_ahead`` is true if the host does not wait for the collectives of some of them.
     ``by_hosts`` maps names of CPU groups whose sums and gathers go by hosts to the number of hosts
     and of ranks on each.
     """
@@ -83,6 +84,7 @@ class Groups:
         default_factory=lambda: _C.TensorParallelGroup(None, 0, 1)
     )
     by_hosts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    run_ahead: bool = False
 
     @property
     def made(self) -> list[_C.Communicator]:
@@ -276,10 +278,11 @@ def build_groups(
     else:
         made.mp_is_on_host = shares_gpus
         made.mp = watched(control("mp") if shares_gpus else on_device("mp"), own["mp"])
+    made.run_ahead = any(group.is_stream_ordered for group in made.made)
     return made
 
 
-def make_way(
+def make_channel(
     store: dist.Store, src: int, dst: int, index: int, global_rank: int, timeout_s: float
 ) -> _C.Communicator:
     """Makes a group of NCCL for tensors from one rank to another one. Collective over both.
@@ -288,12 +291,12 @@ def make_way(
         store: store for the connections.
         src: global rank of the source, which is rank 0 of the group.
         dst: global rank of the destination.
-        index: number among the ways from ``src`` to ``dst``.
+        index: number among the channels from ``src`` to ``dst``.
         global_rank: global rank of this process.
         timeout_s: time-out of the connection, and of a copy.
     """
-    name = f"way{index}to{dst}"
-    return _make_nccl(store, name, [src, dst], global_rank, timeout_s, nccl.WAY_CTAS)
+    name = f"channel{index}to{dst}"
+    return _make_nccl(store, name, [src, dst], global_rank, timeout_s, nccl.CHANNEL_CTAS)
 
 
 def make_on_device(

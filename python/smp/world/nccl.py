@@ -30,7 +30,7 @@ def set_launch_order(environ: MutableMapping[str, str] = os.environ) -> None:
 
 # Blocks of the device that a copy between two ranks may occupy: its kernel keeps them while it
 # waits for the other rank.
-WAY_CTAS = 4
+CHANNEL_CTAS = 4
 
 
 def group_options(timeout_s: float, max_ctas: int | None = None) -> Any:

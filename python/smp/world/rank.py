@@ -218,8 +218,8 @@ class Rank:
         Raises:
             PeerFailure: a rank has failed.
         """
-        if self.board is not None and any(group.is_stream_ordered for group in self.comms.made):
-            self.board.raise_if_faulted()
+        if self.comms.run_ahead and self.connections is not None:
+            self.connections.board.raise_if_faulted()
 
     def request_stop(self) -> None:
         """Asks all ranks to stop at one boundary between steps."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import smp._C as _C
 from smp.world import host_objects
 from smp.world.rank import Rank
 
+_T = TypeVar("_T")
 _MARK = "_smp_roll_call"
 #: Conditions in scripts that often wrongly guard calls of these groups.
 _GUARDS = {
@@ -119,6 +120,21 @@ def agree(rank: Rank, what: str, error: BaseException | None, own: Any = None) -
                 f"{_C.rank_prefix()}{what} failed on global_rank {member}: {text}"
             ) from error
     return [item for _, item in told]
+
+
+def together(rank: Rank, what: str, action: Callable[[], _T]) -> _T:
+    """Acts on this rank, and returns the result if all ranks could act. Collective over all ranks.
+
+    Raises:
+        FileNotFoundError, ValueError, RuntimeError: on all ranks, see `agree`.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    agree(rank, what, error)
+    return result
 
 
 def _kind_and_text(error: BaseException) -> tuple[str, str]:

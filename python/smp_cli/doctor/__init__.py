@@ -10,10 +10,9 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 
-from smp_cli.doctor.probes import PROBES, Probe, python_path, run_probe
-from smp_cli.doctor.report import Section, print_report
+from smp_cli.doctor.probes import PROBES, python_path, run_probe
+from smp_cli.doctor.report import print_report
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,20 +50,14 @@ def execute(arguments: argparse.Namespace) -> int:
     if unknown:
         print(f"smp doctor: no probe is called {unknown}", file=sys.stderr)
         return 2
-    probes = [probe for probe in PROBES if probe.name in names]
-    sections = _run(probes, arguments.limit_s)
+    sections = []
+    for probe in PROBES:  # one after the other, because some of them measure
+        if probe.name in names:
+            if sys.stderr.isatty():
+                print(f"{probe.name} ...", file=sys.stderr, flush=True)
+            sections.append(run_probe(probe, arguments.limit_s or probe.limit_s))
     print_report(sections, arguments.json)
     return int(any(section.problems for section in sections))
-
-
-def _run(probes: Sequence[Probe], limit_s: float | None) -> list[Section]:
-    """Runs one probe after the other, because some of them measure."""
-    sections = []
-    for probe in probes:
-        if sys.stderr.isatty():
-            print(f"{probe.name} ...", file=sys.stderr, flush=True)
-        sections.append(run_probe(probe, limit_s or probe.limit_s))
-    return sections
 
 
 def _examine_hosts(as_json: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
@@ -24,10 +25,9 @@ _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "
 
 def system() -> Section:
     """Describes platform, cores and memory."""
-    section = Section("system")
-    cores = len(os.sched_getaffinity(0))
-    quota = cpu_quota()
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     total, available, limit = _memory()
+    section = Section("system")
     section.values = {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -43,43 +43,40 @@ def system() -> Section:
             f"the control group allows {quota:g} cores' worth of time, but {cores} are visible: "
             f"each process starts {cores} threads; set OMP_NUM_THREADS to cores divided by ranks"
         )
-    if min(available, limit or available) < _MIN_MEMORY:
+    usable = min(available, limit or available)
+    if usable < _MIN_MEMORY:
         section.problems.append(
-            f"only {gib(min(available, limit or available))} of memory can be used; ranks with "
-            "real models will be killed by the system"
+            f"only {gib(usable)} of memory can be used; ranks with real models will be killed by "
+            "the system"
         )
     return section
 
 
 def _memory() -> tuple[int, int, int | None]:
     """Returns the bytes in total, those available, and the limit of the control group."""
-    sizes = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        sizes[name] = int(value.split()[0]) << 10
-    total = sizes["MemTotal"]
-    for path in (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes"):
-        try:
-            limit = int(path.read_text())
-        except (OSError, ValueError):
-            continue
-        return total, sizes["MemAvailable"], limit if limit < total else None
-    return total, sizes["MemAvailable"], None
+    sizes = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
+    total, available = (int(sizes[name]) << 10 for name in ("MemTotal", "MemAvailable"))
+    texts = [_read(_CGROUP / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    limits = [int(text) for text in texts if text and text.isdecimal()]
+    return total, available, next((limit for limit in limits if limit < total), None)
 
 
 def limits() -> Section:
     """Describes ulimit -n, -u, -l, -c."""
     section = Section("limits")
-    names = {
+    kinds = {
         "open files (-n)": resource.RLIMIT_NOFILE,
         "processes (-u)": resource.RLIMIT_NPROC,
         "locked memory (-l)": resource.RLIMIT_MEMLOCK,
         "core files (-c)": resource.RLIMIT_CORE,
     }
-    soft = {name: resource.getrlimit(number)[0] for name, number in names.items()}
-    for name, number in names.items():
-        section.values[name] = "/".join(_limit(value) for value in resource.getrlimit(number))
-    files, processes, locked, _ = (_as_number(value) for value in soft.values())
+    soft = []
+    for name, kind in kinds.items():
+        both = resource.getrlimit(kind)
+        unlimited = resource.RLIM_INFINITY
+        section.values[name] = "/".join("unlimited" if n == unlimited else str(n) for n in both)
+        soft.append(float("inf") if both[0] == unlimited else both[0])
+    files, processes, locked, _ = soft
     if files < _MIN_FILES:
         section.problems.append(
             f"a process may open {files} files; many ranks and loaders need more: ulimit -n 65536"
@@ -97,17 +94,9 @@ def limits() -> Section:
     return section
 
 
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
-
-
-def _as_number(value: int) -> float:
-    return float("inf") if value == resource.RLIM_INFINITY else value
-
-
 def shared_memory(folder: Path = Path("/dev/shm")) -> Section:
     """Describes the size of /dev/shm, and whether memory can be shared by descriptor (memfd)."""
-    section = Section("shared memory")
+    section = Section("shared memory", {str(folder): None, "memfd": False})
     try:
         usage = shutil.disk_usage(folder)
         section.values[str(folder)] = f"{gib(usage.free)} of {gib(usage.total)} free"
@@ -117,7 +106,6 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Section:
                 "fail with a bus error: start the container with --shm-size=8g or --ipc=host"
             )
     except OSError as error:
-        section.values[str(folder)] = None
         section.problems.append(f"{folder}: {error.strerror}; loaders with workers need it")
     try:
         descriptor = os.memfd_create("smp-doctor", os.MFD_CLOEXEC)
@@ -125,13 +113,11 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Section:
         os.close(descriptor)
         section.values["memfd"] = True
     except OSError as error:
-        section.values["memfd"] = False
         section.problems.append(
             f"memory cannot be shared by descriptor (memfd_create: {error.strerror}), so ranks of "
             "one host exchange messages over TCP, which is slower; a sandbox may forbid it"
         )
-    scope = _read(Path("/proc/sys/kernel/yama/ptrace_scope"))
-    section.values["ptrace scope"] = scope
+    section.values["ptrace scope"] = _read(Path("/proc/sys/kernel/yama/ptrace_scope"))
     return section
 
 
@@ -152,8 +138,7 @@ def temporary_files() -> Section:
             f"no folder for temporary files can be written to: {error}; set TMPDIR"
         )
         return section
-    usage = shutil.disk_usage(folder)
-    kind = file_system(folder)
+    usage, kind = shutil.disk_usage(folder), file_system(folder)
     section.values = {
         "TMPDIR": str(folder),
         "file system": kind,
@@ -172,10 +157,10 @@ def temporary_files() -> Section:
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
     """Returns the kind of a folder's file system, as ``mount`` names it."""
     resolved = folder.resolve()
-    best, kind = -1, None
-    for line in (_read(mounts) or "").splitlines():
-        _, point, found = line.split()[:3]
+    found: list[tuple[int, int, str]] = []
+    for index, line in enumerate((_read(mounts) or "").splitlines()):
+        _, point, kind = line.split()[:3]
         path = Path(point.replace("\\040", " "))
-        if (path == resolved or path in resolved.parents) and len(path.parts) >= best:
-            best, kind = len(path.parts), found
-    return kind
+        if path == resolved or path in resolved.parents:
+            found.append((len(path.parts), index, kind))
+    return max(found)[2] if found else None

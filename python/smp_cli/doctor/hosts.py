@@ -66,15 +66,20 @@ def look(launch: Launch, meeting_host: str, env: Mapping[str, str]) -> Host:
     free = {name: shutil.disk_usage(folder).free for name, folder in folders.items()}
     if free["TMPDIR"] < _MIN_FREE:
         problems.append(f"TMPDIR has only {gib(free['TMPDIR'])} free")
-    versions = {
-        "smp": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-    }
-    machine = machine_id(launch.hostname)
-    name = launch.hostname
-    return Host(name, machine, asdict(way), versions, free, network_variables(env), problems)
+    return Host(
+        launch.hostname,
+        machine_id(launch.hostname),
+        asdict(way),
+        versions={
+            "smp": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+        },
+        free=free,
+        variables=network_variables(env),
+        problems=problems,
+    )
 
 
 def pairs_of(num_hosts: int) -> list[tuple[int, int]]:
@@ -87,16 +92,15 @@ def pairs_of(num_hosts: int) -> list[tuple[int, int]]:
 
 def differences(hosts: Sequence[Host]) -> list[str]:
     """Describes versions and variables that are not the same on all hosts."""
+    facts = [host.versions | host.variables for host in hosts]
     found = []
-    for kind in ("versions", "variables"):
-        names = sorted({name for host in hosts for name in getattr(host, kind)})
-        for name in names:
-            by_value: dict[str, list[str]] = {}
-            for host in hosts:
-                by_value.setdefault(getattr(host, kind).get(name, "not set"), []).append(host.name)
-            if len(by_value) > 1 and name != "kernel":
-                words = "; ".join(f"{value} on {', '.join(on)}" for value, on in by_value.items())
-                found.append(f"{name} differs: {words}; make it the same everywhere")
+    for name in dict.fromkeys(name for one in facts for name in one if name != "kernel"):
+        by_value: dict[str, list[str]] = {}
+        for host, one in zip(hosts, facts, strict=True):
+            by_value.setdefault(one.get(name, "not set"), []).append(host.name)
+        if len(by_value) > 1:
+            words = "; ".join(f"{value} on {', '.join(on)}" for value, on in by_value.items())
+            found.append(f"{name} differs: {words}; make it the same everywhere")
     return found
 
 
@@ -176,9 +180,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    point = MeetingPoint()
+    point, rank = MeetingPoint(), launch.global_rank
     store = point.open(launch, env, _TIMEOUT_S)
-    rank = launch.global_rank
 
     def exchange(what: str, host: Host) -> list[Host]:
         own = dist.PrefixStore(what, store)
@@ -196,8 +199,7 @@ def main() -> int:
     host.secret = fingerprint(given)
     said = exchange("facts", host)
     others = [one.way["address"] for one in said if one.machine != host.machine]
-    way = towards(HostAddress(**host.way), others)
-    host.way = asdict(way)
+    host.way = asdict(way := towards(HostAddress(**host.way), others))
     machines = [one.machine for one in said]
     first_ranks = [r for r, machine in enumerate(machines) if machine not in machines[:r]]
     if len(first_ranks) > 1 and (not way.address or is_loopback(way.address)):
@@ -219,9 +221,7 @@ def main() -> int:
         store.add("end", 1)
         deadline_s = time.monotonic() + _TIMEOUT_S
         # Rank 0 holds the store, so it ends last.
-        while rank == 0 and store.add("end", 0) < launch.world_size:
-            if time.monotonic() > deadline_s:
-                break
+        while rank == 0 and store.add("end", 0) < len(said) and time.monotonic() < deadline_s:
             time.sleep(0.02)
     if rank == 0:
         print_report(sections, "--json" in sys.argv)

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from dataclasses import dataclass
+from typing import IO
 
 import smp._C as _C
 
@@ -86,16 +87,6 @@ def _prove(connection: socket.socket, handshake: _C.Handshake) -> bytes:
         received += piece
 
 
-def _read(connection: socket.socket, num_bytes: int) -> bytes:
-    got = b""
-    while len(got) < num_bytes:
-        piece = connection.recv(num_bytes - len(got))
-        if not piece:
-            raise OSError("the connection closed in the middle")
-        got += piece
-    return got
-
-
 def _answer(connection: socket.socket, first: bytes) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while command := first or connection.recv(1):  # the caller waits for each answer
@@ -123,7 +114,8 @@ def measure(own: str, address: str, port: int, secret: bytes) -> Pair:
     with socket.create_connection((address, port), _ANSWER_S, (own, 0)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _prove(connection, _C.Handshake.caller(secret, _PURPOSE, 0))
-        asked = [_ask(connection) for _ in range(_NUM_ASKED)]
+        answers = connection.makefile("rb")
+        asked = [_ask(connection, answers) for _ in range(_NUM_ASKED)]
         started_s = time.perf_counter()
         connection.sendall(_SEND)
         data, num_bytes = b"x" * _CHUNK_BYTES, 0
@@ -132,18 +124,20 @@ def measure(own: str, address: str, port: int, secret: bytes) -> Pair:
             num_bytes += len(data)
         connection.sendall(_END)
         connection.settimeout(60.0)  # buffered data have to get through
-        if connection.recv(1) != _END:
+        if answers.read(1) != _END:
             raise OSError("the connection closed in the middle")
         sent_s = time.perf_counter() - started_s
     quickest = min(asked)
     return Pair(statistics.median(took for took, _ in asked), num_bytes / sent_s, quickest[1])
 
 
-def _ask(connection: socket.socket) -> tuple[float, float]:
+def _ask(connection: socket.socket, answers: IO[bytes]) -> tuple[float, float]:
     """Returns the seconds until the answer, and how far its clock is ahead of their middle."""
     before, started_s = time.time(), time.perf_counter()
     connection.sendall(_ASK)
-    answer = _read(connection, 8)
+    answer = answers.read(8)
     took_s = time.perf_counter() - started_s
+    if len(answer) < 8:
+        raise OSError("the connection closed in the middle")
     (there,) = struct.unpack("!d", answer)
     return took_s, there - (before + took_s / 2)

@@ -1,15 +1,12 @@
-"""Measures pairs of ranks of this machine: starts a few processes that call smp.init."""
+"""Measures pairs of ranks of this machine: runs a small job."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from smp_cli.doctor.report import Section
@@ -20,8 +17,7 @@ _SLOW_BYTES_PER_S = 2e8
 _HOST_BYTES, _DEVICE_BYTES = 16 << 20, 64 << 20
 _MAX_DEVICE_RANKS = 8
 _LIMIT_S = 100.0  # less than the limit of the probe
-_LAUNCHERS = ("SMP_", "SM_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")
-_LAUNCHED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_LAUNCHERS = ("SMP_", "SM_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MASTER_")
 
 
 def over_shared_memory() -> Section:
@@ -67,7 +63,11 @@ def measure_pairs(name: str, settings: Mapping[str, str], size: int, num_bytes: 
         section.problems.append(str(error))
         return section
     for pair in found["pairs"]:
-        section.values[f"ranks {pair['first']} and {pair['second']}"] = _describe(pair)
+        reason = f" ({pair['reason']})" if pair["reason"] else ""
+        section.values[f"ranks {pair['first']} and {pair['second']}"] = (
+            f"{pair['way']}, round trip {pair['round_trip_s'] * 1e6:.0f} us, "
+            f"{pair['bytes_per_s'] / 1e9:.2f} GB/s{reason}"
+        )
     _judge(section, found["pairs"])
     if found["missed"]:
         section.problems.append(
@@ -75,15 +75,6 @@ def measure_pairs(name: str, settings: Mapping[str, str], size: int, num_bytes: 
             "their pair and were sent through the host; the bandwidth is that of both ways"
         )
     return section
-
-
-def _describe(pair: Mapping[str, Any]) -> str:
-    """Returns one line, such as ``"ipc, round trip 12 us, 40.00 GB/s"``."""
-    reason = f" ({pair['reason']})" if pair["reason"] else ""
-    return (
-        f"{pair['way']}, round trip {pair['round_trip_s'] * 1e6:.0f} us, "
-        f"{pair['bytes_per_s'] / 1e9:.2f} GB/s{reason}"
-    )
 
 
 def _judge(section: Section, pairs: list[dict[str, Any]]) -> None:
@@ -104,7 +95,7 @@ def _judge(section: Section, pairs: list[dict[str, Any]]) -> None:
 def run_ranks(
     command: list[str], settings: Mapping[str, str], size: int, limit_s: float
 ) -> dict[str, Any]:
-    """Runs a module in several ranks and returns the JSON that the first one prints last.
+    """Runs a module by ``smp run`` and returns the JSON that the first rank prints last.
 
     Args:
         command: module, and its arguments.
@@ -115,45 +106,26 @@ def run_ranks(
     Raises:
         RuntimeError: A rank failed or was not done in time.
     """
-    with tempfile.TemporaryDirectory(prefix="smp-doctor-") as folder:
-        ranks = [_start(Path(folder), rank, size, command, settings) for rank in range(size)]
-        try:
-            outputs = [rank.communicate(timeout=limit_s)[0] for rank in ranks]
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{size} ranks did not communicate within {limit_s:g} s") from None
-        finally:
-            for rank in ranks:
-                rank.send_signal(signal.SIGKILL)
-                rank.wait()
-    for rank, output in zip(ranks, outputs, strict=True):
-        if rank.returncode != 0:
-            last = (["no output"] + [line for line in output.splitlines() if line.strip()])[-1]
-            raise RuntimeError(f"{size} ranks could not communicate: {last}")
-    found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    launcher = [sys.executable, "-m", "smp_cli", "run", "-n", str(size), "--output", "raw", "-m"]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
+    own = {"SMP_TIMEOUT_S": "60", "SMP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [*launcher, *command],
+            env={**kept, **own, **settings},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{size} ranks did not communicate within {limit_s:g} s") from None
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip(" +-")]
+        said = [line for line in lines if not line.startswith("smp run: ")]
+        who = [line for line in said if line.startswith("| who ")]
+        reason = (who or said[-1:] or lines or ["no output"])[0]
+        raise RuntimeError(f"{size} ranks could not communicate: {reason.removeprefix('| who ')}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def _start(
-    folder: Path, rank: int, size: int, command: list[str], settings: Mapping[str, str]
-) -> subprocess.Popen[str]:
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_LAUNCHERS) and name not in _LAUNCHED
-    }
-    own = {
-        "SMP_RANK": str(rank),
-        "SMP_WORLD_SIZE": str(size),
-        "SMP_RENDEZVOUS": f"file://{folder}/rendezvous",
-        "SMP_TIMEOUT_S": "60",
-        "SMP_DEVICE": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", *command],
-        env={**kept, **own, **settings},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )

@@ -31,7 +31,6 @@ class TwinGroup final : public Communicator {
   const std::string& name() const override { return name_; }
   WorkPtr send(const at::Tensor&, int, int) override { return {}; }
   WorkPtr recv(at::Tensor, int, int) override { return {}; }
-  WorkPtr recv_any(at::Tensor, int) override { return {}; }
   WorkPtr all_reduce(at::Tensor, ReduceOp) override { return {}; }
   WorkPtr broadcast(at::Tensor, int) override { return {}; }
   WorkPtr all_gather(at::Tensor output, const at::Tensor& input) override {

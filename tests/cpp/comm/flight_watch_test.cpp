@@ -146,9 +146,9 @@ TEST(FlightWatch, AFaultEndsWhatIsInFlight) {
   host.join();
   // No further call begins, on a device that would wait for ever.
   EXPECT_THROW(watched->all_reduce(tensor, ReduceOp::kSum), PeerFailure);
-  Patience patience;
-  patience.faults = board;
-  EXPECT_THROW(follow(*work, patience, *watched, "sum"), PeerFailure);
+  WaitOptions wait;
+  wait.faults = board;
+  EXPECT_THROW(follow(*work, wait, *watched, "sum"), PeerFailure);
 }
 
 TEST(FlightWatch, OnlyWhatTheHostGoesOnWithoutIsWatched) {
@@ -160,14 +160,14 @@ TEST(FlightWatch, OnlyWhatTheHostGoesOnWithoutIsWatched) {
     const auto plain = make_watched_communicator(comm, board, {0, 1}, watch);
     const auto group = make_watched_communicator(
         std::make_shared<StreamGroup>(comm), board, {0, 1}, watch);
-    Patience patience;
-    patience.faults = board;
+    WaitOptions wait;
+    wait.faults = board;
     const at::Tensor tensor = at::full({4}, 1.0);
-    follow(*plain->all_reduce(tensor, ReduceOp::kSum), patience, *plain, "a");
+    follow(*plain->all_reduce(tensor, ReduceOp::kSum), wait, *plain, "a");
     EXPECT_EQ(watch->num_in_flight(), 0);
     const WorkPtr work = group->all_reduce(tensor, ReduceOp::kSum);
     EXPECT_EQ(watch->num_in_flight(), 0);
-    follow(*work, patience, *group, "b");
+    follow(*work, wait, *group, "b");
     EXPECT_EQ(tensor.sum().item<double>(), 16);
     EXPECT_LE(watch->num_in_flight(), 1);
     EXPECT_THROW(work->wait(milliseconds(1)), Error);
@@ -188,11 +188,11 @@ TEST(FlightWatch, EveryCollectiveOfADeviceIsWatched) {
     while (!has_looked) std::this_thread::yield();
     const auto group = make_watched_communicator(
         std::make_shared<StreamGroup>(comm), board, {0, 1}, watch);
-    Patience patience;
-    patience.faults = board;
+    WaitOptions wait;
+    wait.faults = board;
     int expected = 1;
     const auto check = [&](const char* what, const WorkPtr& work) {
-      follow(*work, patience, *group, what);
+      follow(*work, wait, *group, what);
       EXPECT_EQ(watch->num_in_flight(), ++expected) << what;
     };
     const at::Tensor part = at::full({2}, 1.0);

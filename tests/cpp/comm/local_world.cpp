@@ -51,7 +51,6 @@ struct Operation {
   std::string error;  // empty: success
   bool disagreement = false;
   OtherCall other;  // with another stamp
-  int source = -1;
 
   int group_rank() const { return call.group->group_rank; }
 };
@@ -105,13 +104,10 @@ at::Tensor copy_of(const at::Tensor& tensor) {
 }
 
 bool matches(const Operation& receive, const Envelope& envelope) {
-  const bool any_source = receive.call.peer_word == nullptr;
-  return receive.call.tag == envelope.tag &&
-         (any_source || receive.call.peer == envelope.src);
+  return receive.call.tag == envelope.tag && receive.call.peer == envelope.src;
 }
 
 void deliver(const Envelope& envelope, Operation& receive) {
-  receive.source = envelope.src;
   const at::Tensor& to = receive.output;
   if (envelope.data.numel() != to.numel() ||
       envelope.data.scalar_type() != to.scalar_type()) {
@@ -304,11 +300,6 @@ class LocalWork final : public Work {
               operation_->error);
   }
 
-  int source_rank() const override {
-    std::lock_guard lock(world_->mutex);
-    return operation_->source;
-  }
-
   void abort() override {
     {
       std::lock_guard lock(world_->mutex);
@@ -354,13 +345,6 @@ class LocalCommunicator final : public Communicator {
   WorkPtr recv(at::Tensor tensor, int src, int tag) override {
     auto operation = make(LocalKind::kRecv, {info_, "recv", "src", src, tag});
     check_peer(operation->call);
-    return receive(std::move(operation), std::move(tensor));
-  }
-
-  WorkPtr recv_any(at::Tensor tensor, int tag) override {
-    auto operation =
-        make(LocalKind::kRecv, {info_, "recv_any", nullptr, -1, tag});
-    check_tag(operation->call);
     return receive(std::move(operation), std::move(tensor));
   }
 

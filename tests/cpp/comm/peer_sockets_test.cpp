@@ -170,11 +170,12 @@ class RankZero : public testing::Test {
   const health::Listener listener_ = health::listen_tcp(health::kLoopback);
   std::shared_ptr<Inbox> inbox_ = std::make_shared<Inbox>();
   Note sent_;
-  PeerSockets sockets_{0,
-                       {.secret = kSecret,
-                        .door = {.max_half_open = 3,
-                                 .patience = milliseconds(400),
-                                 .patience_when_full = milliseconds(100)}}};
+  PeerSockets sockets_{
+      0,
+      {.secret = kSecret,
+       .door = {.max_half_open = 3,
+                .half_open_time = milliseconds(400),
+                .half_open_time_when_full = milliseconds(100)}}};
 };
 
 TEST_F(RankZero, GetsFramesOfWhoHasProvenItself) {

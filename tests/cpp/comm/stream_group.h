@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/comm/communicator.h"
+#include "csrc/comm/forwarding_communicator.h"
 #include "csrc/common/check.h"
 
 namespace smp::comm {
@@ -111,29 +111,18 @@ class StreamedWork final : public Work {
 /// A group of the host that looks like one of a device: whoever waits on the
 /// host, reads a result before its stream is ordered, or writes what is still
 /// being read, gets an error or NaN.
-class StreamGroup final : public Communicator {
+class StreamGroup final : public ForwardingCommunicator {
  public:
   explicit StreamGroup(CommunicatorPtr inner,
                        std::shared_ptr<IssueLog> log = nullptr,
                        std::string name = "stream")
-      : inner_(std::move(inner)),
+      : ForwardingCommunicator(std::move(inner)),
         log_(log ? std::move(log) : std::make_shared<IssueLog>()),
         name_(std::move(name)) {}
 
-  int group_rank() const override { return inner_->group_rank(); }
-  int size() const override { return inner_->size(); }
   const std::string& name() const override { return name_; }
   bool is_stream_ordered() const override { return true; }
-
-  WorkPtr send(const at::Tensor& tensor, int dst, int tag) override {
-    return inner_->send(tensor, dst, tag);
-  }
-  WorkPtr recv(at::Tensor tensor, int src, int tag) override {
-    return inner_->recv(std::move(tensor), src, tag);
-  }
-  WorkPtr recv_any(at::Tensor tensor, int tag) override {
-    return inner_->recv_any(std::move(tensor), tag);
-  }
+  bool stamp_next(uint64_t /*stamp*/) override { return false; }
 
   WorkPtr all_reduce(at::Tensor tensor, ReduceOp op) override {
     const at::Tensor own = copy_of(tensor);
@@ -172,8 +161,6 @@ class StreamGroup final : public Communicator {
     return begin("barrier", {}, {}, {}, inner_->barrier());
   }
 
-  void abort() override { inner_->abort(); }
-
  private:
   static at::Tensor copy_of(const at::Tensor& tensor) {
     const at::NoGradGuard no_grad;
@@ -190,7 +177,6 @@ class StreamGroup final : public Communicator {
         output.defined() ? output.detach() : output, std::move(result));
   }
 
-  const CommunicatorPtr inner_;
   const std::shared_ptr<IssueLog> log_;
   const std::string name_;
 };

@@ -101,9 +101,9 @@ TEST(WatchedCollective, WhoHasLeftHadDoneItsPartOfWhatItEntered) {
   EXPECT_TRUE(becomes_true([&] { return world.boards[0]->has_left(1); }));
   health::Goodbyes& goodbyes = world.boards[0]->goodbyes();
   EXPECT_TRUE(becomes_true([&] {  // the hub is asked
-    return goodbyes.who_left_before(*next->collective()) == 1;
+    return goodbyes.rank_left_before(*next->collective()) == 1;
   }));
-  EXPECT_FALSE(goodbyes.who_left_before(*mine->collective()));
+  EXPECT_FALSE(goodbyes.rank_left_before(*mine->collective()));
   world.leave_all();
 }
 

@@ -71,7 +71,7 @@ struct Rank {
 inline Reducer::Options small_buckets() {
   Reducer::Options options;
   options.bucket_cap_bytes = 512;
-  options.patience.timeout = std::chrono::seconds(20);
+  options.wait.timeout = std::chrono::seconds(20);
   return options;
 }
 

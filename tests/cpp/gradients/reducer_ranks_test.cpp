@@ -320,7 +320,7 @@ TEST(ReducerWaits, a_rank_that_does_not_come_is_told_after_the_timeout) {
   const auto world = comm::make_local_world(2);
   comm::run_ranks(2, [&](int group_rank, const comm::CommunicatorPtr& dp) {
     Reducer::Options options = small_buckets();
-    options.patience.timeout = std::chrono::milliseconds(300);
+    options.wait.timeout = std::chrono::milliseconds(300);
     Rank rank({{3}}, dp, options);
     if (group_rank == 1) return;
     rank.reducer->begin_step(1);
@@ -339,7 +339,7 @@ TEST(ReducerWaits, a_fault_ends_the_wait_and_names_the_culprit) {
   const auto board = std::make_shared<health::FaultBoard>(0);
   comm::run_ranks(2, [&](int group_rank, const comm::CommunicatorPtr& dp) {
     Reducer::Options options = small_buckets();
-    options.patience.faults = board;
+    options.wait.faults = board;
     Rank rank({{3}}, dp, options);
     if (group_rank == 1) {
       EXPECT_TRUE(
@@ -361,9 +361,9 @@ TEST(ReducerWaits, a_peer_that_left_is_named) {
   const auto board = std::make_shared<health::FaultBoard>(4);
   comm::run_ranks(2, [&](int group_rank, const comm::CommunicatorPtr& dp) {
     Reducer::Options options = small_buckets();
-    options.patience.faults = board;
-    options.patience.peers = {4, 7};
-    options.patience.grace = std::chrono::milliseconds(50);
+    options.wait.faults = board;
+    options.wait.peers = {4, 7};
+    options.wait.grace = std::chrono::milliseconds(50);
     Rank rank({{3}}, dp, options);
     if (group_rank == 1) return board->mark_left(7);
     rank.reducer->begin_step(1);

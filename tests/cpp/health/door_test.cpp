@@ -39,8 +39,8 @@ class HubWithStrangers : public testing::Test {
   HubWithStrangers()
       : hub_(2, kLoopback, kSecret,
              {.door = {.max_half_open = 3,
-                       .patience = milliseconds(300),
-                       .patience_when_full = milliseconds(100)}}) {
+                       .half_open_time = milliseconds(300),
+                       .half_open_time_when_full = milliseconds(100)}}) {
     testing::internal::CaptureStderr();
     for (int rank = 0; rank < 2; ++rank) {
       boards_.push_back(std::make_shared<FaultBoard>(rank));
@@ -205,7 +205,7 @@ TEST(Doorkeeper, LooksAwayWhileThereAreNoDescriptors) {
   EXPECT_NE(log.find("a test cannot accept a connection now"),
             std::string::npos)
       << log;
-  door.look_again();
+  door.retry_accept();
   EXPECT_TRUE(door.accept(listener.fd));
 }
 

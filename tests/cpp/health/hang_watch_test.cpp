@@ -175,7 +175,7 @@ class RaisingHangWatchTest : public ::testing::Test {
   int64_t progress = 7;
   bool is_silent = false;
   std::vector<std::string> reports;
-  std::optional<HangWatch::Stuck> fault;
+  std::optional<HangWatch::StuckRanks> fault;
   int num_before_fault = 0;
 };
 
@@ -265,7 +265,7 @@ TEST(HangWatch, StacksThatDoNotComeDelayTheNextReportAndNotTheFault) {
   HangWatch short_watch(2, seconds(3), /*raises=*/true);
   HangWatch::Clock::time_point now{};
   const auto begin = now;
-  std::optional<HangWatch::Stuck> fault;
+  std::optional<HangWatch::StuckRanks> fault;
   short_watch.on_status(1, status(false, 7, "module 'h.1'"), now);
   int num_stacks = 0;
   while (!fault && now - begin < seconds(30)) {

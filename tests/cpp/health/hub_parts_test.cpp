@@ -137,8 +137,8 @@ CollectiveId some_call(int64_t sequence) {
 TEST(Goodbyes, WhatIsKnownIsNotAskedFor) {
   Goodbyes goodbyes;
   int num_asked = 0;
-  goodbyes.set_ask([&](const CollectiveId&) { ++num_asked; });
-  EXPECT_FALSE(goodbyes.who_left_before(some_call(1)));
+  goodbyes.set_send_query([&](const CollectiveId&) { ++num_asked; });
+  EXPECT_FALSE(goodbyes.rank_left_before(some_call(1)));
   CollectiveLog log;
   CollectiveId entered = some_call(1);
   log.enter(entered);
@@ -146,40 +146,42 @@ TEST(Goodbyes, WhatIsKnownIsNotAskedFor) {
   EXPECT_FALSE(goodbyes.add(1, {})) << "it says goodbye once";
   EXPECT_TRUE(goodbyes.has(1));
   EXPECT_FALSE(goodbyes.has(2));
-  EXPECT_FALSE(goodbyes.who_left_before(some_call(1)));
-  EXPECT_EQ(goodbyes.who_left_before(some_call(2)), 1);
+  EXPECT_FALSE(goodbyes.rank_left_before(some_call(1)));
+  EXPECT_EQ(goodbyes.rank_left_before(some_call(2)), 1);
   EXPECT_EQ(num_asked, 0);
 }
 
 TEST(Goodbyes, WhatIsNotKnownIsAskedForOnceAfterEachNews) {
   Goodbyes goodbyes;
   std::vector<CollectiveId> asked;
-  goodbyes.set_ask([&](const CollectiveId& one) { asked.push_back(one); });
+  goodbyes.set_send_query(
+      [&](const CollectiveId& one) { asked.push_back(one); });
   EXPECT_TRUE(goodbyes.add(set_of_ranks({2, 9})));
   EXPECT_FALSE(goodbyes.add(set_of_ranks({9})));
   CollectiveId call = some_call(3);
   call.goes_on_alone = false;
-  EXPECT_FALSE(goodbyes.who_left_before(call));
-  EXPECT_FALSE(goodbyes.who_left_before(call));
+  EXPECT_FALSE(goodbyes.rank_left_before(call));
+  EXPECT_FALSE(goodbyes.rank_left_before(call));
   ASSERT_EQ(asked.size(), 1u);
   EXPECT_EQ(asked[0].sequence, 3);
   EXPECT_TRUE(asked[0].goes_on_alone) << "it waited before it left";
   EXPECT_TRUE(goodbyes.add(set_of_ranks({0})));
-  EXPECT_FALSE(goodbyes.who_left_before(call));
+  EXPECT_FALSE(goodbyes.rank_left_before(call));
   EXPECT_EQ(asked.size(), 2u);
   goodbyes.on_answer(call, 0);
-  EXPECT_EQ(goodbyes.who_left_before(call), 0);
-  EXPECT_FALSE(goodbyes.who_left_before(some_call(2))) << "of another one";
+  EXPECT_EQ(goodbyes.rank_left_before(call), 0);
+  EXPECT_FALSE(goodbyes.rank_left_before(some_call(2))) << "of another one";
   EXPECT_EQ(asked.size(), 3u);
-  goodbyes.set_ask(nullptr);
-  EXPECT_FALSE(goodbyes.who_left_before(some_call(1)));
+  goodbyes.set_send_query(nullptr);
+  EXPECT_FALSE(goodbyes.rank_left_before(some_call(1)));
 }
 
 TEST(Goodbyes, ACollectiveOfOthersIsNotAskedFor) {
   Goodbyes goodbyes;
-  goodbyes.set_ask([](const CollectiveId&) { ADD_FAILURE() << "asked"; });
+  goodbyes.set_send_query(
+      [](const CollectiveId&) { ADD_FAILURE() << "asked"; });
   goodbyes.add(set_of_ranks({7}));
-  EXPECT_FALSE(goodbyes.who_left_before(some_call(1)));
+  EXPECT_FALSE(goodbyes.rank_left_before(some_call(1)));
 }
 
 // ----------------------------------------------------------------- StopRound

@@ -114,19 +114,19 @@ TEST(BlockedScope, WaitThatGoesOnIsAsOldAsItsFirstBegin) {
 
 TEST(FileMeter, TransfersCountAndTalkDoesNot) {
   FileMeter meter;
-  EXPECT_EQ(meter.look(), 0);
+  EXPECT_EQ(meter.read(), 0);
   const int fd = ::memfd_create("file", MFD_CLOEXEC);
   ASSERT_GE(fd, 0);
   std::string bytes(1000, 'x');
   EXPECT_EQ(::write(fd, bytes.data(), bytes.size()), 1000);
-  EXPECT_EQ(meter.look(), 0) << "a line of a log";
+  EXPECT_EQ(meter.read(), 0) << "a line of a log";
   bytes.resize(200'000);
   EXPECT_EQ(::write(fd, bytes.data(), bytes.size()), 200'000);
-  const int64_t seen = meter.look();
+  const int64_t seen = meter.read();
   EXPECT_GE(seen, 200'000);
   meter.leave_out(
       [&] { EXPECT_EQ(::write(fd, bytes.data(), bytes.size()), 200'000); });
-  EXPECT_EQ(meter.look(), seen) << "stacks that were asked for";
+  EXPECT_EQ(meter.read(), seen) << "stacks that were asked for";
   ::close(fd);
 }
 

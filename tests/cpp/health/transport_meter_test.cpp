@@ -38,22 +38,22 @@ class Pair {
 TEST(TransportMeter, CountsWhatWaitedAndGotThrough) {
   Pair pair;
   TransportMeter meter;
-  EXPECT_EQ(meter.look(), 0);
+  EXPECT_EQ(meter.read(), 0);
   std::string much(64 << 20, 'x');
   write_available(pair.writer, much);  // more than the buffers hold
   ASSERT_FALSE(much.empty());
   std::this_thread::sleep_for(milliseconds(100));
-  meter.look();
-  EXPECT_EQ(meter.look(), meter.look()) << "nobody reads, so nothing moves";
-  const int64_t before = meter.look();
+  meter.read();
+  EXPECT_EQ(meter.read(), meter.read()) << "nobody reads, so nothing moves";
+  const int64_t before = meter.read();
   const auto until = Clock::now() + seconds(120);
   std::vector<char> arrived(64 << 10);
-  while (meter.look() == before && Clock::now() < until) {
+  while (meter.read() == before && Clock::now() < until) {
     (void)!::read(pair.reader.get(), arrived.data(), arrived.size());
     write_available(pair.writer, much);
     std::this_thread::sleep_for(milliseconds(2));
   }
-  EXPECT_GT(meter.look(), before);
+  EXPECT_GT(meter.read(), before);
 }
 
 TEST(TransportMeter, TalkThatIsInStepWithTheLooksIsNoTransfer) {
@@ -69,7 +69,7 @@ TEST(TransportMeter, TalkThatIsInStepWithTheLooksIsNoTransfer) {
     write_available(pair.writer, talk);
     (void)!::read(pair.reader.get(), arrived.data(), arrived.size());
     std::this_thread::sleep_for(milliseconds(20));
-    EXPECT_EQ(meter.look(), 0);
+    EXPECT_EQ(meter.read(), 0);
   }
 }
 
@@ -80,7 +80,7 @@ TEST(TransportMeter, SmallTalkIsNoTransfer) {
     std::string little = "a line of somebody's log";
     write_available(pair.writer, little);
     std::this_thread::sleep_for(milliseconds(50));
-    EXPECT_EQ(meter.look(), 0);
+    EXPECT_EQ(meter.read(), 0);
   }
 }
 

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "csrc/kernels/cpu/element.h"
+#include "tests/cpp/kernels/element.h"
 
 namespace smp::kernels {
 

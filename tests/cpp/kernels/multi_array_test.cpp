@@ -119,28 +119,6 @@ TYPED_TEST(MultiArray, ScaleMatchesNaiveProduct) {
   }
 }
 
-TYPED_TEST(MultiArray, AddScaledMatchesNaiveSum) {
-  using Element = cpu::Element<TypeParam>;
-  auto y = this->random_arrays(3);
-  const auto x = this->random_arrays(4);
-  const auto before = y;
-  std::vector<ArrayPair> pairs;
-  for (size_t k = 0; k < y.size(); ++k) {
-    pairs.push_back({y[k].data(), x[k].data(),
-                     static_cast<int64_t>(y[k].size()),
-                     DtypeOf<TypeParam>::value});
-  }
-  add_scaled(pairs.data(), static_cast<int64_t>(pairs.size()), -1.7);
-  for (size_t k = 0; k < y.size(); ++k) {
-    for (size_t i = 0; i < y[k].size(); ++i) {
-      const double a = Element::load(before[k][i]);
-      const double b = -1.7 * Element::load(x[k][i]);
-      ASSERT_NEAR(Element::load(y[k][i]), a + b,
-                  (std::abs(a) + std::abs(b)) * this->epsilon() + 1e-7);
-    }
-  }
-}
-
 TEST(SumOfSquares, FloatsDoNotOverflow) {
   float f[2] = {3e30f, 4e30f};
   const Array array{f, 2, Dtype::kFloat};

@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "csrc/kernels/cpu/element.h"
+#include "tests/cpp/kernels/element.h"
 #include "tests/cpp/kernels/implementations.h"
 
 // Every table that this processor can run against loops in long double, for all

@@ -30,7 +30,7 @@ using memory::MarkedTensor;
 constexpr std::chrono::microseconds kLookForPeerEvery{20};
 constexpr int64_t kPieceBytes = 16 << 10;
 
-// Place where both ends of a way meet.
+// Place where both ends of a channel meet.
 struct MeetingPlace {
   struct End {
     std::atomic<uint64_t> num_asked;  // copies that have begun there
@@ -43,22 +43,22 @@ struct MeetingPlace {
   std::array<uint8_t, kPieceBytes> piece;
 };
 
-// One end of a way and its stream.
-class WayEnd {
+// One end of a channel and its stream.
+class ChannelEnd {
  public:
-  WayEnd(const Way& way, bool is_sender, DeviceMemory memory,
-         const FakeOptions& options, int global_rank,
-         std::shared_ptr<health::FaultBoard> faults)
-      : way_(way),
+  ChannelEnd(const CopyChannel& channel, bool is_sender, DeviceMemory memory,
+             const FakeOptions& options, int global_rank,
+             std::shared_ptr<health::FaultBoard> faults)
+      : channel_(channel),
         is_sender_(is_sender),
         memory_(std::move(memory)),
         place_(*reinterpret_cast<MeetingPlace*>(memory_.get())),
         global_rank_(global_rank),
         faults_(std::move(faults)),
-        times_(options, 64 * global_rank + 8 * way.src + 2 * way.index +
+        times_(options, 64 * global_rank + 8 * channel.src + 2 * channel.index +
                             (is_sender ? 1 : 0)),
         thread_([this] { run(); }) {}
-  ~WayEnd() { stop(); }
+  ~ChannelEnd() { stop(); }
 
   Mark ask(const at::Tensor& tensor) {
     const auto end = std::make_shared<LateEvent>(faults_);
@@ -166,13 +166,13 @@ class WayEnd {
         {.kind = health::Fault::Kind::kRaised,
          .global_rank = global_rank_,
          .where = "a lane of tests",
-         .text = detail::concat("copy ", number, " of way ", way_.index,
-                                " from global_rank ", way_.src,
-                                " to global_rank ", way_.dst, " has ", here,
+         .text = detail::concat("copy ", number, " of channel ", channel_.index,
+                                " from global_rank ", channel_.src,
+                                " to global_rank ", channel_.dst, " has ", here,
                                 " bytes here and ", there, " there")});
   }
 
-  const Way way_;
+  const CopyChannel channel_;
   const bool is_sender_;
   const DeviceMemory memory_;
   MeetingPlace& place_;
@@ -196,74 +196,78 @@ class FakeMeeting final : public MeetingCopies {
         faults_(std::move(faults)) {}
 
   // The receiver has the places.
-  std::string offer(const std::vector<Way>& ways) override {
+  std::string offer(const std::vector<CopyChannel>& channels) override {
     std::vector<std::string> parts;
-    for (const Way& way : ways) {
-      if (way.dst != global_rank_) continue;
-      const auto made = places_.emplace(way, sizeof(MeetingPlace)).first;
-      parts.push_back(name_of(way));
+    for (const CopyChannel& channel : channels) {
+      if (channel.dst != global_rank_) continue;
+      const auto made = places_.emplace(channel, sizeof(MeetingPlace)).first;
+      parts.push_back(name_of(channel));
       parts.push_back(made->second.handle());
     }
     return pack(parts);
   }
 
-  void connect(const Way& way, const std::string& offer_of_peer) override {
-    const bool is_sender = way.src == global_rank_;
+  void connect(const CopyChannel& channel,
+               const std::string& offer_of_peer) override {
+    const bool is_sender = channel.src == global_rank_;
     DeviceMemory memory =
-        is_sender ? find(way, offer_of_peer) : places_.at(way).memory();
+        is_sender ? find(channel, offer_of_peer) : places_.at(channel).memory();
     const std::lock_guard lock(mutex_);
     SMP_CHECK(!is_stopped_, "the lane is closed");
-    ends_[way] = std::make_unique<WayEnd>(way, is_sender, std::move(memory),
-                                          options_, global_rank_, faults_);
+    ends_[channel] = std::make_unique<ChannelEnd>(
+        channel, is_sender, std::move(memory), options_, global_rank_, faults_);
   }
 
-  Mark send(const Way& way, const at::Tensor& data) override {
-    return end_of(way).ask(data);
+  Mark send(const CopyChannel& channel, const at::Tensor& data) override {
+    return end_of(channel).ask(data);
   }
 
-  MarkedTensor receive(const Way& way, at::IntArrayRef sizes,
+  MarkedTensor receive(const CopyChannel& channel, at::IntArrayRef sizes,
                        at::ScalarType dtype) override {
     MarkedTensor result{at::empty(sizes, dtype)};
     fill_with_nonsense(result.data);
-    result.mark = end_of(way).ask(result.data);
+    result.mark = end_of(channel).ask(result.data);
     return result;
   }
 
   void stop() override {
     const std::lock_guard lock(mutex_);
     is_stopped_ = true;
-    for (const auto& [way, end] : ends_) end->begin_stop();
-    for (const auto& [way, end] : ends_) end->stop();
+    for (const auto& [channel, end] : ends_) end->begin_stop();
+    for (const auto& [channel, end] : ends_) end->stop();
   }
 
  private:
-  static std::string name_of(const Way& way) {
-    return detail::concat(way.src, " ", way.dst, " ", way.index);
+  static std::string name_of(const CopyChannel& channel) {
+    return detail::concat(channel.src, " ", channel.dst, " ", channel.index);
   }
 
-  static DeviceMemory find(const Way& way, const std::string& offer) {
+  static DeviceMemory find(const CopyChannel& channel,
+                           const std::string& offer) {
     const std::vector<std::string> parts = unpack(offer);
-    const auto found = std::find(parts.begin(), parts.end(), name_of(way));
-    SMP_CHECK(found != parts.end(), "global_rank ", way.dst,
-              " does not offer way ", way.index);
+    const auto found = std::find(parts.begin(), parts.end(), name_of(channel));
+    SMP_CHECK(found != parts.end(), "global_rank ", channel.dst,
+              " does not offer channel ", channel.index);
     return SharedFile::open(*(found + 1));
   }
 
-  WayEnd& end_of(const Way& way) {
+  ChannelEnd& end_of(const CopyChannel& channel) {
     const std::lock_guard lock(mutex_);
-    const auto found = ends_.find(way);
-    SMP_CHECK(found != ends_.end(), "way ", way.index, " from global_rank ",
-              way.src, " to global_rank ", way.dst, " is not connected");
+    const auto found = ends_.find(channel);
+    SMP_CHECK(found != ends_.end(), "channel ", channel.index,
+              " from global_rank ", channel.src, " to global_rank ",
+              channel.dst, " is not connected");
     return *found->second;
   }
 
   const FakeOptions options_;
   const int global_rank_;
   const std::shared_ptr<health::FaultBoard> faults_;
-  std::map<Way, SharedFile> places_;  // does not change after `offer`
+  std::map<CopyChannel, SharedFile> places_;  // does not change after `offer`
   std::mutex mutex_;
   bool is_stopped_ = false;
-  std::map<Way, std::unique_ptr<WayEnd>> ends_;  // none goes before the end
+  std::map<CopyChannel, std::unique_ptr<ChannelEnd>>
+      ends_;  // none goes before the end
 };
 
 }  // namespace

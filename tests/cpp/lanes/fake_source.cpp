@@ -19,7 +19,7 @@ LaneParts make_fakes(const FakeOptions& fake, c10::Device device,
                   device, "; unset SMP_TEST_LANES");
   LaneParts parts{
       .ring = {.num_slots = fake.num_slots, .slot_bytes = fake.slot_bytes},
-      .ways = {.num_ways = fake.num_slots},
+      .channels = {.num_channels = fake.num_slots},
       .why_no_copies = "the lanes of this test map no memory",
       .why_no_meetings = "the lanes of this test have no NCCL"};
   if (fake.has_ring) {

@@ -2,12 +2,12 @@
 
 #include <array>
 #include <charconv>
+#include <cstdlib>
 #include <cstring>
 #include <string_view>
 #include <utility>
 
 #include "csrc/common/check.h"
-#include "csrc/common/env.h"
 #include "csrc/common/monotonic_clock.h"
 
 namespace smp::lanes {
@@ -35,9 +35,9 @@ uint64_t next_random(uint64_t& state) {
 }  // namespace
 
 std::optional<FakeOptions> FakeOptions::from_environment() {
-  const auto text = env_string(kLanesVariable);
-  if (!text) return std::nullopt;
-  std::string_view rest = *text;
+  const char* const text = std::getenv(kLanesVariable);
+  if (text == nullptr || *text == 0) return std::nullopt;
+  std::string_view rest = text;
   const bool has_meeting = rest.ends_with(kMeetWord);
   if (has_meeting) rest.remove_suffix(kMeetWord.size());
   const bool has_ring = rest.ends_with(kRingWord);
@@ -58,7 +58,7 @@ std::optional<FakeOptions> FakeOptions::from_environment() {
                   " must be '<seed>:<max_us>:<slots>', numbers >= 0 with at "
                   "most ",
                   kMaxCopyUs, " us and at least one slot, with or without '",
-                  kRingWord, "' and '", kMeetWord, "' at the end; got '", *text,
+                  kRingWord, "' and '", kMeetWord, "' at the end; got '", text,
                   "'");
   return FakeOptions{.seed = static_cast<uint64_t>(numbers[0]),
                      .max_us = numbers[1],

@@ -46,16 +46,16 @@ struct GroupRank {
             board,
             comm::FlightWatch::Options{.look_every =
                                            std::chrono::milliseconds(1)})),
-        copies(make_group_copies(device, the_rank,
-                                 {.make =
-                                      [this, &rooms](const Way& way) {
-                                        group = std::make_shared<MeetingGroup>(
-                                            rooms.of(way),
-                                            way.src == rank ? 0 : 1);
-                                        return group;
-                                      },
-                                  .flights = flights},
-                                 board)) {}
+        copies(make_group_copies(
+            device, the_rank,
+            {.make =
+                 [this, &rooms](const CopyChannel& channel) {
+                   group = std::make_shared<MeetingGroup>(
+                       rooms.of(channel), channel.src == rank ? 0 : 1);
+                   return group;
+                 },
+             .flights = flights},
+            board)) {}
 
   const int rank;
   const std::shared_ptr<health::FaultBoard> board;
@@ -64,13 +64,13 @@ struct GroupRank {
   std::unique_ptr<MeetingCopies> copies;
 };
 
-constexpr Way kWay{0, 1, 0};
+constexpr CopyChannel kChannel{0, 1, 0};
 
 class GroupCopiesTest : public ::testing::Test {
  protected:
   void connect() {
-    sender.copies->connect(kWay, "");
-    receiver.copies->connect(kWay, "");
+    sender.copies->connect(kChannel, "");
+    receiver.copies->connect(kChannel, "");
   }
 
   MeetingRooms rooms;
@@ -79,9 +79,9 @@ class GroupCopiesTest : public ::testing::Test {
 };
 
 TEST_F(GroupCopiesTest, carry_any_dtype_and_size_under_the_lane) {
-  NcclLane first(std::move(sender.copies), {.num_ways = 2}, kCpu, 0,
+  NcclLane first(std::move(sender.copies), {.num_channels = 2}, kCpu, 0,
                  sender.board);
-  NcclLane second(std::move(receiver.copies), {.num_ways = 2}, kCpu, 1,
+  NcclLane second(std::move(receiver.copies), {.num_channels = 2}, kCpu, 1,
                   receiver.board);
   auto other = std::async(std::launch::async, [&] {
     second.open(0, 1, "");
@@ -108,10 +108,10 @@ TEST_F(GroupCopiesTest, carry_any_dtype_and_size_under_the_lane) {
 TEST_F(GroupCopiesTest, keep_a_tensor_until_its_copy_is_over) {
   connect();
   at::Tensor data = group_number(3);
-  const auto sent = sender.copies->send(kWay, data);
+  const auto sent = sender.copies->send(kChannel, data);
   EXPECT_FALSE(sent.is_over());
   EXPECT_GT(data.use_count(), 1u);
-  MarkedTensor came = receiver.copies->receive(kWay, {7}, at::kDouble);
+  MarkedTensor came = receiver.copies->receive(kChannel, {7}, at::kDouble);
   EXPECT_TRUE(at::equal(std::move(came).use(), group_number(3)));
   EXPECT_TRUE(sent.is_over());
   EXPECT_EQ(data.use_count(), 1u);
@@ -119,15 +119,15 @@ TEST_F(GroupCopiesTest, keep_a_tensor_until_its_copy_is_over) {
 
 TEST_F(GroupCopiesTest, are_watched_until_they_are_over) {
   connect();
-  const auto sent = sender.copies->send(kWay, group_number(3));
+  const auto sent = sender.copies->send(kChannel, group_number(3));
   EXPECT_EQ(sender.flights->num_in_flight(), 1);
-  receiver.copies->receive(kWay, {7}, at::kDouble);
+  receiver.copies->receive(kChannel, {7}, at::kDouble);
   wait_for_it([&] { return sender.flights->num_in_flight() == 0; });
 }
 
 TEST_F(GroupCopiesTest, end_with_a_fault_and_name_the_culprit) {
   connect();
-  const auto sent = sender.copies->send(kWay, group_number(3));
+  const auto sent = sender.copies->send(kChannel, group_number(3));
   auto text = std::async(std::launch::async, [&]() -> std::string {
     try {
       MarkedTensor{group_number(0), sent}.use();
@@ -137,38 +137,39 @@ TEST_F(GroupCopiesTest, end_with_a_fault_and_name_the_culprit) {
     return "no failure";
   });
   // While a thread waits for the copy, the watch looks at it and goes on.
-  wait_for_it([&] { return rooms.of(kWay)->num_waiting == 1; });
+  wait_for_it([&] { return rooms.of(kChannel)->num_waiting == 1; });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   sender.board->report(
       {.kind = health::Fault::Kind::kDied, .global_rank = 1, .text = "gone"});
   EXPECT_NE(text.get().find("global_rank 1"), std::string::npos);
-  EXPECT_THROW(sender.copies->send(kWay, group_number(3)), Error) << "aborted";
+  EXPECT_THROW(sender.copies->send(kChannel, group_number(3)), Error)
+      << "aborted";
 }
 
 TEST_F(GroupCopiesTest, a_rank_that_has_left_is_a_fault) {
   connect();
-  const auto sent = sender.copies->send(kWay, group_number(3));
+  const auto sent = sender.copies->send(kChannel, group_number(3));
   sender.board->mark_left(1);
   wait_for_it([&] { return sender.board->fault().has_value(); });
   const std::string text = sender.board->fault()->describe();
-  EXPECT_NE(text.find("send over meeting:way"), std::string::npos) << text;
+  EXPECT_NE(text.find("send over meeting:channel"), std::string::npos) << text;
 }
 
 TEST_F(GroupCopiesTest, stop_cuts_off_what_is_in_flight_and_nothing_else) {
   connect();
-  const Way other{0, 1, 1};
+  const CopyChannel other{0, 1, 1};
   sender.copies->connect(other, "");
   receiver.copies->connect(other, "");
-  const auto over = sender.copies->send(kWay, group_number(3));
-  receiver.copies->receive(kWay, {7}, at::kDouble);
+  const auto over = sender.copies->send(kChannel, group_number(3));
+  receiver.copies->receive(kChannel, {7}, at::kDouble);
   const auto cut = sender.copies->send(other, group_number(4));
   sender.copies->stop();
-  EXPECT_FALSE(rooms.of(kWay)->is_aborted);
+  EXPECT_FALSE(rooms.of(kChannel)->is_aborted);
   EXPECT_TRUE(rooms.of(other)->is_aborted);
   EXPECT_THROW((MarkedTensor{group_number(0), cut}.use()), Error)
       << "else numbers that never came would be read";
   MarkedTensor{group_number(0), over}.use();
-  EXPECT_THROW(sender.copies->send(kWay, group_number(3)), Error);
+  EXPECT_THROW(sender.copies->send(kChannel, group_number(3)), Error);
   sender.copies->stop();  // again
 }
 
@@ -177,13 +178,13 @@ TEST_F(GroupCopiesTest, groups_that_do_not_fit_are_refused) {
     const auto copies = make_group_copies(
         kCpu, 0,
         {.make =
-             [&](const Way& way) {
-               return std::make_shared<MeetingGroup>(rooms.of(way), group_rank,
-                                                     is_stream_ordered);
+             [&](const CopyChannel& channel) {
+               return std::make_shared<MeetingGroup>(
+                   rooms.of(channel), group_rank, is_stream_ordered);
              }},
         sender.board);
     try {
-      copies->connect(kWay, "");
+      copies->connect(kChannel, "");
     } catch (const Error& error) {
       return std::string(error.what());
     }
@@ -201,16 +202,16 @@ TEST(GroupCopiesStreams, sends_are_the_callers_and_receives_nobodys) {
   const c10::Device device = fake_device::device(1);
   GroupRank sender(rooms, 0, device);
   GroupRank receiver(rooms, 1, device);
-  sender.copies->connect(kWay, "");
-  receiver.copies->connect(kWay, "");
+  sender.copies->connect(kChannel, "");
+  receiver.copies->connect(kChannel, "");
   const c10::Stream caller = fake_device::new_stream(1);
   memory::DeviceScope scope{caller};
   const at::Tensor data =
       at::empty({7}, at::TensorOptions(at::kDouble).device(device));
-  sender.copies->send(kWay, data);
-  sender.copies->send(kWay, data);
-  MarkedTensor first = receiver.copies->receive(kWay, {7}, at::kDouble);
-  MarkedTensor second = receiver.copies->receive(kWay, {7}, at::kDouble);
+  sender.copies->send(kChannel, data);
+  sender.copies->send(kChannel, data);
+  MarkedTensor first = receiver.copies->receive(kChannel, {7}, at::kDouble);
+  MarkedTensor second = receiver.copies->receive(kChannel, {7}, at::kDouble);
   EXPECT_EQ(first.data.device(), device);
   const std::vector<c10::StreamId> callers(2, caller.id());
   EXPECT_EQ(sender.group->streams, callers);

@@ -69,23 +69,26 @@ class Broken final : public DeviceCopies {
   const What what_;
 };
 
-// Ways of the fake device that cannot be made.
-class NoWays final : public MeetingCopies {
+// Channels of the fake device that cannot be made.
+class NoChannels final : public MeetingCopies {
  public:
   enum class What { kOffer, kConnect };
-  explicit NoWays(What what) : what_(what) {}
+  explicit NoChannels(What what) : what_(what) {}
 
-  std::string offer(const std::vector<Way>& /*ways*/) override {
-    SMP_CHECK(what_ != What::kOffer, "no ways left");
+  std::string offer(const std::vector<CopyChannel>& /*channels*/) override {
+    SMP_CHECK(what_ != What::kOffer, "no channels left");
     return {};
   }
-  void connect(const Way& /*way*/, const std::string& /*offer*/) override {
+  void connect(const CopyChannel& /*channel*/,
+               const std::string& /*offer*/) override {
     SMP_CHECK(false, "no route");
   }
-  memory::Mark send(const Way& /*way*/, const at::Tensor& /*data*/) override {
+  memory::Mark send(const CopyChannel& /*channel*/,
+                    const at::Tensor& /*data*/) override {
     return {};
   }
-  memory::MarkedTensor receive(const Way& /*way*/, at::IntArrayRef /*sizes*/,
+  memory::MarkedTensor receive(const CopyChannel& /*channel*/,
+                               at::IntArrayRef /*sizes*/,
                                at::ScalarType /*dtype*/) override {
     return {};
   }
@@ -97,13 +100,14 @@ class NoWays final : public MeetingCopies {
 
 constexpr int kNumAgreeing = 3;
 
-// Ranks of one host, all of which have a ring, and ways if `has_ways`.
+// Ranks of one host, all of which have a ring, and channels if `has_channels`.
 class Agreeing {
  public:
-  explicit Agreeing(bool has_ways) {
+  explicit Agreeing(bool has_channels) {
     for (int rank = 0; rank < kNumAgreeing; ++rank) {
       break_ring(rank, Broken::What::kNothing);
-      if (has_ways) set_ways(rank, make_fake_meeting(options_, rank, board_));
+      if (has_channels)
+        set_channels(rank, make_fake_meeting(options_, rank, board_));
     }
   }
 
@@ -114,10 +118,11 @@ class Agreeing {
         RingOptions{.num_slots = 2, .slot_bytes = 1024}, rank, board_,
         [](int, const Receipt&) {});
   }
-  void set_ways(int rank, std::unique_ptr<MeetingCopies> copies) {
-    ways_[rank] = std::make_unique<NcclLane>(
+  void set_channels(int rank, std::unique_ptr<MeetingCopies> copies) {
+    channels_[rank] = std::make_unique<NcclLane>(
         std::move(copies),
-        WayOptions{.num_ways = 2, .timeout = std::chrono::milliseconds(200)},
+        ChannelOptions{.num_channels = 2,
+                       .timeout = std::chrono::milliseconds(200)},
         c10::Device(c10::DeviceType::CPU), rank, board_);
   }
 
@@ -130,9 +135,9 @@ class Agreeing {
         LaneFacts facts = rank_on("x", "cpu", {"cpu"});
         facts.mode = mode;
         facts.nccl_host = std::to_string(rank);
-        if (ways_[rank]) facts.why_no_nccl.clear();
+        if (channels_[rank]) facts.why_no_nccl.clear();
         return agree_on_lanes(facts, rank,
-                              {rings_[rank].get(), ways_[rank].get()},
+                              {rings_[rank].get(), channels_[rank].get()},
                               [&](const std::string& own) {
                                 return meeting.exchange(rank, own);
                               });
@@ -157,15 +162,15 @@ class Agreeing {
   }
 
   bool maps(int a, int b) const { return rings_[a]->reaches(b); }
-  bool has_way(int a, int b) const { return ways_[a]->reaches(b); }
-  NcclLane& ways(int rank) { return *ways_[rank]; }
+  bool has_channel(int a, int b) const { return channels_[a]->reaches(b); }
+  NcclLane& channels(int rank) { return *channels_[rank]; }
 
  private:
   const FakeOptions options_{.num_slots = 2, .slot_bytes = 1024};
   const std::shared_ptr<health::FaultBoard> board_ =
       std::make_shared<health::FaultBoard>(0);
   std::unique_ptr<IpcLane> rings_[kNumAgreeing];
-  std::unique_ptr<NcclLane> ways_[kNumAgreeing];
+  std::unique_ptr<NcclLane> channels_[kNumAgreeing];
 };
 
 TEST(LaneAgreement, opens_all_pairs) {
@@ -211,11 +216,12 @@ TEST(LaneAgreement, what_cannot_be_opened_goes_over_nccl) {
       EXPECT_EQ(choices[2][1].kind, LaneKind::kNccl);
       expect_words(choices[0][2].reason, words);
     }
-    EXPECT_FALSE(ranks.has_way(0, 1) || ranks.has_way(1, 0));
-    EXPECT_TRUE(ranks.has_way(0, 2) && ranks.has_way(2, 0));
+    EXPECT_FALSE(ranks.has_channel(0, 1) || ranks.has_channel(1, 0));
+    EXPECT_TRUE(ranks.has_channel(0, 2) && ranks.has_channel(2, 0));
     const at::Tensor data = at::full({5}, 3.0, at::kDouble);
-    const auto posted = ranks.ways(2).post(1, data, true);
-    const at::Tensor came = ranks.ways(1).take(2, posted->descriptor, {}).use();
+    const auto posted = ranks.channels(2).post(1, data, true);
+    const at::Tensor came =
+        ranks.channels(1).take(2, posted->descriptor, {}).use();
     EXPECT_TRUE(at::equal(came, data));
   }
 }
@@ -227,21 +233,21 @@ TEST(LaneAgreement, ranks_may_use_nothing_but_nccl) {
   }
   for (int a = 0; a < kNumAgreeing; ++a) {
     for (int b = 0; b < kNumAgreeing; ++b) {
-      EXPECT_EQ(ranks.has_way(a, b), a != b);
+      EXPECT_EQ(ranks.has_channel(a, b), a != b);
       EXPECT_FALSE(ranks.maps(a, b));
     }
   }
 }
 
 TEST(LaneAgreement, a_rank_has_only_so_many_ways) {
-  for (const int most_peers : {1, 2, 4}) {
+  for (const int max_peers : {1, 2, 4}) {
     MeetingRank rank({.num_slots = 4}, 0);
-    rank.lane.fit_ways(most_peers);
+    rank.lane.limit_channels(max_peers);
     EXPECT_EQ(unpack(rank.lane.offer({1})).size() / 2,
-              static_cast<size_t>(kMostWays / 2 / std::max(most_peers, 2)))
+              static_cast<size_t>(kMaxChannels / 2 / std::max(max_peers, 2)))
         << "of this direction";
   }
-  constexpr int kMany = kMostWays / 2 + 2;
+  constexpr int kMany = kMaxChannels / 2 + 2;
   Meeting meeting(kMany);
   std::vector<std::future<LaneChoices>> running;
   for (int rank = 0; rank < kMany; ++rank) {
@@ -263,12 +269,12 @@ TEST(LaneAgreement, a_rank_has_only_so_many_ways) {
 
 TEST(LaneAgreement, ways_that_cannot_be_made_are_given_up_on_all_ranks) {
   for (const auto& [what, words] :
-       {std::pair{NoWays::What::kOffer, "no ways left"},
-        std::pair{NoWays::What::kConnect, "no route"}}) {
+       {std::pair{NoChannels::What::kOffer, "no channels left"},
+        std::pair{NoChannels::What::kConnect, "no route"}}) {
     for (const std::string mode : {"auto", "nccl"}) {
       Agreeing ranks(true);
       ranks.break_ring(0, Broken::What::kOpen);
-      ranks.set_ways(0, std::make_unique<NoWays>(what));
+      ranks.set_channels(0, std::make_unique<NoChannels>(what));
       if (mode == "nccl") {
         expect_words(refusal_of([&] { ranks.agree(mode); }), words);
         continue;
@@ -278,7 +284,7 @@ TEST(LaneAgreement, ways_that_cannot_be_made_are_given_up_on_all_ranks) {
         EXPECT_EQ(choices[2][0].kind, LaneKind::kHost);
         EXPECT_EQ(choices[1][2].kind, LaneKind::kIpc);
       }
-      EXPECT_FALSE(ranks.has_way(0, 1) || ranks.has_way(1, 0));
+      EXPECT_FALSE(ranks.has_channel(0, 1) || ranks.has_channel(1, 0));
     }
   }
 }

@@ -116,7 +116,6 @@ class MeetingGroup final : public comm::Communicator {
   /// The stream on which each operation was asked for.
   std::vector<c10::StreamId> streams;
 
-  comm::WorkPtr recv_any(at::Tensor, int) override { return refuse(); }
   comm::WorkPtr all_reduce(at::Tensor, comm::ReduceOp) override {
     return refuse();
   }
@@ -139,7 +138,7 @@ class MeetingGroup final : public comm::Communicator {
 
  private:
   static comm::WorkPtr refuse() {
-    throw Error("a way has sends and receives only");
+    throw Error("a channel has sends and receives only");
   }
   comm::WorkPtr ask(const at::Tensor& tensor, bool is_send) {
     SMP_CHECK(!room_->is_aborted, "aborted");
@@ -153,22 +152,22 @@ class MeetingGroup final : public comm::Communicator {
   const std::shared_ptr<MeetingRoom> room_;
   const int group_rank_;
   const bool is_stream_ordered_;
-  const std::string name_ = "meeting:way";
+  const std::string name_ = "meeting:channel";
 };
 
-/// The rooms of all ways; any thread.
+/// The rooms of all channels; any thread.
 class MeetingRooms {
  public:
-  std::shared_ptr<MeetingRoom> of(const Way& way) {
+  std::shared_ptr<MeetingRoom> of(const CopyChannel& channel) {
     const std::lock_guard lock(mutex_);
-    std::shared_ptr<MeetingRoom>& room = rooms_[way];
+    std::shared_ptr<MeetingRoom>& room = rooms_[channel];
     if (!room) room = std::make_shared<MeetingRoom>();
     return room;
   }
 
  private:
   std::mutex mutex_;
-  std::map<Way, std::shared_ptr<MeetingRoom>> rooms_;
+  std::map<CopyChannel, std::shared_ptr<MeetingRoom>> rooms_;
 };
 
 }  // namespace smp::lanes

@@ -9,12 +9,12 @@
 
 namespace smp::lanes {
 
-/// A rank with ways, without messages.
+/// A rank with channels, without messages.
 struct MeetingRank {
   MeetingRank(FakeOptions options, int the_rank,
               std::chrono::milliseconds timeout = std::chrono::seconds(20))
       : lane(make_fake_meeting(options, the_rank, board),
-             {.num_ways = options.num_slots, .timeout = timeout},
+             {.num_channels = options.num_slots, .timeout = timeout},
              c10::Device(c10::DeviceType::CPU), the_rank, board) {}
 
   std::shared_ptr<health::FaultBoard> board =

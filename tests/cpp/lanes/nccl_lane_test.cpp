@@ -42,13 +42,13 @@ void wait_for_end(const memory::Mark& mark) {
 // come long after the posts, data that are read long after the headers.
 class ManyMessages {
  public:
-  explicit ManyMessages(int seed, int num_ways)
+  explicit ManyMessages(int seed, int num_channels)
       : random_(seed),
         pair_({.seed = static_cast<uint64_t>(seed),
                .max_us = 150,
-               .num_slots = num_ways}) {}
+               .num_slots = num_channels}) {}
 
-  // Until so many took a way; returns how many found none.
+  // Until so many took a channel; returns how many found none.
   int run(int num_messages) {
     for (int i = 0; num_sent_ < num_messages; ++i) step(i);
     for (const int dst : {0, 1}) {
@@ -114,9 +114,9 @@ class ManyMessages {
 
 TEST(NcclLane, numbers_arrive_whatever_is_late) {
   for (const int seed : {1, 2, 3}) {
-    for (const int num_ways : {1, 3}) {
-      EXPECT_GT(ManyMessages(seed, num_ways).run(80), 0)
-          << "no way was ever in use";
+    for (const int num_channels : {1, 3}) {
+      EXPECT_GT(ManyMessages(seed, num_channels).run(80), 0)
+          << "no channel was ever in use";
     }
   }
 }
@@ -270,7 +270,7 @@ TEST(NcclLane, a_way_that_carries_nothing_is_refused_in_time) {
     EXPECT_NE(std::string(error.what()).find("within 60 ms"), std::string::npos)
         << error.what();
   }
-  EXPECT_THROW(alone.lane.open(0, 2, offer), Error) << "it has no such way";
+  EXPECT_THROW(alone.lane.open(0, 2, offer), Error) << "it has no such channel";
   alone.board->report({.global_rank = 1, .text = "the test is over"});
 }
 
@@ -280,18 +280,20 @@ TEST(NcclLane, a_way_that_carries_other_numbers_is_refused) {
    public:
     explicit Crossed(std::unique_ptr<MeetingCopies> inner)
         : inner_(std::move(inner)) {}
-    std::string offer(const std::vector<Way>& ways) override {
-      return inner_->offer(ways);
+    std::string offer(const std::vector<CopyChannel>& channels) override {
+      return inner_->offer(channels);
     }
-    void connect(const Way& way, const std::string& offer) override {
-      inner_->connect(way, offer);
+    void connect(const CopyChannel& channel,
+                 const std::string& offer) override {
+      inner_->connect(channel, offer);
     }
-    memory::Mark send(const Way& way, const at::Tensor& data) override {
-      return inner_->send(way, at::add(data, 1));
+    memory::Mark send(const CopyChannel& channel,
+                      const at::Tensor& data) override {
+      return inner_->send(channel, at::add(data, 1));
     }
-    MarkedTensor receive(const Way& way, at::IntArrayRef sizes,
+    MarkedTensor receive(const CopyChannel& channel, at::IntArrayRef sizes,
                          at::ScalarType dtype) override {
-      return inner_->receive(way, sizes, dtype);
+      return inner_->receive(channel, sizes, dtype);
     }
     void stop() override { inner_->stop(); }
 
@@ -302,7 +304,7 @@ TEST(NcclLane, a_way_that_carries_other_numbers_is_refused) {
   const auto board = std::make_shared<health::FaultBoard>(0);
   NcclLane crossed(
       std::make_unique<Crossed>(make_fake_meeting(options, 0, board)),
-      {.num_ways = 1}, c10::Device(c10::DeviceType::CPU), 0, board);
+      {.num_channels = 1}, c10::Device(c10::DeviceType::CPU), 0, board);
   MeetingRank receiver(options, 1);
   const std::string offer = receiver.lane.offer({0});
   auto sending =

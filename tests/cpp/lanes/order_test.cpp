@@ -32,7 +32,7 @@ class Order : public ::testing::TestWithParam<bool> {};
 TEST_P(Order, no_graph_gets_stuck) {
   const Tally tally = run_graphs({.has_rendezvous = GetParam()});
   EXPECT_EQ(tally.num_stuck, 0);
-  // Both ways are taken, else nothing is said about them.
+  // Both channels are taken, else nothing is said about them.
   EXPECT_GT(tally.num_over_lanes, kNumGraphs);
   EXPECT_GT(tally.num_through_hosts, kNumGraphs / 2);
 }
@@ -55,7 +55,7 @@ TEST(OrderOfStreams,
   EXPECT_EQ(run_graphs({.one_stream_for_both_ways = true}).num_stuck, 0);
 }
 
-// One copy at most on each way, as NcclLane has it.
+// One copy at most on each channel, as NcclLane has it.
 TEST(OrderOfLaunches, no_graph_gets_stuck) {
   const Tally tally = run_graphs({.has_rendezvous = true,
                                   .has_launch_order = true,
@@ -65,8 +65,8 @@ TEST(OrderOfLaunches, no_graph_gets_stuck) {
   EXPECT_GT(tally.num_through_hosts, kNumGraphs / 2);
 }
 
-// A second copy of the way waits for the first one, and with it all that its
-// host has asked for since; among that may be what the first one waits for.
+// A second copy of the channel waits for the first one, and with it all that
+// its host has asked for since; among that may be what the first one waits for.
 TEST(OrderOfLaunches, a_copy_behind_one_that_is_not_over_can) {
   const Tally tally = run_graphs({.has_rendezvous = true,
                                   .has_launch_order = true,

@@ -16,6 +16,7 @@
 
 #include "tests/cpp/comm/run_ranks.h"
 #include "tests/cpp/mailbox/lane_rank.h"
+#include "tests/cpp/shm/local_memory.h"
 
 namespace smp::mailbox {
 namespace {

@@ -22,6 +22,7 @@
 #include "tests/cpp/comm/run_ranks.h"
 #include "tests/cpp/comm/socket_world.h"
 #include "tests/cpp/common/expectations.h"
+#include "tests/cpp/shm/local_memory.h"
 
 namespace smp::mailbox {
 namespace {
@@ -319,7 +320,7 @@ TEST_P(MailboxOver, MessageOfAnySizeArrivesUnchanged) {
 TEST_P(MailboxOver, LongMessageOfOnePeerDoesNotHoldUpAnother) {
   if (!is_shared()) GTEST_SKIP() << "the in-process world sends at once";
   std::promise<void> is_held;
-  std::promise<void> let_go;
+  std::promise<void> release;
   run(3, [&](int self, Rank& rank) {
     Inbox inbox(rank.mailbox, Channel::kPipeline);
     if (self == 0) {
@@ -334,11 +335,11 @@ TEST_P(MailboxOver, LongMessageOfOnePeerDoesNotHoldUpAnother) {
       rank.mailbox.post(2, numbered(0, Channel::kProbe));
       inbox.wait_for(2);
       rank.mailbox.post(2, numbered(2));
-      let_go.set_value();
+      release.set_value();
     } else {
       rank.mailbox.set_handler(Channel::kProbe, [&](Message&&) {
         is_held.set_value();
-        EXPECT_EQ(let_go.get_future().wait_for(seconds(20)),
+        EXPECT_EQ(release.get_future().wait_for(seconds(20)),
                   std::future_status::ready);
       });
       rank.mailbox.post(1, numbered(0));

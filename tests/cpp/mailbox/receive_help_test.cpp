@@ -15,6 +15,7 @@
 #include "csrc/common/check.h"
 #include "csrc/mailbox/mailbox.h"
 #include "tests/cpp/comm/run_ranks.h"
+#include "tests/cpp/shm/local_memory.h"
 
 namespace smp::mailbox {
 namespace {

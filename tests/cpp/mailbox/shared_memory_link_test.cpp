@@ -17,6 +17,7 @@
 #include "csrc/mailbox/wire.h"
 #include "tests/cpp/comm/local_world.h"
 #include "tests/cpp/common/expectations.h"
+#include "tests/cpp/shm/local_memory.h"
 
 namespace smp::mailbox {
 namespace {

@@ -2,11 +2,12 @@
 
 #include <charconv>
 #include <chrono>
+#include <cstdlib>
+#include <cstring>
 #include <string>
 #include <thread>
 
 #include "csrc/common/check.h"
-#include "csrc/common/env.h"
 
 namespace smp::mailbox {
 namespace {
@@ -24,12 +25,12 @@ uint64_t mixed(uint64_t value) {
 }
 
 void read_environment() {
-  const auto text = env_string(kDelaysVariable);
-  if (!text) return;
-  const char* const end = text->data() + text->size();
+  const char* const text = std::getenv(kDelaysVariable);
+  if (text == nullptr || *text == 0) return;
+  const char* const end = text + std::strlen(text);
   uint64_t seed = 0;
   int64_t max_us = -1;
-  const auto first = std::from_chars(text->data(), end, seed);
+  const auto first = std::from_chars(text, end, seed);
   bool is_read =
       first.ec == std::errc() && first.ptr != end && *first.ptr == ':';
   if (is_read) {
@@ -40,7 +41,7 @@ void read_environment() {
                   "environment variable ", kDelaysVariable,
                   " must be '<seed>:<max_us>', two numbers >= 0, the second at "
                   "most ",
-                  kMaxUs, "; got '", *text, "'");
+                  kMaxUs, "; got '", text, "'");
   TestDelays::set(seed, max_us);
 }
 

@@ -29,7 +29,7 @@ struct Sharded {
 
   static ParameterStore::Options patient() {
     ParameterStore::Options options;
-    options.patience.timeout = std::chrono::seconds(20);
+    options.wait.timeout = std::chrono::seconds(20);
     return options;
   }
 

@@ -65,7 +65,7 @@ TEST_P(StoreOnHosts, held_units_are_whole_and_others_have_no_memory) {
                         other != unit);
             }
           }
-          sharded.store->let_go({unit});
+          sharded.store->release({unit});
         }
       }
       EXPECT_EQ(sharded.store->stats().num_gathers, 6);
@@ -106,7 +106,7 @@ TEST(ParameterStore, a_unit_of_small_parameters_takes_one_collective) {
     sharded.store->hold({0});
     for (int i = 0; i < 4; ++i) EXPECT_TRUE(sharded.is_whole(i));
     EXPECT_EQ(sharded.store->stats().num_collectives, 2) << "and a large one";
-    sharded.store->let_go({0});
+    sharded.store->release({0});
   });
 }
 
@@ -116,12 +116,12 @@ TEST(ParameterStore, a_gather_is_no_change_and_views_come_back_to_life) {
     sharded.store->hold({0});
     const auto version = sharded.params[0]._version();
     const at::Tensor view = sharded.params[0].detach().t();
-    sharded.store->let_go({0});
+    sharded.store->release({0});
     EXPECT_EQ(view.storage().nbytes(), 0u);
     sharded.store->hold({0});
     EXPECT_TRUE(view.equal(sharded.values[0].t()));
     EXPECT_EQ(sharded.params[0]._version(), version);
-    sharded.store->let_go({0});
+    sharded.store->release({0});
   });
 }
 
@@ -132,14 +132,14 @@ TEST(ParameterStore, small_parameters_stay_whole_until_the_next_update) {
     Sharded sharded(kShapes, kUnits, group, options);
     sharded.store->hold({0});
     EXPECT_THROW(sharded.store->mark_stale(), Error);
-    sharded.store->let_go({0});
+    sharded.store->release({0});
     EXPECT_TRUE(sharded.is_whole(0));
     EXPECT_EQ(sharded.store->stats().persistent_elements, 17);
     sharded.store->hold({0});
-    sharded.store->let_go({0});
+    sharded.store->release({0});
     EXPECT_EQ(sharded.store->stats().num_gathers, 1);
     sharded.store->hold({1});
-    sharded.store->let_go({1});
+    sharded.store->release({1});
     EXPECT_TRUE(sharded.is_whole(3));
     EXPECT_FALSE(sharded.has_memory(2));
 
@@ -149,7 +149,7 @@ TEST(ParameterStore, small_parameters_stay_whole_until_the_next_update) {
     EXPECT_FALSE(sharded.has_memory(0));
     sharded.store->hold({0});
     EXPECT_TRUE(sharded.is_whole(0));
-    sharded.store->let_go({0});
+    sharded.store->release({0});
     sharded.store->mark_stale();
   });
 }
@@ -173,7 +173,7 @@ struct Four : Sharded {
     for (const int unit : order) {
       store->hold({unit});
       EXPECT_TRUE(is_whole(unit));
-      store->let_go({unit});
+      store->release({unit});
     }
     store->end_pass();
     for (int i = 0; i < 4; ++i) EXPECT_FALSE(has_memory(i));
@@ -235,7 +235,7 @@ TEST(ParameterStore, a_pass_does_not_end_while_a_unit_is_held) {
     four.store->begin_pass(0);
     four.store->hold({2});
     EXPECT_THROW(four.store->end_pass(), InternalError);
-    four.store->let_go({2});
+    four.store->release({2});
     four.store->end_pass();
   });
 }

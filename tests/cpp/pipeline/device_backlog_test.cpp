@@ -45,7 +45,7 @@ class BacklogRank {
             memory::DeviceMeter::Options{.longest_task = kLongestTask})),
         scheduler_(&threads_, stream_.device(), nullptr, mailbox_.get(),
                    meter_) {
-    board_->waits().add_source([meter = meter_] { return meter->look(); });
+    board_->waits().add_source([meter = meter_] { return meter->read(); });
     options_.device = stream_.device();
     options_.device_meter = meter_;
     options_.timeout = std::chrono::seconds(60);

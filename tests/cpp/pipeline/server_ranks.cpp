@@ -1,4 +1,5 @@
 #include "tests/cpp/pipeline/server_ranks.h"
+#include "tests/cpp/shm/local_memory.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>

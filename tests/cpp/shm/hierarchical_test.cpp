@@ -9,11 +9,12 @@
 #include <string>
 
 #include "csrc/comm/hierarchical_communicator.h"
-#include "csrc/shm/shared_collectives.h"
+
 #include "tests/cpp/comm/communicator_suite.h"
 #include "tests/cpp/comm/host_world.h"
 #include "tests/cpp/comm/run_ranks.h"
 #include "tests/cpp/common/expectations.h"
+#include "tests/cpp/shm/local_memory.h"
 
 namespace smp::shm {
 namespace {

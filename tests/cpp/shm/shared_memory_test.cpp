@@ -17,6 +17,7 @@
 #include "tests/cpp/comm/local_world.h"
 #include "tests/cpp/comm/run_ranks.h"
 #include "tests/cpp/common/expectations.h"
+#include "tests/cpp/shm/local_memory.h"
 
 namespace smp::shm {
 namespace {

@@ -27,12 +27,12 @@ struct Outcome {
 
 inline GroupPtr make_group(const comm::CommunicatorPtr& communicator,
                            comm::CommunicatorPtr control = nullptr) {
-  comm::Patience patience;
-  patience.timeout = std::chrono::seconds(20);
+  comm::WaitOptions wait;
+  wait.timeout = std::chrono::seconds(20);
   if (!control) control = communicator;
   return std::make_shared<Group>(comm::as_wanted(communicator),
                                  std::move(control), communicator->group_rank(),
-                                 communicator->size(), std::move(patience));
+                                 communicator->size(), std::move(wait));
 }
 
 /// Runs `region(group, inputs of the rank)` on every rank of an in-process

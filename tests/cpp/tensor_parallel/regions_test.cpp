@@ -5,6 +5,7 @@
 
 #include <numeric>
 
+#include "csrc/comm/forwarding_communicator.h"
 #include "csrc/common/check.h"
 #include "csrc/tensor_parallel/layer_name.h"
 #include "tests/cpp/tensor_parallel/ranks.h"
@@ -361,47 +362,10 @@ TEST(RegionErrors, ShapesThatDifferAreNamedOnEveryRank) {
 }
 
 // A communicator of the kind that compares nothing by itself.
-class Careless final : public comm::Communicator {
+class Careless final : public comm::ForwardingCommunicator {
  public:
-  explicit Careless(comm::CommunicatorPtr inner) : inner_(std::move(inner)) {}
-  int group_rank() const override { return inner_->group_rank(); }
-  int size() const override { return inner_->size(); }
-  const std::string& name() const override { return inner_->name(); }
-  comm::WorkPtr send(const at::Tensor& t, int dst, int tag) override {
-    return inner_->send(t, dst, tag);
-  }
-  comm::WorkPtr recv(at::Tensor t, int src, int tag) override {
-    return inner_->recv(t, src, tag);
-  }
-  comm::WorkPtr recv_any(at::Tensor t, int tag) override {
-    return inner_->recv_any(t, tag);
-  }
-  comm::WorkPtr all_reduce(at::Tensor t, comm::ReduceOp op) override {
-    return inner_->all_reduce(t, op);
-  }
-  comm::WorkPtr broadcast(at::Tensor t, int root) override {
-    return inner_->broadcast(t, root);
-  }
-  comm::WorkPtr all_gather(at::Tensor to, const at::Tensor& from) override {
-    return inner_->all_gather(to, from);
-  }
-  comm::WorkPtr reduce_scatter(at::Tensor to, const at::Tensor& from,
-                               comm::ReduceOp op) override {
-    return inner_->reduce_scatter(to, from, op);
-  }
-  comm::WorkPtr all_to_all(at::Tensor to, const at::Tensor& from) override {
-    return inner_->all_to_all(to, from);
-  }
-  comm::WorkPtr all_to_all_v(at::Tensor to, const at::Tensor& from,
-                             const comm::Counts& to_counts,
-                             const comm::Counts& from_counts) override {
-    return inner_->all_to_all_v(to, from, to_counts, from_counts);
-  }
-  comm::WorkPtr barrier() override { return inner_->barrier(); }
-  void abort() override { inner_->abort(); }
-
- private:
-  const comm::CommunicatorPtr inner_;
+  using ForwardingCommunicator::ForwardingCommunicator;
+  bool stamp_next(uint64_t /*stamp*/) override { return false; }
 };
 
 TEST(RegionErrors, BackendsThatCompareNothingGetAComparisonBefore) {
@@ -452,9 +416,9 @@ TEST(RegionErrors, OtherLayersOfOneShapeAreNamed) {
 TEST(RegionErrors, APeerThatNeverComesIsATimeOut) {
   comm::run_ranks(2, [](int rank, const comm::CommunicatorPtr& comm) {
     if (rank == 1) return;
-    comm::Patience patience;
-    patience.timeout = std::chrono::milliseconds(250);
-    const auto group = std::make_shared<Group>(comm, nullptr, 0, 2, patience);
+    comm::WaitOptions wait;
+    wait.timeout = std::chrono::milliseconds(250);
+    const auto group = std::make_shared<Group>(comm, nullptr, 0, 2, wait);
     const std::string text = text_of_error([&] { reduce(group, randn({4})); });
     EXPECT_NE(text.find("waited 250 ms for the reduce over local"),
               std::string::npos)
@@ -465,11 +429,10 @@ TEST(RegionErrors, APeerThatNeverComesIsATimeOut) {
 TEST(RegionErrors, AFaultEndsTheWait) {
   comm::run_ranks(2, [](int rank, const comm::CommunicatorPtr& comm) {
     if (rank == 1) return;
-    comm::Patience patience;
-    patience.faults = std::make_shared<health::FaultBoard>(0);
-    patience.faults->report(
-        {.kind = health::Fault::Kind::kDied, .global_rank = 1});
-    const auto group = std::make_shared<Group>(comm, nullptr, 0, 2, patience);
+    comm::WaitOptions wait;
+    wait.faults = std::make_shared<health::FaultBoard>(0);
+    wait.faults->report({.kind = health::Fault::Kind::kDied, .global_rank = 1});
+    const auto group = std::make_shared<Group>(comm, nullptr, 0, 2, wait);
     EXPECT_THROW(reduce(group, randn({4})), PeerFailure);
   });
 }
@@ -494,7 +457,7 @@ TEST(Alone, NothingIsCommunicatedAndShapesAreRight) {
     at::Tensor y;
     const at::Tensor x = randn({2, 4}).requires_grad_();
     {
-      const SameCompany alone(true);
+      const AloneScope alone(true);
       y = gather(group, x, 0, {2, 3}, GatheredGrad::kSum);
       EXPECT_EQ(y.sizes().vec(), (std::vector<int64_t>{5, 4}));
       EXPECT_TRUE(y.narrow(0, 2, 2).equal(x));

@@ -233,11 +233,11 @@ TEST(TokenExchange, ArgumentsThatDoNotFitAreRefused) {
 
 TEST(RowExchange, SidesThatDisagreeAreToldWhereTheBackendComparesNothing) {
   comm::run_ranks(3, [](int rank, const comm::CommunicatorPtr& comm) {
-    comm::Patience patience;
-    patience.timeout = std::chrono::seconds(20);
+    comm::WaitOptions wait;
+    wait.timeout = std::chrono::seconds(20);
     const auto on =
         std::make_shared<comm::StreamGroup>(comm::CommunicatorPtr(comm));
-    Group group(on, comm, rank, 3, patience);
+    Group group(on, comm, rank, 3, wait);
     const Sizes one{1, 1, 1};
     const Sizes sent = rank == 1 ? Sizes{1, 1, 2} : one;
     const int64_t rows = rank == 1 ? 4 : 3;

@@ -156,7 +156,7 @@ TEST(CrossEntropy, ExchangesThreeNumbersPerTokenAndNothingInBackward) {
 
 TEST(CrossEntropy, RefusesTargetsOutsideOfTheVocabulary) {
   const auto group =
-      std::make_shared<Group>(nullptr, nullptr, 0, 1, comm::Patience());
+      std::make_shared<Group>(nullptr, nullptr, 0, 1, comm::WaitOptions());
   const std::string text = text_of_error([&] {
     vocabulary_cross_entropy(group, at::zeros({2, 4}),
                              at::full({2}, 4, at::kLong), {0, 4});

@@ -9,8 +9,6 @@
 namespace smp::topology {
 namespace {
 
-using Groups = std::vector<std::vector<int>>;
-
 constexpr GroupKind kAllKinds[] = {GroupKind::kWorld, GroupKind::kMp,
                                    GroupKind::kDp,    GroupKind::kPp,
                                    GroupKind::kTp,    GroupKind::kRdp};
@@ -49,20 +47,6 @@ TEST(ProcessGrid, GroupsOfAnyKindPartitionTheWorld) {
       }
     }
   }
-}
-
-TEST(ProcessGrid, CoordinatesAndRankAreInverse) {
-  const ProcessGrid grid(24, 2, 3, "TDP");
-  for (int rank = 0; rank < 24; ++rank) {
-    EXPECT_EQ(grid.global_rank(grid.coordinates(rank)), rank);
-  }
-}
-
-TEST(ProcessGrid, NamesOfPlacementsResolve) {
-  EXPECT_EQ(ProcessGrid(8, 2, 2, "cluster").placement(), "DPT");
-  EXPECT_EQ(ProcessGrid(8, 2, 2, "spread").placement(), "TPD");
-  EXPECT_EQ(ProcessGrid(8, 2, 1, "spread").groups(GroupKind::kPp),
-            (Groups{{0, 4}, {1, 5}, {2, 6}, {3, 7}}));
 }
 
 TEST(ProcessGrid, RefusesWhatDoesNotFit) {

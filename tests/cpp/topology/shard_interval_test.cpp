@@ -39,14 +39,6 @@ TEST(ShardInterval, FlatPartsTileAnyNumberOfElements) {
   }
 }
 
-TEST(ShardInterval, IntersectionIsWhatBothHold) {
-  const ShardInterval a{0, 2, 6, 8};
-  EXPECT_EQ(a.intersect({0, 4, 8, 8}), (ShardInterval{0, 4, 6, 8}));
-  EXPECT_TRUE(a.intersect({0, 6, 8, 8}).empty());
-  EXPECT_THROW(a.intersect({1, 2, 6, 8}), ValueError);
-  EXPECT_THROW(a.intersect({0, 2, 6, 9}), ValueError);
-}
-
 TEST(ShardInterval, ShapeOfASliceReplacesTheCutDim) {
   EXPECT_EQ(shard_shape({4, 6}, ShardInterval::even(6, 3, 1, 1)),
             (std::vector<int64_t>{4, 2}));

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.grid.cells import LOSS_SCALE, Cell
+from tests.harness import labelled_loss, train_step_of
 from tests.reference.half_precision import make_optimizer
 from tests.reference.mixed_precision import CASE
 from tests.reference.split_families import build_split_family, make_split_batch
@@ -107,12 +108,7 @@ def _train(
 ) -> None:
     import smp
 
-    @smp.step
-    def train_step(batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = model(**batch)["loss"]
-        model.backward(loss)
-        return loss
-
+    train_step = train_step_of(model, labelled_loss)
     for step in range(STEPS):
         before = num_forwards()
         losses = train_step(make_split_batch(CASE, record.batch_idx, step))

@@ -6,10 +6,9 @@ if that does not take too long, and generations in use are not deleted.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-import time
+import weakref
 from pathlib import Path
 
 from smp.checkpoint import file_system
@@ -22,7 +21,6 @@ from smp.checkpoint.store.objects import ObjectStore
 FOLDER = ".fetched"
 _LOCK = ".lock"
 _WORK = ".work"
-_POLL_S = 0.05
 _DELETE_S = 300.0
 
 
@@ -52,13 +50,18 @@ class Fetched:
         self._store, self.key, self._patience_s = store, key, patience_s
         self.folder = root / FOLDER / key.folder()
         self.fetched: list[str] = []
-        self._use = _Use(self.folder)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        # While a process shares the lock the folder is not deleted.
+        use = OwnerLock.take(_use_path(self.folder), _DELETE_S, is_shared=True)
+        if use is None:
+            raise TimeoutError(f"{self.folder} is not deleted after {_DELETE_S:g} s")
+        self._end_use = weakref.finalize(self, use.release, delete=False)
         try:
             self.folder.mkdir(exist_ok=True)
             _work(self.folder).mkdir(exist_ok=True)
             self.manifest = self._read_manifest()
         except BaseException:
-            self._use.end()
+            self.close()
             raise
 
     def get(self, name: str) -> Path:
@@ -72,7 +75,8 @@ class Fetched:
         path = self.folder / name
         if _has(path, record.num_bytes):
             return path
-        lock = self._lock(name)
+        # Another process that has it for too long may be stuck.
+        lock = OwnerLock.take(_work(self.folder) / f"{name}{_LOCK}", self._patience_s)
         try:
             if not _has(path, record.num_bytes):
                 self._fetch(name, path)
@@ -88,7 +92,7 @@ class Fetched:
 
     def close(self) -> None:
         """Permits deletion of the folder from now on."""
-        self._use.end()
+        self._end_use()
 
     def _read_manifest(self) -> Manifest:
         path = self.folder / FILE_NAME
@@ -135,14 +139,6 @@ class Fetched:
         file_system.sync_folder(path.parent)
         self.fetched.append(name)
 
-    def _lock(self, name: str) -> OwnerLock | None:
-        """Takes the lock of a file; returns None if another process has it for too long."""
-        path = _work(self.folder) / f"{name}{_LOCK}"
-        deadline = time.monotonic() + self._patience_s
-        while (lock := OwnerLock.take(path)) is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        return lock
-
 
 def tidy(root: Path, keep: Key | None) -> list[str]:
     """Deletes fetched generations that no process uses.
@@ -159,48 +155,17 @@ def tidy(root: Path, keep: Key | None) -> list[str]:
         folder = parent / name
         if not folder.is_dir() or name.endswith(_WORK) or (keep and name == keep.folder()):
             continue
-        descriptor = os.open(_use_path(folder), os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # it is in use, or there are no locks
-            os.close(descriptor)
+        lock = OwnerLock.take(_use_path(folder))
+        if lock is None:
             continue
         try:
-            file_system.delete(folder)
-            file_system.delete(_work(folder))
-            _use_path(folder).unlink(missing_ok=True)
-            deleted.append(name)
+            if lock.is_real:
+                file_system.delete(folder)
+                file_system.delete(_work(folder))
+                deleted.append(name)
         finally:
-            os.close(descriptor)
+            lock.release(delete=lock.is_real)
     return deleted
-
-
-class _Use:
-    """A shared lock on a folder: while it is held the folder is not deleted."""
-
-    def __init__(self, folder: Path) -> None:
-        path = _use_path(folder)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + _DELETE_S
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if _is_at(path, descriptor):
-                    break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    os.close(descriptor)
-                    raise TimeoutError(f"{folder} is not deleted after {_DELETE_S:g} s") from None
-                time.sleep(_POLL_S)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
-        self._file = os.fdopen(descriptor, "rb")
-
-    def end(self) -> None:
-        self._file.close()
 
 
 def _work(folder: Path) -> Path:
@@ -210,13 +175,6 @@ def _work(folder: Path) -> Path:
 
 def _use_path(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}{_LOCK}")
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def _has(path: Path, num_bytes: int) -> bool:

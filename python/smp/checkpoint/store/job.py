@@ -20,7 +20,7 @@ from smp.checkpoint.store.pending import Pending
 from smp.checkpoint.store.uploader import Upload, Uploader
 from smp.world import runtime
 from smp.world.rank import Rank
-from smp.world.roll_call import agree
+from smp.world.roll_call import agree, together
 
 _PATIENCE_S = 120.0
 
@@ -37,6 +37,7 @@ class JobStore:
 
     Attributes:
         root: folder on this machine in which checkpoints are completed before they are sent.
+        uploader: sender of complete checkpoints.
 
     Raises:
         ValueError: the store belongs to one process, and there are several.
@@ -52,10 +53,10 @@ class JobStore:
         self._rank, self._address = rank, address
         self._is_first = rank.global_rank == 0
         self.root = names.local_folder(rank.settings.store_root.expanduser(), address)
-        self._objects = ObjectStore(address, lambda: self._uploader.is_stopped())
+        self._objects = ObjectStore(address, lambda: self.uploader.is_stopped())
         self._reader = ObjectStore(address)
         self._reading: weakref.WeakSet[Fetched] = weakref.WeakSet()
-        self._uploader = Uploader(
+        self.uploader = Uploader(
             self._objects,
             rank.global_rank,
             rank.world_size,
@@ -98,7 +99,7 @@ class JobStore:
             one = Pending.of(self.root, key)
             if self._is_first:
                 one.forget_failures()
-            self._uploader.add(Upload(one, locks.get(key), None))
+            self.uploader.add(Upload(one, locks.get(key), None))
 
     # ---- saving
 
@@ -124,7 +125,7 @@ class JobStore:
             lock: lock of `hold` on the first rank, else None.
             keep: number of complete generations that stay in the store; None: all.
         """
-        self._uploader.add(Upload(Pending.of(self.root, key), lock, keep))
+        self.uploader.add(Upload(Pending.of(self.root, key), lock, keep))
 
     # ---- loading
 
@@ -168,14 +169,9 @@ class JobStore:
                 f"{self._rank.prefix}{what}: {self._address} has {asked}, nor has {self.root}"
             )
         key, is_local = found
-        source: Path | Fetched = self.root / key.name
-        try:
-            if not is_local:
-                source = self._fetched(key)
-        except Exception as caught:
-            error = caught
-        agree(self._rank, what, error)
-        return source
+        return together(
+            self._rank, what, lambda: self.root / key.name if is_local else self._fetched(key)
+        )
 
     def _fetched(self, key: Key) -> Fetched:
         hang_s = self._rank.settings.hang_s
@@ -185,20 +181,6 @@ class JobStore:
         if self._rank.local_rank == 0:
             fetching.tidy(self.root, key)
         return fetched
-
-    # ---- the end
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """See `Uploader.wait`."""
-        return self._uploader.wait(timeout_s)
-
-    def waiting(self) -> list[Key]:
-        """See `Uploader.waiting`."""
-        return self._uploader.waiting()
-
-    def stop(self) -> None:
-        """See `Uploader.stop`."""
-        self._uploader.stop()
 
     def _fault(self) -> str | None:
         return None if self._rank.board is None else self._rank.board.fault_text()
@@ -245,11 +227,11 @@ def _end(current: runtime.Runtime) -> None:
         errors.append(str(error))
     for store in stores_in_use(current):
         try:
-            store.wait(None)
+            store.uploader.wait(None)
         except RuntimeError as error:
             errors.append(str(error))
         finally:
-            store.stop()
+            store.uploader.stop()
     _stores.pop(current, None)
     if errors:
         raise RuntimeError("; ".join(errors))

@@ -107,11 +107,6 @@ def parse(text: str) -> Address:
     return Address(protocol, path)
 
 
-def text_of(path: str | os.PathLike[str]) -> str:
-    """Returns the text that all ranks compare: the address or folder as it was given."""
-    return os.fspath(path)
-
-
 def local_folder(root: Path, address: Address) -> Path:
     """Returns the folder on the machine where an address's checkpoints lie before they are sent."""
     return root / address.local_name()

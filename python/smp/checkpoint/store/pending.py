@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from smp.checkpoint.store.names import Key
 FOLDER = ".sending"
 _LINKING = ".linking-"
 _FAILED = re.compile(r"failed_(\d+)\.txt\Z")
-_SEE_SECONDS = 5.0  # network file systems show a new folder late
 
 
 @dataclass(frozen=True)
@@ -53,13 +51,9 @@ class Pending:
         Raises:
             FileNotFoundError: this host does not see it within seconds.
         """
-        deadline = time.monotonic() + _SEE_SECONDS
-        while not self.folder.is_dir():
-            if time.monotonic() > deadline:
-                raise FileNotFoundError(
-                    f"{self.folder}, which the first rank has created, is not visible here"
-                )
-            time.sleep(0.05)
+        file_system.wait_until_seen(
+            self.folder, f"{self.folder}, which the first rank has created, is not visible here"
+        )
 
     def sizes(self) -> dict[str, int]:
         """Returns the files' sizes in bytes by name, from the manifest, which is left out.

@@ -115,10 +115,7 @@ def _send(
 
 
 def complete(
-    store: ObjectStore,
-    pending: Pending,
-    wait: Callable[[], None],
-    timeout_s: float,
+    store: ObjectStore, pending: Pending, wait: Callable[[], None], timeout_s: float
 ) -> None:
     """Writes the manifest when the files of all ranks are in the store. First rank.
 

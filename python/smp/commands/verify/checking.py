@@ -23,7 +23,7 @@ from smp.commands.verify.compare import (
 )
 from smp.commands.verify.jobs import Script, ScriptFailed
 from smp.commands.verify.layouts import ALONE, Layout
-from smp.commands.verify.records import Records, same_inputs
+from smp.commands.verify.records import JobRecords, same_inputs
 
 
 @dataclass
@@ -37,9 +37,9 @@ class Check:
 
     script: Script
     say: Callable[[str], None]
-    _plain: Records | None = field(default=None, init=False)
+    _plain: JobRecords | None = field(default=None, init=False)
 
-    def begin(self) -> Records:
+    def begin(self) -> JobRecords:
         """Runs the script in one process.
 
         Raises:
@@ -63,13 +63,13 @@ class Check:
             return Verdict(layout.name, FAILED, text, notes=tuple(real.all("notes")))
         return self._judge(layout, real, one)
 
-    def _one(self, name: str, real: Records) -> Records:
+    def _one(self, name: str, real: JobRecords) -> JobRecords:
         if self._plain is not None and same_inputs(self._plain, real):
             return self._plain
         self.say(f"{name}: one process with the inputs of {real.num_batches} data-parallel ranks")
         return self.script.run(f"{name}-one", ALONE, replay=real)
 
-    def _judge(self, layout: Layout, real: Records, one: Records) -> Verdict:
+    def _judge(self, layout: Layout, real: JobRecords, one: JobRecords) -> Verdict:
         is_exact = real.half is not None or real.all("dtypes") == [str(torch.float64)]
         found = compare(real, one, EXACT if is_exact else NEAR)
         result = Verdict(layout.name, EQUAL, largest=found.largest, notes=_notes(found))

@@ -156,7 +156,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="one JSON document instead of a table")
 
 
-class Divided(NamedTuple):
+class SplitWords(NamedTuple):
     """The words behind the script's name.
 
     Attributes:
@@ -168,7 +168,7 @@ class Divided(NamedTuple):
     script: tuple[str, ...]
 
 
-def divide(words: Sequence[str], before: argparse.Namespace) -> Divided:
+def divide(words: Sequence[str], before: argparse.Namespace) -> SplitWords:
     """Divides the words behind the script's name.
 
     Without a separator, options of `smp verify` are taken wherever they are, and all other words
@@ -201,7 +201,7 @@ def divide(words: Sequence[str], before: argparse.Namespace) -> Divided:
                 f"{_flag(name)} is in front of the script's name and behind it; give it once, and "
                 f"if the second is for the script, behind '{SEPARATOR}'"
             )
-    return Divided(vars(found), (*others, *words[end + 1 :]))
+    return SplitWords(vars(found), (*others, *words[end + 1 :]))
 
 
 class _Options(argparse.ArgumentParser):

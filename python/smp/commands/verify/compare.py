@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from smp.commands.verify.records import Records
+from smp.commands.verify.records import JobRecords
 from smp.observe.verification.comparison import (
     Difference,
     FirstModule,
@@ -93,8 +93,8 @@ class Comparison:
         has_buffers: whether buffers differ that do not count.
     """
 
-    real: Records
-    one: Records
+    real: JobRecords
+    one: JobRecords
     differences: list[Difference] = field(default_factory=list)
     largest: dict[str, float] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
@@ -161,7 +161,9 @@ class Comparison:
         return tuple(hints)
 
 
-def compare(real: Records, one: Records, rule: Rule, third: Records | None = None) -> Comparison:
+def compare(
+    real: JobRecords, one: JobRecords, rule: Rule, third: JobRecords | None = None
+) -> Comparison:
     """Compares all that was recorded.
 
     Buffers do not count with several batches: each replica writes its own, and in one process they

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smp.commands.verify.layouts import Layout
-from smp.commands.verify.records import Records
+from smp.commands.verify.records import JobRecords
 from smp.observe.verification.order import Order
 
 _TAIL = 30
@@ -50,8 +50,8 @@ class Script:
     timeout_s: float
 
     def run(
-        self, name: str, layout: Layout, replay: Records | None = None, is_exact: bool = False
-    ) -> Records:
+        self, name: str, layout: Layout, replay: JobRecords | None = None, is_exact: bool = False
+    ) -> JobRecords:
         """Runs the script in a layout.
 
         Args:
@@ -85,7 +85,8 @@ class Script:
                 ).returncode
             except subprocess.TimeoutExpired:
                 status = None
-        lines, records, reason = log.read_text(errors="replace").splitlines(), Records(folder), None
+        lines, reason = log.read_text(errors="replace").splitlines(), None
+        records = JobRecords(folder)
         if status is None:
             reason = f"it has not made {self.steps} updates after {self.timeout_s:g} s "
             reason += "(--timeout-s gives it more)"

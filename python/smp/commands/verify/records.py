@@ -19,7 +19,7 @@ from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import FLAT_MARK, SHARDS_MARK
 
 
-class Records:
+class JobRecords:
     """Records of one job.
 
     Args:
@@ -273,7 +273,7 @@ class Records:
         return None
 
 
-def same_inputs(first: Records, second: Records) -> bool:
+def same_inputs(first: JobRecords, second: JobRecords) -> bool:
     """Returns whether two jobs have read equal inputs, in one batch per step."""
     own, others = (sorted(records.folder.glob("*-*.pickle")) for records in (first, second))
     return (

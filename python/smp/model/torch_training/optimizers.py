@@ -83,8 +83,9 @@ class TorchOptimizers:
         return arrived
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(wrapper.optimizer is optimizer for wrapper in self._wrapped.optimizers):
-            return
+        for wrapper in self._wrapped.optimizers:
+            if wrapper.optimizer is optimizer:
+                return
         refuse_replaced(optimizer)
         known = known_parameters(self._wrapped)
         own = [p for p in parameters_of(optimizer) if id(p) in known]

@@ -91,7 +91,6 @@ class PartGradients:
 
     def __init__(self, current: runtime.Runtime) -> None:
         self._wrapped = current.wrapped
-        self._is_updating = False
         self._told: set[tuple[str, int]] = set()
         self._shown: dict[int, Tensor] = {}  # gradients, by the address of their values
         self._factors: dict[int, float] = {}  # factors of these gradients
@@ -100,15 +99,11 @@ class PartGradients:
         self._applied: Scaling | None = None
         self._known: tuple[set[int], set[int]] | None = None
         self.is_idle = True
-        handles = (
-            register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
-        )
-        for handle in handles:
-            current.on_shutdown(handle.remove)
+        current.on_shutdown(register_optimizer_step_pre_hook(self._before_update).remove)
+        current.on_shutdown(register_optimizer_step_post_hook(self._watch).remove)
         self._half: property = vars(HalfParameter)["grad"]
-        nn.Parameter.grad = self._watching(_native)  # type: ignore[assignment, method-assign]
-        HalfParameter.grad = self._watching(self._half)  # type: ignore[assignment, method-assign]
+        self._watched, self._watched_half = self._watching(_native), self._watching(self._half)
+        self._watch()
         PartGradient.keeper = self
         current.on_shutdown(self._leave)
 
@@ -116,20 +111,30 @@ class PartGradients:
         get, set_ = functools.partial(self._get, its), functools.partial(self._set, its)
         return property(get, set_, its.__delete__)
 
+    def _watch(self, *_: Any) -> None:
+        nn.Parameter.grad = self._watched  # type: ignore[assignment, method-assign]
+        HalfParameter.grad = self._watched_half  # type: ignore[assignment, method-assign]
+
+    def _unwatch(self) -> None:
+        nn.Parameter.grad = _native  # type: ignore[method-assign]
+        HalfParameter.grad = self._half  # type: ignore[assignment, method-assign]
+
     def _leave(self) -> None:
         self._make_plain()
         PartGradient.keeper = None
+        self._unwatch()
         del nn.Parameter.grad
-        HalfParameter.grad = self._half  # type: ignore[assignment, method-assign]
 
     # ---- uses by the script
 
     def _get(self, its: Any, parameter: Tensor) -> Tensor | None:
         grad: Tensor | None = its.__get__(parameter)
-        if grad is None or self._is_updating or type(grad) is not Tensor:
+        if grad is None or type(grad) is not Tensor:
             return grad
-        if _is_script(sys._getframe(1)) and grad.numel() and self._knows(parameter):
-            self._show(grad)
+        if _is_script(sys._getframe(1)) and grad.numel():
+            if id(parameter) in self._ids_and_memory()[0]:
+                grad.__class__ = PartGradient
+                self._shown[grad.data_ptr()] = grad
         return grad
 
     def _set(self, its: Any, parameter: Tensor, value: Tensor | None) -> None:
@@ -196,9 +201,9 @@ class PartGradients:
         """Raises if gradients change a parameter after a number was computed from them."""
         if self._reduced_at is None or not written.numel():
             return
-        if id(written) not in self._ids_and_memory()[0]:
-            if written.data_ptr() not in self._ids_and_memory()[1]:
-                return
+        ids, memory = self._ids_and_memory()
+        if id(written) not in ids and written.data_ptr() not in memory:
+            return
         raise RuntimeError(
             f"{_C.rank_prefix()}parameters are changed with their gradients after "
             f"{self._reduced_at} has computed a number (a norm, a sum) from .grad: each rank has "
@@ -206,10 +211,6 @@ class PartGradients:
             "their parameters by different numbers. Use smp.grad_norm(model.parameters()), the "
             "norm over all ranks, or smp.clip_grad_norm_ in that line"
         )
-
-    def _show(self, grad: Tensor) -> None:
-        grad.__class__ = PartGradient
-        self._shown[grad.data_ptr()] = grad
 
     def _replace(self, address: int, before: Tensor, after: Tensor) -> None:
         """Notes that a gradient has new values, and their common factor, if there is one."""
@@ -266,20 +267,15 @@ class PartGradients:
         return None
 
     def _before_update(self, *_: Any) -> None:
-        self._is_updating = True
-        self._applied = self.scaling()
-        self._make_plain()
-
-    def _after_update(self, *_: Any) -> None:
-        self._is_updating = False
+        if self._shown:
+            self._applied = self.scaling()
+            self._make_plain()
+        self._unwatch()  # an update reads each gradient several times
 
     def _make_plain(self) -> None:
         for grad in self._shown.values():
             grad.__class__ = Tensor
         self._shown.clear()
-
-    def _knows(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._ids_and_memory()[0]
 
     def _ids_and_memory(self) -> tuple[set[int], set[int]]:
         """Returns ids and addresses of parameters, and of the tensors updated instead of them."""

@@ -19,7 +19,7 @@ from smp.nn.planned import borders
 from smp.nn.planned.calls import Call, call_of_block
 from smp.nn.planned.linear import has_hooks
 from smp.nn.planned.trial import Trial, can_be_tried
-from smp.nn.planned.watch import Watch
+from smp.nn.planned.whole_gradients import WholeGradients
 from smp.tensor_parallel import regions
 
 
@@ -36,7 +36,7 @@ class PlannedBlock(DistributedModule):
         _smp_rates: places of dropout rates inside, or None before the first search.
         _smp_sums_late: whether rows inside may leave their sums to code that reads them, because
             ranks have own batches and none has hooks there; None before ranks agreed on it.
-        _smp_watch: watch of its whole parameters, or None after their check.
+        _smp_whole_gradients: check of its whole parameters, or None after their check.
         _smp_trial: trial of its code, or None if it was made or is not wanted.
     """
 
@@ -47,7 +47,7 @@ class PlannedBlock(DistributedModule):
     _smp_heads: tuple[int, int] | None = None
     _smp_rates: list[tuple[nn.Module, str]] | None = None
     _smp_sums_late: bool | None = None
-    _smp_watch: Watch | None = None
+    _smp_whole_gradients: WholeGradients | None = None
     _smp_trial: Trial | None = None
 
 
@@ -79,11 +79,11 @@ def _run(
 ) -> Any:
     layout: Layout = block._smp_layout
     num_samples = 0
-    watch: Watch | None = block._smp_watch
+    check: WholeGradients | None = block._smp_whole_gradients
     # A run outside of the step may fail without ending it.
-    if watch is not None and watch.is_due() and not (regions.is_alone() or is_tracing()):
-        block.__dict__["_smp_watch"] = None
-        watch.check()
+    if check is not None and check.is_due() and not (regions.is_alone() or is_tracing()):
+        block.__dict__["_smp_whole_gradients"] = None
+        check.run()
     call = Call(sums_late=_sums_late(block))
     if layout.has_own_batches:
         args, kwargs, num_samples = regions.in_layer(

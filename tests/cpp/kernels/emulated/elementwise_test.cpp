@@ -1,5 +1,6 @@
 #include "csrc/kernels/elementwise.h"
 
+#include "csrc/kernels/cpu/fused_table.h"
 #include "tests/cpp/kernels/emulated/operators.h"
 
 namespace smp::kernels::emulated {
@@ -31,9 +32,9 @@ TYPED_TEST(EmulatedElementwise, GeluMatchesTheCpu) {
         y, dx, dbias);
     op.result = want_y.data();
     back.result = want_dx.data();
-    cpu::bias_gelu_forward(op, 0, rows);
-    cpu::bias_gelu_backward(back, 0, rows,
-                            form == 2 ? nullptr : want_dbias.data());
+    fused().bias_gelu_forward(op, 0, rows);
+    fused().bias_gelu_backward(back, 0, rows,
+                               form == 2 ? nullptr : want_dbias.data());
     this->expect_near(y, want_y, 1);
     this->expect_near(dx, want_dx, 4);
     this->expect_near(dbias, want_dbias, 16);
@@ -72,9 +73,9 @@ void test_dropout(int form, int64_t rows, int64_t n, int64_t offset) {
       y, dx, dbias);
   op.y = want_y.data();
   back.dx = want_dx.data();
-  cpu::bias_dropout_residual_forward(op, 0, rows);
-  cpu::bias_dropout_residual_backward(back, 0, rows,
-                                      has_bias ? want_dbias.data() : nullptr);
+  fused().bias_dropout_residual_forward(op, 0, rows);
+  fused().bias_dropout_residual_backward(
+      back, 0, rows, has_bias ? want_dbias.data() : nullptr);
   Fixture::expect_near(y, want_y, 2);
   Fixture::expect_near(dx, want_dx, 0);
   Fixture::expect_near(dbias, want_dbias, 8);
@@ -105,7 +106,7 @@ TYPED_TEST(EmulatedElementwise, ThreadsGoOnToFurtherRows) {
   this->in_both_orders(
       [&] { bias_dropout_residual_backward(op, dbias.data()); }, dx, dbias);
   op.dx = want_dx.data();
-  cpu::bias_dropout_residual_backward(op, 0, kRows, want_dbias.data());
+  fused().bias_dropout_residual_backward(op, 0, kRows, want_dbias.data());
   this->expect_near(dx, want_dx, 0);
   this->expect_near(dbias, want_dbias, 1000);
 }
@@ -156,7 +157,7 @@ TYPED_TEST(EmulatedElementwise, RotationMatchesTheCpu) {
       this->in_both_orders([&] { expect_launched(cuda::rotary(op, nullptr)); },
                            y);
       op.y = want_y.data();
-      cpu::rotary(op, 0, kBatch * kLength);
+      fused().rotary(op, 0, kBatch * kLength);
       this->expect_near(y, want_y, 2);
     }
   }
@@ -180,7 +181,7 @@ TEST(EmulatedRotation, BlocksGoOnToFurtherPositions) {
   op.length_stride = 2;
   expect_launched(cuda::rotary(op, nullptr));
   op.y = want_y.data();
-  cpu::rotary(op, 0, kLength);
+  fused().rotary(op, 0, kLength);
   Operators<float>::expect_near(y, want_y, 2);
 }
 

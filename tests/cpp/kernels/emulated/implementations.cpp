@@ -157,8 +157,4 @@ const cpu::FusedTable* const* implementations() {
   return tables;
 }
 
-void add_scaled(const ArrayPair* pairs, int64_t num_pairs, double a) {
-  expect_launched(cuda::add_scaled(pairs, num_pairs, a, nullptr));
-}
-
 }  // namespace smp::kernels

@@ -1,5 +1,6 @@
 #include "csrc/kernels/norm.h"
 
+#include "csrc/kernels/cpu/fused_table.h"
 #include "tests/cpp/kernels/emulated/operators.h"
 
 namespace smp::kernels::emulated {
@@ -35,7 +36,7 @@ TYPED_TEST(EmulatedNorm, ForwardMatchesTheCpu) {
     op.y = want_y.data();
     op.mean = is_rms ? nullptr : want_mean.data();
     op.rstd = want_rstd.data();
-    cpu::norm_forward(op, 0, rows);
+    fused().norm_forward(op, 0, rows);
     this->expect_near(y, want_y, 4);
     this->expect_near(mean, want_mean, 1);
     this->expect_near(rstd, want_rstd, n == 1 ? 1000 : 0);
@@ -52,10 +53,10 @@ TYPED_TEST(EmulatedNorm, BackwardMatchesTheCpu) {
         dx(rows * n, 0, 0, offset), want_dx(rows * n);
     Elements<C> weight(n, 3, 1, form == 4 ? 1 : 0), mean(rows), rstd(rows),
         dweight(n), dbias(n), want_dweight(n), want_dbias(n);
-    cpu::norm_forward({x.data(), nullptr, nullptr, want_dx.data(),
-                       is_rms ? nullptr : mean.data(), rstd.data(), rows, n,
-                       1e-3, is_rms, this->kDtype},
-                      0, rows);
+    fused().norm_forward({x.data(), nullptr, nullptr, want_dx.data(),
+                          is_rms ? nullptr : mean.data(), rstd.data(), rows, n,
+                          1e-3, is_rms, this->kDtype},
+                         0, rows);
     want_dx.clear();
     NormBackward op = {dy.data(),
                        x.data(),
@@ -74,8 +75,9 @@ TYPED_TEST(EmulatedNorm, BackwardMatchesTheCpu) {
         },
         dx, dweight, dbias);
     op.dx = wants_dx ? want_dx.data() : nullptr;
-    cpu::norm_backward(op, 0, rows, wants_sums ? want_dweight.data() : nullptr,
-                       wants_sums ? want_dbias.data() : nullptr);
+    fused().norm_backward(op, 0, rows,
+                          wants_sums ? want_dweight.data() : nullptr,
+                          wants_sums ? want_dbias.data() : nullptr);
     this->expect_near(dx, want_dx, n == 1 ? 1000 : 8);
     this->expect_near(dweight, want_dweight, 16);
     this->expect_near(dbias, want_dbias, 16);
@@ -101,7 +103,7 @@ TEST(EmulatedNormRows, BlocksGoOnToFurtherRows) {
   }
   norm_backward(op, dweight.data(), dbias.data());
   op.dx = want_dx.data();
-  cpu::norm_backward(op, 0, kRows, want_dweight.data(), want_dbias.data());
+  fused().norm_backward(op, 0, kRows, want_dweight.data(), want_dbias.data());
   Operators<cpu::Half>::expect_near(dx, want_dx, 16);
   Operators<cpu::Half>::expect_near(dweight, want_dweight, 512);
   Operators<cpu::Half>::expect_near(dbias, want_dbias, 512);

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "csrc/kernels/cpu/fused_table.h"
 #include "tests/cpp/kernels/elements.h"
 #include "tests/cpp/kernels/emulated/emulated.h"
 
@@ -177,7 +178,7 @@ TEST(EmulatedOptimizers, AdamMatchesTheCpu) {
                                      options, kScalars, nullptr));
         },
         [&](const UpdateArrays& arrays, size_t) {
-          cpu::adam(arrays, factors, kRate, 0, arrays.num_elements);
+          fused().adam(arrays, factors, kRate, 0, arrays.num_elements);
         });
   }
 }
@@ -202,13 +203,13 @@ TEST(EmulatedOptimizers, LambMatchesTheCpu) {
         },
         [&](const UpdateArrays& arrays, size_t i) {
           double want[2];
-          cpu::lamb_moments(arrays, factors, 0, arrays.num_elements, want);
+          fused().lamb_moments(arrays, factors, 0, arrays.num_elements, want);
           const size_t num = sums.size() / 2;
           EXPECT_NEAR(sums[i], want[0], 1e-6 * want[0]);
           EXPECT_NEAR(sums[num + i], want[1], 1e-5 * want[1]);
-          cpu::lamb_apply(arrays, factors,
-                          kRate * trust_ratio(options, want[0], want[1]), 0,
-                          arrays.num_elements);
+          fused().lamb_apply(arrays, factors,
+                             kRate * trust_ratio(options, want[0], want[1]), 0,
+                             arrays.num_elements);
         });
   }
 }
@@ -230,10 +231,10 @@ TEST(EmulatedOptimizers, NovoGradMatchesTheCpu) {
             *running = static_cast<std::remove_pointer_t<decltype(running)>>(
                 running_norm(options, kStepsBefore + 1, *running, kNorm,
                              kDivisor));
-            cpu::momentum(arrays,
-                          novograd_factors(options, kStepsBefore + 1, *running,
-                                           kRate, kDivisor),
-                          0, arrays.num_elements);
+            fused().momentum(arrays,
+                             novograd_factors(options, kStepsBefore + 1,
+                                              *running, kRate, kDivisor),
+                             0, arrays.num_elements);
           };
           arrays.dtype == Dtype::kDouble
               ? move(static_cast<double*>(arrays.exp_avg_sq))

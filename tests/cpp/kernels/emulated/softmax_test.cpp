@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "csrc/kernels/cpu/fused_table.h"
 #include "tests/cpp/kernels/emulated/operators.h"
 
 namespace smp::kernels::emulated {
@@ -59,9 +60,9 @@ TYPED_TEST(EmulatedSoftmax, ProbabilitiesMatchTheCpu) {
         probs, y, dscores);
     op.probs = want_probs.data();
     op.y = form.has_dropout ? want_y.data() : nullptr;
-    cpu::softmax_forward(op, 0, rows);
+    fused().softmax_forward(op, 0, rows);
     back.dscores = want_dscores.data();  // of the probabilities of above
-    cpu::softmax_backward(back, 0, rows);
+    fused().softmax_backward(back, 0, rows);
     this->expect_near(probs, want_probs, 1e-3);
     this->expect_near(y, want_y, 1e-3);
     this->expect_near(dscores, want_dscores, 0.1);
@@ -113,11 +114,11 @@ TYPED_TEST(EmulatedSoftmax, CrossEntropyMatchesTheCpu) {
     op.exp_sum = want_exp_sum.data();
     op.target_logit = want_target.data();
     op.sum = gap == 0 ? want_sum.data() : nullptr;
-    cpu::cross_entropy_forward(op, 0, rows);
+    fused().cross_entropy_forward(op, 0, rows);
     back.max = want_max.data();
     back.exp_sum = want_exp_sum.data();
     back.dlogits = want_dlogits.data();
-    cpu::cross_entropy_backward(back, 0, rows);
+    fused().cross_entropy_backward(back, 0, rows);
     this->expect_near(max, want_max, 0);
     this->expect_near(exp_sum, want_exp_sum, 1);
     this->expect_near(target, want_target, 0);

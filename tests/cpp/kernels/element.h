@@ -27,20 +27,4 @@ struct Element<BFloat16> {
   static BFloat16 store(float value) { return to_bfloat16(value); }
 };
 
-/// Calls `function(T{})` with the element type of a dtype.
-template <typename Function>
-auto dispatch(Dtype dtype, Function&& function) {
-  switch (dtype) {
-    case Dtype::kDouble:
-      return function(double{});
-    case Dtype::kHalf:
-      return function(Half{});
-    case Dtype::kBFloat16:
-      return function(BFloat16{});
-    case Dtype::kFloat:
-      break;
-  }
-  return function(float{});
-}
-
 }  // namespace smp::kernels::cpu

@@ -21,8 +21,8 @@ _TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.1}
 _FLOOR = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
 
 
-class Watch:
-    """A watch of the whole parameters of one block.
+class WholeGradients:
+    """Checks the gradients of the whole parameters of one block.
 
     Args:
         named: names in the model and parameters whose gradients are to be equal.
@@ -32,19 +32,20 @@ class Watch:
         self._named = [(name, p) for name, p in named if p.requires_grad]
         self._seen: dict[str, Tensor] = {}
         self._hooks = [
-            parameter.register_hook(_Noting(self._seen, name)) for name, parameter in self._named
+            parameter.register_hook(_GradientStamp(self._seen, name))
+            for name, parameter in self._named
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Returns no watch: a copy of the model has other gradients, which are not checked."""
+        """Returns no check: a copy of the model has other gradients, which are not checked."""
         return None
 
     def is_due(self) -> bool:
-        """Returns whether a backward pass has run since, so that `check` has gradients."""
+        """Returns whether a backward pass has run since, so that `run` has gradients."""
         return bool(self._seen)
 
-    def check(self) -> None:
-        """Compares the gradients of the first backward pass and ends the watch. Collective.
+    def run(self) -> None:
+        """Compares the gradients of the first backward pass and ends the check. Collective.
 
         Raises:
             RuntimeError: on all ranks, if gradients of a parameter differ.
@@ -74,7 +75,7 @@ class Watch:
                 )
 
 
-class _Noting:
+class _GradientStamp:
     """A hook that keeps norm and sum of the first gradient."""
 
     def __init__(self, seen: dict[str, Tensor], name: str) -> None:

@@ -1,10 +1,10 @@
-#include "csrc/pipeline/context_generators.h"
+#include "csrc/pipeline/step_device.h"
 
 #include "csrc/memory/random_state.h"
 
 namespace smp::pipeline {
 
-void ContextGenerators::give_to(Context& context) {
+void StepDevice::give_generators_to(Context& context) {
   if (owner_ == &context) return;
   if (owner_) owner_->random_state = memory::RandomState::capture(device_);
   if (context.random_state) {
@@ -16,7 +16,7 @@ void ContextGenerators::give_to(Context& context) {
   owner_ = &context;
 }
 
-void ContextGenerators::forget(const Context& context) {
+void StepDevice::forget(const Context& context) {
   if (owner_ == &context) owner_ = nullptr;
 }
 
