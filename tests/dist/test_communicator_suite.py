@@ -12,7 +12,7 @@ from tests.dist.pool import Pool
 from tests.dist.processes import REPO, launch, mpirun, run_ranks
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "communicator_suite.py"
-NUM_CHECKS = 25
+NUM_CHECKS = 24
 
 
 def run_gloo(pool: Pool, checks: str, size: int, folder: Path, kind: str = "gloo") -> list[str]:

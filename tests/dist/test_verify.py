@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from smp.commands.verify.compare import Verdict
-from smp.commands.verify.records import Records
+from smp.commands.verify.records import JobRecords
 from smp.observe.verification import EndOfVerification, Order
 from tests.dist.pool import Pool
 from tests.dist.verify_jobs import STEPS, PoolScript, ordered
@@ -179,7 +179,7 @@ def test_healthy_layouts_are_equal(pool: Pool, tmp_path: Path) -> None:
         assert verdict.notes == (), verdict
     assert jobs[:2] == ["one", "pp2"] and "pp2-one" not in jobs, "inputs are equal"
     assert "sdp2-one" in jobs, "inputs of two ranks are replayed"
-    one = Records(tmp_path / "one")
+    one = JobRecords(tmp_path / "one")
     begin, *others, last = one.stages([0])
     assert [stage.what for stage in (*others, last)] == ["step", "update"] * STEPS
     assert float(begin.items["value", "head.weight"].norm()) > 0.1

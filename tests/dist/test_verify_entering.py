@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from smp.commands.verify.compare import Verdict
 from smp.commands.verify.layouts import ALONE
-from smp.commands.verify.records import Records
+from smp.commands.verify.records import JobRecords
 from smp.observe.verification import EndOfVerification, Order
 from tests.dist.pool import Pool
 from tests.dist.verify_jobs import PoolScript, ordered
@@ -156,7 +156,7 @@ def test_batches_of_any_way_are_those_of_the_layout(pool: Pool, tmp_path: Path, 
     assert pipeline.is_good, pipeline
     assert ("pp2-one" in jobs) == (form == "iterator")
     assert bool(pipeline.notes) == (form == "iterator"), pipeline
-    plain = Records(tmp_path / "one")
+    plain = JobRecords(tmp_path / "one")
     gradients = [float(t.norm()) for (k, _), t in list(plain.stages([0]))[1].items.items()]
     assert min(gradients) > 1e-4, "nothing was trained, the test shows nothing"
 
@@ -165,7 +165,7 @@ def test_sharding_over_a_part_of_the_replicas(pool: Pool, tmp_path: Path) -> Non
     (verdict,), _ = verify(pool, tmp_path, "closure", "sdp2dp4")
     assert verdict.is_good and verdict.largest["gradient"] < 1e-5, verdict
     assert "optimizer" in verdict.largest
-    records = Records(tmp_path / "sdp2dp4")
+    records = JobRecords(tmp_path / "sdp2dp4")
     assert records.replicas == [[0, 1], [2, 3]] and records.num_batches == 4
 
 

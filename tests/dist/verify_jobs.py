@@ -13,7 +13,7 @@ from smp.commands.verify.checking import Check
 from smp.commands.verify.compare import Verdict
 from smp.commands.verify.jobs import ScriptFailed
 from smp.commands.verify.layouts import Layout, parse_layouts
-from smp.commands.verify.records import Records
+from smp.commands.verify.records import JobRecords
 from smp.observe.verification import Order
 from tests.dist.pool import Pool, RankFailure
 
@@ -50,8 +50,8 @@ class PoolScript:
     results: list[Any] = field(default_factory=list)
 
     def run(
-        self, name: str, layout: Layout, replay: Records | None = None, is_exact: bool = False
-    ) -> Records:
+        self, name: str, layout: Layout, replay: JobRecords | None = None, is_exact: bool = False
+    ) -> JobRecords:
         self.jobs.append(name)
         folder = self.folder / name
         folder.mkdir(parents=True)
@@ -64,7 +64,7 @@ class PoolScript:
         except RankFailure as failure:
             raise ScriptFailed(str(failure), "") from failure
         self.results.extend(found)
-        return Records(folder)
+        return JobRecords(folder)
 
     def verify(self, *layouts: str) -> list[Verdict]:
         check = Check(self, lambda text: None)  # type: ignore[arg-type]

@@ -14,7 +14,6 @@ from torch import Tensor
 import smp
 from smp.precision import DynamicLossScaler, StaticLossScaler
 from tests.unit.test_precision import make
-from tests.unit.test_precision import start as start
 
 KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step")
 DYNAMIC = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 64.0, "scale_window": 2}}

@@ -127,6 +127,7 @@ def test_nested_steps_are_refused() -> None:
     with pytest.raises(RuntimeError, match="'inner' was called inside step 'outer'"):
         current.steps.begin("inner")
     assert current.steps.running == "outer"
+    current.steps.running = None
 
 
 def test_shutdown_inside_a_step_is_refused() -> None:

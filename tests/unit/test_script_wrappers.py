@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from tests.unit.test_precision import start as start
 
 
 class Scaler:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import smp
 from tests.unit.test_precision import HALVES, make
-from tests.unit.test_precision import start as start
 
 
 def true_gradients(model: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ from smp_cli.main import main
 from torch import nn
 
 from smp.commands.ending import BadUse
-from smp.commands.verify.command import Divided, divide
+from smp.commands.verify.command import SplitWords, divide
 from smp.commands.verify.compare import EXACT, HALF, NEAR
 from smp.commands.verify.layouts import ALL, ALONE, parse_layouts
 from smp.observe.verification.arguments import KeptArguments
@@ -217,7 +217,7 @@ def test_bad_use_is_one_line_and_status_2(
 BEFORE = {"layouts": "pp2,dp2", "steps": 3, "config": None, "timeout_s": 600.0}
 
 
-def divided(*words: str, **before: Any) -> Divided:
+def divided(*words: str, **before: Any) -> SplitWords:
     given = {**BEFORE, "keep": None, "json": False, **before}
     return divide(words, argparse.Namespace(**given))
 

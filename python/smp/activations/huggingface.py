@@ -38,7 +38,7 @@ class TransformersCheckpointing:
         root: the user's model.
 
     Attributes:
-        modules: these modules; their layers are among them.
+        modules: modules whose settings are honoured; their layers are among them.
     """
 
     def __init__(self, root: nn.Module) -> None:

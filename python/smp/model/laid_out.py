@@ -32,7 +32,7 @@ class LaidOutParameters:
         parameters: names in the whole model, and parameters of this rank.
 
     Attributes:
-        frozen: those that need no gradient.
+        frozen: parameters that need no gradient.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]] = ()) -> None:

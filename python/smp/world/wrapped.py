@@ -162,7 +162,7 @@ class Wrapped:
         """Returns PyTorch's optimizers that update something on this rank, with their numbers."""
         updating = []
         for number, each in list(self.numbered_optimizers.items()):
-            # What an optimizer updates here depends on the models and on its groups alone.
+            # The models and its groups alone decide whether an optimizer updates something here.
             sizes = map(len, map(itemgetter("params"), each.optimizer.param_groups))
             state = (self.num_wrapped, len(self.partitioned), len(self.engines), *sizes)
             known = self._has_local.get(number)
