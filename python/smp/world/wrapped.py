@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -163,8 +164,9 @@ class Wrapped:
         updating = []
         for number, each in list(self.numbered_optimizers.items()):
             # The models and its groups alone decide whether an optimizer updates something here.
-            sizes = map(len, map(itemgetter("params"), each.optimizer.param_groups))
-            state = (self.num_wrapped, len(self.partitioned), len(self.engines), *sizes)
+            groups = map(itemgetter("params"), each.optimizer.param_groups)
+            params = map(id, itertools.chain.from_iterable(groups))
+            state = (self.num_wrapped, len(self.partitioned), len(self.engines), *params)
             known = self._has_local.get(number)
             if known is None or known[0] != state:
                 known = self._has_local[number] = state, each._has_local()
