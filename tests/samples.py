@@ -25,7 +25,7 @@ from tests.dist.grid.covering import Row, covering_sample
 T = TypeVar("T", bound=Hashable)
 
 GRID_SEED = int(os.environ.get("SMP_GRID_SEED", "1"))
-NUM_OF_A_FILE = 3
+NUM_OF_A_FILE = 2
 RUNS_GRID = os.environ.get("SMP_GRID") == "all"
 SAMPLES = "all" if RUNS_GRID else os.environ.get("SMP_SAMPLES", "some")
 if SAMPLES not in ("some", "others", "all"):
