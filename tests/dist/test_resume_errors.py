@@ -170,7 +170,7 @@ def resume_in_order(rank: int, job: Job, folder: str) -> list[Any]:
     # As a script that makes its optimizer late: none is wrapped yet.
     from smp.world import runtime
 
-    runtime.current().wrapped._optimizers._items.clear()
+    runtime.current().wrapped.numbered_optimizers.clear()
     smp.resume_from_checkpoint(folder, "o")
     late = smp.DistributedOptimizer(torch_optimizer)
     seen = [group["lr"] for group in late.param_groups]
