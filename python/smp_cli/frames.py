@@ -1,4 +1,4 @@
-"""Encodes what the process of ``smp run`` on a host tells the command, each as a line of JSON."""
+"""Encodes the messages of the process of ``smp run`` on a host as lines of JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import IO, Any
 _MARK = b"\x1esmp "
 
 
-def tell(to: IO[bytes], **message: Any) -> None:
+def send(to: IO[bytes], **message: Any) -> None:
     """Writes a message as a line.
 
     Raises:

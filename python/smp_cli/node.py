@@ -1,8 +1,8 @@
 """The process of ``smp run --hosts`` on each host: starts its ranks, and ends with them.
 
 On standard input it receives the ranks, and then numbers of signals, each as a line; on standard
-output it tells what happens (`frames`). When the standard input closes, the ranks are ended, so
-that they do not outlive the command or the connection to it.
+output it reports a free port, lines and ends of ranks, and refusals (`frames`). When the standard
+input closes, the ranks are ended, so that they do not outlive the command or the connection to it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from smp_cli import frames
 from smp_cli.environment import Share, failure_file, free_port, without_foreign
-from smp_cli.frames import tell
 from smp_cli.ranks import LocalRanks
 
 _POLL_S = 0.2
 
 
 def _write(to: IO[bytes], rank: int, stream: str, lines: list[bytes]) -> None:
-    tell(to, rank=rank, stream=stream, lines=[line.decode("latin-1") for line in lines])
+    frames.send(to, rank=rank, stream=stream, lines=[line.decode("latin-1") for line in lines])
 
 
 def _hang_up() -> None:
@@ -39,17 +39,17 @@ def _run(ranks: LocalRanks, restart_count: int, orders: IO[bytes], to: IO[bytes]
 
     # A session's end may send SIGTERM to all processes; this one relays it, since ranks may save.
     signal.signal(signal.SIGTERM, lambda *_: ranks.send(signal.SIGTERM))
-    num_told = 0
+    num_reported = 0
     try:
         ranks.start(restart_count)
         ranks.relay(orders, send, _hang_up)
         while ranks.running:
             ranks.wait(_POLL_S)
-            for rank, status in ranks.ended[num_told:]:
+            for rank, status in ranks.ended[num_reported:]:
                 file = failure_file(ranks.meeting, rank)
                 failure = file.read_text() if file.exists() else None
-                tell(to, rank=rank, status=status, failure=failure)
-            num_told = len(ranks.ended)
+                frames.send(to, rank=rank, status=status, failure=failure)
+            num_reported = len(ranks.ended)
     finally:
         ranks.end()
 
@@ -58,7 +58,7 @@ def main() -> int:
     """Runs the ranks of this host."""
     to = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing else may be written between the messages
-    tell(to, port=free_port())
+    frames.send(to, port=free_port())
     orders = os.fdopen(0, "rb", buffering=0)
     order = orders.readline()
     if not order:
@@ -70,7 +70,7 @@ def main() -> int:
         os.chdir(share.folder)
     except OSError as error:
         text = f"cannot enter {share.folder}, where the command was started: {error.strerror}"
-        tell(to, refusal=text)
+        frames.send(to, refusal=text)
         return 1
     with tempfile.TemporaryDirectory(prefix="smp-run-") as folder:
         ranks = LocalRanks(share, partial(_write, to), Path(folder))
@@ -79,7 +79,7 @@ def main() -> int:
         except BrokenPipeError:
             return 1  # the connection has ended, and the ranks with it
         except OSError as error:
-            tell(to, refusal=f"cannot start a rank: {error}")
+            frames.send(to, refusal=f"cannot start a rank: {error}")
             return 1
     return 0
 

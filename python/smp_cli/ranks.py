@@ -7,6 +7,7 @@ import os
 import selectors
 import signal
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -20,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 _Lines = Callable[[list[bytes]], None]
 
 
-class Ranks:
+class Ranks(ABC):
     """The ranks of a job from their start to their end, however they are started."""
 
     _max_line_bytes = 1 << 16
@@ -38,18 +39,18 @@ class Ranks:
         """Returns the ranks that have not ended."""
         return sorted(self._running)
 
+    @abstractmethod
     def start(self, restart_count: int) -> None:
         """Starts all ranks; `restart_count` is the number of earlier starts."""
-        raise NotImplementedError
 
     def wait(self, timeout_s: float) -> None:
         """Relays output and notes ends; returns after the first event or the timeout."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
 
+    @abstractmethod
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to the running ranks; SIGKILL also to their child processes."""
-        raise NotImplementedError
 
     def end(self) -> None:
         """Ends all ranks and their child processes, relays the last output, frees everything."""
