@@ -18,7 +18,7 @@ from smp.world.launch import read_launch
 from smp.world.process_groups import TorchGroups
 from smp.world.rendezvous import MeetingPoint
 from tests.dist.pool import Pool
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 
 KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
 
@@ -29,6 +29,15 @@ def thread_names() -> Counter[str]:
         with open(f"/proc/self/task/{thread}/comm") as file:
             names.append(file.read().strip())
     return Counter(names)
+
+
+def wait_for_threads_to_go(before: Counter[str]) -> None:
+    """Waits until no thread is there that `before` lacks.
+
+    The kernel lists a thread for a moment after it was joined, and one of an earlier test may
+    still be in `before`.
+    """
+    wait_until(lambda: thread_names() <= before, show=lambda: thread_names() - before)
 
 
 # ---- ranks and lists ---------------------------------------------------------------
@@ -226,7 +235,7 @@ def change_layouts(rank: int) -> list[tuple[int, int]]:
         smp.shutdown()
         assert not smp.is_initialized()
         assert smp.state.cfg is None
-        assert thread_names() == before
+        wait_for_threads_to_go(before)
         assert _C.rank_prefix() == ""
     return seen
 
