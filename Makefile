@@ -69,7 +69,7 @@ ZOO ?= 32
 
 .PHONY: test-all
 test-all: transformers  ## what `make test` leaves out: larger samples of the same claims
-	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY)
+	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY) --target all --target smp_fuzzers
 	$(WITH_VENV) ctest --test-dir $(BUILD) --output-on-failure -L others --parallel 2
 	$(RUN) SMP_SAMPLES=others scripts/pytest.sh $(PY) $(PYTEST_ARGS)
 	$(RUN) OMP_NUM_THREADS=1 $(PY) -m tests.zoo --mode pp2 --sample $(ZOO) --jobs 2 --check
@@ -105,7 +105,7 @@ headers: $(SETUP)  ## compile every header alone
 .PHONY: asan
 asan: $(SETUP)  ## C++ tests under the address and undefined-behaviour sanitizers
 	$(WITH_VENV) scripts/build.sh build/asan $(PY) -DSMP_SANITIZE=address \
-	  -DSMP_PYTHON_MODULE=OFF
+	  -DSMP_PYTHON_MODULE=OFF --target all --target smp_fuzzers
 	$(WITH_VENV) ctest --test-dir build/asan --output-on-failure
 
 .PHONY: tsan
