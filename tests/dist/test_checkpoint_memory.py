@@ -12,6 +12,7 @@ from tests.dist.scripts.checkpoint_memory import BLOCKS, HIDDEN, MICROBATCHES, T
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "checkpoint_memory.py"
 
 
+@pytest.mark.sample(keep=0)
 def test_peaks_fall_to_what_is_kept(metered_pool: Pool, tmp_path: Path) -> None:
     strategies = ["", "each", "contiguous", "budget:0.025"]
     run_to_the_end(metered_pool, SCRIPT, 2, [json.dumps(strategies), str(tmp_path)])

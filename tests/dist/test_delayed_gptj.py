@@ -19,6 +19,7 @@ MOST_TIMES_A_NARROW_ONE = 3.0
 SLACK_BYTES = 64 * 2**20
 
 
+@pytest.mark.sample(keep=0)
 def test_six_billion_parameters_are_planned_without_memory(tmp_path: Path) -> None:
     path = tmp_path / "told.json"
     done = launch([sys.executable, str(SCRIPT), str(path)])

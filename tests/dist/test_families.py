@@ -46,7 +46,7 @@ def run_of(case: str, pp: int, schedule: str = "interleaved", **config: Any) -> 
     return Run(case, pp, 1, schedule, config=tuple(config.items()))
 
 
-@pytest.mark.sample(keep=3)
+@pytest.mark.sample(keep=2)
 @pytest.mark.covering(times=1)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -136,6 +136,27 @@ def test_equal_hyperparameters_train_as_in_one_process(pool: Pool, layout: str) 
     assert_near(pool.run(size, reduce_on_plateau, config, "", True), net.state_dict(), bound)
 
 
+def exchange_params(rank: int) -> list[int]:
+    """The script exchanges the parameter of a group for one that another stage owns."""
+    import smp
+    from smp.world import runtime
+
+    model = wrapped({"pipeline_parallel_degree": 2}, Layers().double())
+    first, last = (list(model.parameters())[i] for i in (0, -1))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD([first], lr=0.01))
+    train_step_of(model)(own_samples(0, torch.float64))
+    updating = runtime.current().wrapped.updating
+    seen = []
+    for parameter in (first, last, first):
+        optimizer.param_groups[0]["params"] = [parameter]
+        seen.append(len(updating()))
+    return seen
+
+
+def test_an_optimizer_updates_where_its_present_parameters_are(pool: Pool) -> None:
+    assert pool.run(2, exchange_params) == [[1, 0, 1], [0, 1, 0]]
+
+
 def by_rank(rank: int) -> None:
     """Trains on a pipeline whose ranks have groups of their own parameters, with own rates."""
     import smp

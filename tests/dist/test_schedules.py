@@ -199,7 +199,7 @@ def test_new_schedules_end_and_train_families_like_one_process(
         check_runs(pool, [Run(family, pp, 1, schedule)])
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_limits_of_interleaved_stop_no_family_whatever_its_graph(pool: Pool, family: str) -> None:
     for pp in (2, 4):

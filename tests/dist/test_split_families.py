@@ -10,7 +10,7 @@ from tests.dist.split_training import LAYOUTS, MODES, SplitRun, check_runs
 from tests.reference.split_families import SPLIT_FAMILIES
 
 
-@pytest.mark.sample(keep=3)
+@pytest.mark.sample(keep=2)
 @pytest.mark.covering(times=1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "pp{}-tp{}-rdp{}".format(*layout))
 @pytest.mark.parametrize("case", SPLIT_FAMILIES)

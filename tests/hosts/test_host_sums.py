@@ -39,7 +39,7 @@ def share_of_a_ring(size: int) -> float:
     return 2 * (size - 1) / size
 
 
-@pytest.mark.sample(keep=2)
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("hosts", "per_host"), LAYOUTS)
 def test_a_sum_crosses_as_if_each_host_had_one_rank(
@@ -66,7 +66,7 @@ WIDTH = 1024
 STATE_BYTES = 2 * WIDTH * WIDTH * 4
 
 
-@pytest.mark.sample(keep=2)
+@pytest.mark.sample(keep=1)
 @pytest.mark.parametrize(("hosts", "per_host"), LAYOUTS)
 @pytest.mark.parametrize("kind", ["copies", "one_copy", "optimizer"])
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -100,6 +100,7 @@ def test_state_is_that_of_the_table(half: bool, parameters: bool, size: int) -> 
     assert state == pytest.approx(1e9 * table[half, parameters])
 
 
+@pytest.mark.sample(keep=0)
 def test_pipeline_ranks_keep_what_the_schedule_says() -> None:
     values = {"pipeline_parallel_degree": 2, "microbatches": 8, "active_microbatches": 2}
     first, last = _estimate(values, 2, 1).stages
@@ -133,6 +134,7 @@ def t5() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_widths_are_those_of_training(precision: str) -> None:
     """T5 keeps its widest matrices in 32 bits with fp16."""

@@ -71,6 +71,7 @@ def test_explanation_has_all_costs_and_one_candidate_is_taken(
     assert found["bounds"]["step_ratio"] == found["step_ratio"] > 1
 
 
+@pytest.mark.sample(keep=0)
 def test_what_if_is_the_partition_of_the_file_that_it_writes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_what_if_is_the_partition_of_the_file_that_it_writes(
     assert "What if" in text and "<script" not in text and not re.search(r"(src|href)=", text)
 
 
+@pytest.mark.sample(keep=0)
 def test_memory_of_a_what_if_is_answered_by_the_status(capsys: pytest.CaptureFixture[str]) -> None:
     config = ("--config", f"{TWO},partition_memory_limit=1GB")
     moves = ("--what-if", *(f"blocks.{i}=1" for i in range(6)))

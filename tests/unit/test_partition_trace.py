@@ -365,6 +365,7 @@ def test_a_model_that_fails_is_as_before_and_the_error_names_the_module() -> Non
 # ---- without weights -----------------------------------------------------------------
 
 
+@pytest.mark.sample(keep=0)
 def test_meta_parameters_and_placeholders_trace_like_real_ones() -> None:
     x = torch.randn(3, 8)
     real = traced(nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 4)), x)

@@ -252,6 +252,7 @@ def gpt() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 COMMAND = ["plan", f"{HERE}:gpt", "--gpus", "4", "--per-host", "2", "--batch", "16"]
 
 
+@pytest.mark.sample(keep=0)
 def test_command_prints_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]

@@ -58,6 +58,7 @@ def run(name: str, limit_s: float = 60.0) -> Section:
     return run_probe(Probe(name, f"{HERE}:{name}", limit_s), limit_s)
 
 
+@pytest.mark.sample(keep=0)
 def test_answer_of_a_probe_comes_whatever_it_prints() -> None:
     assert run("finds") == Section("finds", {"a": 1}, ["b is wrong"])
 
