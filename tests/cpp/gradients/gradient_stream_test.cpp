@@ -23,7 +23,7 @@ constexpr int kHome = 1;
 class GradientStream : public testing::Test {
  protected:
   GradientStream() {
-    // As in the threads of a pipeline, backward runs on this thread.
+    // Backward runs on this thread, like in a pipeline.
     c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   }
   ~GradientStream() override {
