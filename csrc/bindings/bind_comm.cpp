@@ -19,6 +19,7 @@
 #include "csrc/common/check.h"
 #include "csrc/common/without_gil.h"
 #include "csrc/health/fault_board.h"
+#include "csrc/memory/device_scope.h"
 
 namespace py = pybind11;
 
@@ -50,12 +51,25 @@ std::function<void()> end_of(std::optional<py::function> end) {
 }
 
 comm::CommunicatorPtr make_c10d(c10::intrusive_ptr<c10d::Backend> backend,
-                                std::string name,
+                                std::string name, const std::string& device,
                                 std::optional<py::function> end) {
-  std::function<void()> ends = end_of(std::move(end));
+  comm::C10dOptions options{.device = c10::Device(device),
+                            .end = end_of(std::move(end))};
   const py::gil_scoped_release released;
   return comm::make_c10d_communicator(std::move(backend), std::move(name),
-                                      std::move(ends));
+                                      std::move(options));
+}
+
+comm::FlightWatchPtr make_flight_watch(FaultsPtr board,
+                                       const std::string& device,
+                                       double timeout_s, double report_s) {
+  comm::FlightWatch::Options options;
+  options.timeout = to_ms(timeout_s);
+  options.report_after = to_ms(report_s);
+  options.begin_thread = [device = c10::Device(device)] {
+    memory::enter_device(device);
+  };
+  return std::make_shared<comm::FlightWatch>(std::move(board), options);
 }
 
 std::shared_ptr<comm::PeerSockets> make_sockets(int global_rank,
@@ -150,7 +164,10 @@ void bind_communicator(py::module_& m) {
       .def("barrier", &Communicator::barrier, NoGil())
       .def("abort", &Communicator::abort, NoGil(),
            "Ends all waits in this process with an error; further calls "
-           "raise.");
+           "raise.")
+      .def("shut_down", &Communicator::shut_down, NoGil(),
+           "Ends a group of a device that no rank needs any more. Collective, "
+           "in one order of all groups.");
 }
 
 void bind_agreements(py::module_& m) {
@@ -229,7 +246,7 @@ void bind_comm(py::module_& m) {
   bind_communicator(m);
   bind_sockets(m);
   m.def("make_c10d_communicator", &make_c10d, py::arg("backend"),
-        py::arg("name"), py::arg("end") = py::none(),
+        py::arg("name"), py::arg("device") = "cpu", py::arg("end") = py::none(),
         "Communicator over a torch.distributed Backend, such as "
         "ProcessGroupGloo, that nothing else uses. `end` ends what it has on "
         "its way, where its base class has no `abort`.");
@@ -246,14 +263,8 @@ void bind_comm(py::module_& m) {
       m, "FlightWatch",
       "Watches collectives of devices, for which no host waits; see "
       "comm/flight_watch.h.")
-      .def(py::init([](FaultsPtr board, double timeout_s, double report_s) {
-             return std::make_shared<comm::FlightWatch>(
-                 std::move(board),
-                 comm::FlightWatch::Options{.timeout = to_ms(timeout_s),
-                                            .report_after = to_ms(report_s)});
-           }),
-           py::arg("board"), py::kw_only(), py::arg("timeout_s"),
-           py::arg("report_after_s"));
+      .def(py::init(&make_flight_watch), py::arg("board"), py::arg("device"),
+           py::kw_only(), py::arg("timeout_s"), py::arg("report_after_s"));
   m.def(
       "make_hierarchical_communicator",
       [](comm::CommunicatorPtr flat, comm::CommunicatorPtr scatter,

@@ -33,14 +33,16 @@ Counts in_bytes(Counts counts, const at::Tensor& tensor) {
   return counts;
 }
 
+using Tensors = std::vector<at::Tensor>;
+
 class C10dCommunicator final : public Communicator {
  public:
   C10dCommunicator(C10dBackendPtr backend, std::string name,
-                   std::function<void()> end)
+                   C10dOptions options)
       : info_(std::make_shared<GroupInfo>(GroupInfo{
             std::move(name), backend->getRank(), backend->getSize()})),
-        shared_(
-            std::make_shared<C10dShared>(std::move(backend), std::move(end))) {}
+        shared_(std::make_shared<C10dShared>(std::move(backend),
+                                             std::move(options))) {}
 
   int group_rank() const override { return info_->group_rank; }
   int size() const override { return info_->size; }
@@ -50,8 +52,8 @@ class C10dCommunicator final : public Communicator {
     CallName call{info_, "send", "dst", dst, tag};
     check_peer(call);
     check_device(tensor, call);
-    return message(std::move(call), [&](c10d::Backend& backend) {
-      std::vector<at::Tensor> tensors{tensor};
+    Tensors tensors{tensor};
+    return message(std::move(call), tensors, [&](c10d::Backend& backend) {
       return backend.send(tensors, dst, tag);
     });
   }
@@ -60,8 +62,8 @@ class C10dCommunicator final : public Communicator {
     CallName call{info_, "recv", "src", src, tag};
     check_peer(call);
     check_device(tensor, call);
-    return message(std::move(call), [&](c10d::Backend& backend) {
-      std::vector<at::Tensor> tensors{std::move(tensor)};
+    Tensors tensors{std::move(tensor)};
+    return message(std::move(call), tensors, [&](c10d::Backend& backend) {
       return backend.recv(tensors, src, tag);
     });
   }
@@ -77,8 +79,8 @@ class C10dCommunicator final : public Communicator {
     CallName call{info_, "broadcast", "root", root};
     check_root(call);
     check_device(tensor, call);
-    return collective(std::move(call), [&](c10d::Backend& backend) {
-      std::vector<at::Tensor> tensors{std::move(tensor)};
+    Tensors tensors{std::move(tensor)};
+    return collective(std::move(call), tensors, [&](c10d::Backend& backend) {
       c10d::BroadcastOptions options;
       options.rootRank = root;
       return backend.broadcast(tensors, options);
@@ -91,15 +93,16 @@ class C10dCommunicator final : public Communicator {
     check_device(input, call);
     at::Tensor whole = flat(output);
     at::Tensor part = flat(input);
-    return collective(std::move(call), [&](c10d::Backend& backend) {
+    const auto start = [&](c10d::Backend& backend) {
       if (!shared_->is_gloo) return backend._allgather_base(whole, part);
-      std::vector<std::vector<at::Tensor>> outputs(1);
+      std::vector<Tensors> outputs(1);
       for (int i = 0; i < size(); ++i) {
         outputs[0].push_back(whole.narrow(0, i * part.numel(), part.numel()));
       }
-      std::vector<at::Tensor> inputs{part};
+      Tensors inputs{part};
       return backend.allgather(outputs, inputs);
-    });
+    };
+    return collective(std::move(call), {whole, part}, start);
   }
 
   WorkPtr reduce_scatter(at::Tensor output, const at::Tensor& input,
@@ -117,11 +120,12 @@ class C10dCommunicator final : public Communicator {
       return reduce_all(std::move(call), whole, op, std::move(finish));
     }
     at::Tensor whole = flat(input);
-    return collective(std::move(call), [&](c10d::Backend& backend) {
+    const auto start = [&](c10d::Backend& backend) {
       c10d::ReduceScatterOptions options;
       options.reduceOp = to_c10d(op);
       return backend._reduce_scatter_base(part, whole, options);
-    });
+    };
+    return collective(std::move(call), {part, whole}, start);
   }
 
   WorkPtr all_to_all(at::Tensor output, const at::Tensor& input) override {
@@ -131,10 +135,11 @@ class C10dCommunicator final : public Communicator {
     // Bytes are sent because no backend supports all types here.
     at::Tensor to = flat(output).view(at::kByte);
     at::Tensor from = flat(input).view(at::kByte);
-    return collective(std::move(call), [&](c10d::Backend& backend) {
+    const auto start = [&](c10d::Backend& backend) {
       std::vector<int64_t> equal_parts;
       return backend.alltoall_base(to, from, equal_parts, equal_parts);
-    });
+    };
+    return collective(std::move(call), {to, from}, start);
   }
 
   WorkPtr all_to_all_v(at::Tensor output, const at::Tensor& input,
@@ -147,13 +152,14 @@ class C10dCommunicator final : public Communicator {
     at::Tensor from = flat(input).view(at::kByte);
     Counts to_bytes = in_bytes(output_counts, output);
     Counts from_bytes = in_bytes(input_counts, input);
-    return collective(std::move(call), [&](c10d::Backend& backend) {
+    const auto start = [&](c10d::Backend& backend) {
       return backend.alltoall_base(to, from, to_bytes, from_bytes);
-    });
+    };
+    return collective(std::move(call), {to, from}, start);
   }
 
   WorkPtr barrier() override {
-    return collective({info_, "barrier"},
+    return collective({info_, "barrier"}, {},
                       [](c10d::Backend& backend) { return backend.barrier(); });
   }
 
@@ -162,7 +168,11 @@ class C10dCommunicator final : public Communicator {
   void abort() override {
     shared_->watch.abort();
     // Gloo's operations have ended with their waits; device kernels still run.
-    if (!shared_->is_gloo) shared_->end_backend();
+    if (!shared_->is_gloo) shared_->abort_backend();
+  }
+
+  void shut_down() noexcept override {
+    if (!shared_->is_gloo) shared_->shut_down_backend();
   }
 
  private:
@@ -184,32 +194,35 @@ class C10dCommunicator final : public Communicator {
     }
   }
 
+  // @param tensors  tensors of the operation, which Gloo keeps by itself
   template <typename Start>
-  WorkPtr message(CallName call, Start&& start) {
+  WorkPtr message(CallName call, Tensors tensors, Start&& start) {
     C10dWorkPtr inner = issue(call, start);
     if (shared_->is_gloo) {
       return make_message_work(shared_, std::move(call), std::move(inner));
     }
-    return make_polled_work(shared_, std::move(call), std::move(inner));
+    return make_polled_work(shared_, std::move(call), std::move(inner),
+                            std::move(tensors));
   }
 
   template <typename Start>
-  WorkPtr collective(CallName call, Start&& start,
+  WorkPtr collective(CallName call, Tensors tensors, Start&& start,
                      std::function<void()> finish = {}) {
     C10dWorkPtr inner = issue(call, start);
     if (shared_->is_gloo) {
       return make_collective_work(shared_, std::move(call), std::move(inner),
                                   std::move(finish));
     }
-    return make_polled_work(shared_, std::move(call), std::move(inner));
+    return make_polled_work(shared_, std::move(call), std::move(inner),
+                            std::move(tensors));
   }
 
   WorkPtr reduce_all(CallName call, at::Tensor tensor, ReduceOp op,
                      std::function<void()> finish = {}) {
+    Tensors tensors{std::move(tensor)};
     return collective(
-        std::move(call),
+        std::move(call), tensors,
         [&](c10d::Backend& backend) {
-          std::vector<at::Tensor> tensors{std::move(tensor)};
           c10d::AllreduceOptions options;
           options.reduceOp = to_c10d(op);
           return backend.allreduce(tensors, options);
@@ -225,12 +238,12 @@ class C10dCommunicator final : public Communicator {
 
 CommunicatorPtr make_c10d_communicator(
     c10::intrusive_ptr<c10d::Backend> backend, std::string name,
-    std::function<void()> end) {
+    C10dOptions options) {
   SMP_CHECK_VALUE(backend,
                   "make_c10d_communicator: expected a backend, got "
                   "none");
   return std::make_shared<C10dCommunicator>(std::move(backend), std::move(name),
-                                            std::move(end));
+                                            std::move(options));
 }
 
 }  // namespace smp::comm

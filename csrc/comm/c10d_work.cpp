@@ -2,6 +2,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -17,6 +18,8 @@
 #include "csrc/common/log.h"
 #include "csrc/common/torch_releases.h"
 #include "csrc/common/without_gil.h"
+#include "csrc/common/without_throwing.h"
+#include "csrc/health/thread_name.h"
 
 namespace smp::comm {
 namespace {
@@ -30,7 +33,7 @@ constexpr std::chrono::milliseconds kLongestTimeout =
 // Time a collective may take to notice that its connections are closed.
 constexpr std::chrono::milliseconds kEndTimeout{2000};
 
-// Time the destructor of a group waits for `abort` of its backend.
+// Time a group waits for the end of its backend.
 constexpr std::chrono::milliseconds kLongestEnd{30000};
 
 Clock::time_point deadline_after(std::chrono::milliseconds timeout) {
@@ -53,10 +56,10 @@ std::string reason_of(const std::exception_ptr& failure) {
 
 namespace {
 
-void end_connections(c10d::Backend& backend, const std::function<void()>& end) {
+void abort_connections(c10d::Backend& backend, const C10dOptions& options) {
   if (abort_if_offered(backend)) return;
-  if (end) {
-    end();
+  if (options.end) {
+    options.end();
   } else {
     SMP_LOG(kWarning, "torch offers no abort for backend ",
             backend.getBackendName(),
@@ -64,58 +67,87 @@ void end_connections(c10d::Backend& backend, const std::function<void()>& end) {
   }
 }
 
+void finish_operations(c10d::Backend& backend, const C10dOptions& options) {
+  const c10::Device device = options.device;
+  if (!device.is_cpu()) {
+    c10::impl::VirtualGuardImpl(device.type())
+        .synchronizeDevice(device.index());
+  }
+  shut_down_if_offered(backend);
+}
+
 }  // namespace
 
-C10dShared::C10dShared(C10dBackendPtr backend, std::function<void()> end)
+C10dShared::C10dShared(C10dBackendPtr backend, C10dOptions options)
     : backend(std::move(backend)),
       is_gloo(this->backend->getBackendName() == "gloo"),
-      end_(std::move(end)) {}
+      options_(std::move(options)) {}
 
-void C10dShared::end_backend() {
+void C10dShared::abort_backend() { begin_end(&abort_connections); }
+
+void C10dShared::shut_down_backend() noexcept {
+  without_throwing("the end of a group", [this] {
+    begin_end(&finish_operations);
+    await_end();
+    watch.abort();
+  });
+}
+
+void C10dShared::begin_end(End end) {
   const std::lock_guard lock(mutex);
   if (ended_.valid()) return;
   std::promise<void> promise;
   ended_ = promise.get_future().share();
-  ender_ = std::thread(
-      [backend = backend, end = end_, promise = std::move(promise)]() mutable {
-        try {
-          end_connections(*backend, end);
-        } catch (const std::exception&) {
-          SMP_LOG(kWarning, "the end of a group failed: ",
-                  reason_of(std::current_exception()));
-        }
-        backend.reset();
-        promise.set_value();
-      });
+  ender_ = std::thread([end, backend = backend, options = options_,
+                        promise = std::move(promise)]() mutable {
+    health::name_this_thread("smp-group-end");
+    without_throwing("the end of a group", [&] {
+      const c10::Device device = options.device;
+      c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
+      end(*backend, options);
+    });
+    backend.reset();
+    promise.set_value();
+  });
+}
+
+void C10dShared::await_end() {
+  std::unique_lock lock(mutex);
+  std::thread ender = std::move(ender_);
+  const std::shared_future<void> ended = ended_;
+  lock.unlock();
+  if (!ender.joinable()) return;
+  if (ended.wait_for(kLongestEnd) == std::future_status::ready) {
+    return ender.join();
+  }
+  // A library that hangs in its end must not hang us.
+  SMP_LOG(kWarning, "a group of ranks has not ended after ",
+          kLongestEnd.count(), " ms");
+  ender.detach();
 }
 
 C10dShared::~C10dShared() {
   // Gloo's destructor joins threads that may be dropping tensors.
-  without_gil([this] {
-    if (ender_.joinable()) {
-      if (ended_.wait_for(kLongestEnd) == std::future_status::ready) {
-        ender_.join();
-      } else {  // a library that hangs in its abort must not hang us
-        SMP_LOG(kWarning, "a group of ranks has not ended ",
-                kLongestEnd.count(), " ms after its abort");
-        ender_.detach();
-      }
-    }
-    if (!end_collectives()) {
-      // The destructor of the backend would wait for ever. This happens after a
-      // failure only, so the works are leaked until the process ends.
-      SMP_LOG(kWarning,
-              "a collective that was cut off in the middle of its transfer "
-              "keeps its connections until this process ends");
-      new std::vector<C10dWorkPtr>(std::move(collectives));
-      new std::vector<C10dWorkPtr>(std::move(messages));
-      (void)backend.release();
-      return;
-    }
-    messages.clear();
-    collectives.clear();
-    backend.reset();
-  });
+  without_gil(
+      [this] { without_throwing("the end of a group", [this] { end(); }); });
+}
+
+void C10dShared::end() {
+  await_end();
+  if (!end_collectives()) {
+    // The destructor of the backend would wait for ever. This happens after a
+    // failure only, so the works are leaked until the process ends.
+    SMP_LOG(kWarning,
+            "a collective that was cut off in the middle of its transfer "
+            "keeps its connections until this process ends");
+    new std::vector<C10dWorkPtr>(std::move(collectives));
+    new std::vector<C10dWorkPtr>(std::move(messages));
+    (void)backend.release();
+    return;
+  }
+  messages.clear();
+  collectives.clear();
+  backend.reset();
 }
 
 bool C10dShared::some_collective_runs() const {
@@ -179,7 +211,7 @@ class MessageWork final : public C10dWork {
 
   ~MessageWork() override {
     if (poller_.joinable()) {
-      abort();
+      without_throwing("the end of a message", [this] { abort(); });
       poller_.join();
     }
     if (state_ != State::kRunning) return;
@@ -337,7 +369,10 @@ class CollectiveWork final : public C10dWork {
 // An operation of a backend whose works can be polled, such as NCCL.
 class PolledWork final : public C10dWork {
  public:
-  using C10dWork::C10dWork;
+  PolledWork(C10dSharedPtr shared, CallName call, C10dWorkPtr inner,
+             std::vector<at::Tensor> tensors)
+      : C10dWork(std::move(shared), std::move(call), std::move(inner)),
+        tensors_(std::move(tensors)) {}
 
   bool done() override { return aborted_ || inner_->isCompleted(); }
 
@@ -372,6 +407,9 @@ class PolledWork final : public C10dWork {
 
  private:
   static constexpr std::chrono::microseconds kLongestPause{100};
+  // c10d forgets them as soon as some stream comes after the operation. Memory
+  // of another stream may be taken again before the device has read it.
+  const std::vector<at::Tensor> tensors_;
   std::atomic<bool> aborted_ = false;
 };
 
@@ -389,10 +427,10 @@ WorkPtr make_collective_work(C10dSharedPtr shared, CallName call,
                                           std::move(inner), std::move(finish));
 }
 
-WorkPtr make_polled_work(C10dSharedPtr shared, CallName call,
-                         C10dWorkPtr inner) {
+WorkPtr make_polled_work(C10dSharedPtr shared, CallName call, C10dWorkPtr inner,
+                         std::vector<at::Tensor> tensors) {
   return std::make_shared<PolledWork>(std::move(shared), std::move(call),
-                                      std::move(inner));
+                                      std::move(inner), std::move(tensors));
 }
 
 }  // namespace smp::comm

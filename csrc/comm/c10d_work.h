@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "csrc/comm/c10d_communicator.h"
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/communicator_checks.h"
 #include "csrc/health/wait_watch.h"
@@ -28,14 +29,16 @@ using C10dWorkPtr = c10::intrusive_ptr<c10d::Work>;
 /// The state that a communicator over a torch.distributed backend shares with
 /// its works; lives as long as any of them.
 struct C10dShared {
-  /// @param end  see `make_c10d_communicator`
-  C10dShared(C10dBackendPtr backend, std::function<void()> end);
+  C10dShared(C10dBackendPtr backend, C10dOptions options);
   ~C10dShared();
 
   /// Ends the connections of the backend, and its kernels with them; returns at
   /// once. Several groups have to end at the same time: freeing the memory of
   /// one may wait for the kernels of the others.
-  void end_backend();
+  void abort_backend();
+  /// Ends the backend after its last operation, and waits until it has ended.
+  /// Not after `abort_backend`.
+  void shut_down_backend() noexcept;
 
   C10dBackendPtr backend;
   const bool is_gloo;
@@ -57,8 +60,14 @@ struct C10dShared {
   bool end_collectives();
   bool some_collective_runs() const;
 
-  const std::function<void()> end_;
-  std::shared_future<void> ended_;  // valid once `end_backend` was called
+  void end();
+
+  using End = void (*)(c10d::Backend& backend, const C10dOptions& options);
+  void begin_end(End end);
+  void await_end();
+
+  const C10dOptions options_;
+  std::shared_future<void> ended_;  // valid once an end has begun
   std::thread ender_;
 };
 
@@ -74,8 +83,9 @@ WorkPtr make_collective_work(C10dSharedPtr shared, CallName call,
                              C10dWorkPtr inner, std::function<void()> finish);
 
 /// Makes the work of a backend whose works can be polled, such as NCCL.
-WorkPtr make_polled_work(C10dSharedPtr shared, CallName call,
-                         C10dWorkPtr inner);
+/// @param tensors  tensors of the operation, kept as long as the work
+WorkPtr make_polled_work(C10dSharedPtr shared, CallName call, C10dWorkPtr inner,
+                         std::vector<at::Tensor> tensors);
 
 /// Returns the text of an exception, without a stack trace.
 std::string reason_of(const std::exception_ptr& failure);

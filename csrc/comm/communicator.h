@@ -148,6 +148,12 @@ class Communicator {
   /// Operations of a device also end, soon after the call. Further calls raise.
   /// May be called twice and from any thread.
   virtual void abort() = 0;
+
+  /// Ends the group in order, when no rank needs it any more: waits for the
+  /// device, then frees what the group has on it. All ranks of a group call it,
+  /// and end their groups in one order. Further calls raise. Does nothing on
+  /// the host and after `abort`; never raises.
+  virtual void shut_down() noexcept {}
 };
 
 using CommunicatorPtr = std::shared_ptr<Communicator>;

@@ -8,7 +8,9 @@
 #include "csrc/common/check.h"
 #include "csrc/common/log.h"
 #include "csrc/common/without_gil.h"
+#include "csrc/common/without_throwing.h"
 #include "csrc/health/fault_aware_wait.h"
+#include "csrc/health/thread_name.h"
 
 namespace smp::comm {
 
@@ -63,6 +65,8 @@ int FlightWatch::num_in_flight() const {
 }
 
 void FlightWatch::run() {
+  health::name_this_thread("smp-flights");
+  options_.begin_thread();
   std::unique_lock lock(mutex_);
   while (!is_stopping_) {
     if (is_faulted_ && !is_aborted_) {
@@ -85,7 +89,9 @@ void FlightWatch::abort_groups(std::unique_lock<std::mutex>& lock) {
   std::vector<Entry> dropped = std::exchange(entries_, {});
   lock.unlock();
   for (const auto& group : groups) {
-    if (const CommunicatorPtr alive = group.lock()) alive->abort();
+    without_throwing("the abort of a group", [&] {
+      if (const CommunicatorPtr alive = group.lock()) alive->abort();
+    });
   }
   dropped.clear();
   lock.lock();

@@ -35,6 +35,8 @@ class FlightWatch {
     std::chrono::milliseconds look_every{100};
     /// Time for news of a failure, which may arrive after connections break.
     std::chrono::milliseconds grace = std::chrono::seconds(2);
+    /// Runs first in the thread, which destroys events of the device.
+    std::function<void()> begin_thread = [] {};
   };
 
   FlightWatch(std::shared_ptr<health::FaultBoard> faults, Options options);

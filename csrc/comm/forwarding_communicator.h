@@ -52,6 +52,7 @@ class ForwardingCommunicator : public Communicator {
     return inner_->is_stream_ordered();
   }
   void abort() override { inner_->abort(); }
+  void shut_down() noexcept override { inner_->shut_down(); }
 
  protected:
   const CommunicatorPtr inner_;

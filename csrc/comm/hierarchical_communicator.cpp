@@ -19,6 +19,7 @@
 #include "csrc/comm/threaded_work.h"
 #include "csrc/common/check.h"
 #include "csrc/common/without_gil.h"
+#include "csrc/common/without_throwing.h"
 #include "csrc/health/thread_name.h"
 
 namespace smp::comm {
@@ -45,7 +46,9 @@ class PiecePipeline {
   ~PiecePipeline() {
     // The threads may be dropping tensors.
     without_gil([this] {
-      if (end("aborted")) abort_hops();
+      without_throwing("the abort of a group by hosts", [this] {
+        if (end("aborted")) abort_hops();
+      });
       if (leaver_.joinable()) leaver_.join();
       if (arriver_.joinable()) arriver_.join();
     });

@@ -21,6 +21,13 @@ bool abort_if_offered(Backend& backend) {
   }
 }
 
+/// Ends a backend of c10d after its last operation, where the base class can
+/// (from 2.7 on); elsewhere it ends with its destructor.
+template <typename Backend>
+void shut_down_if_offered(Backend& backend) {
+  if constexpr (requires { backend.shutdown(); }) backend.shutdown();
+}
+
 /// True if a stream returns the handle by which the runtime of its device
 /// identifies it: 2.11 does, 2.6 does not.
 template <typename Stream>

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "csrc/common/check.h"
+#include "csrc/memory/device_scope.h"
 
 namespace smp::gradients {
 
@@ -40,18 +41,44 @@ class TakingHook final : public torch::autograd::FunctionPreHook {
   const int param_idx_;
 };
 
+std::optional<c10::Stream> stream_for(const std::vector<at::Tensor>& params) {
+  if (params.empty()) return std::nullopt;
+  return memory::current_stream(params.front().device());
+}
+
 }  // namespace
 
 GradientHooks::GradientHooks(const std::vector<at::Tensor>& params, Sink sink)
-    : sink_(std::make_shared<Sink>(std::move(sink))) {
+    : params_(params),
+      sink_(std::make_shared<Sink>(std::move(sink))),
+      stream_(stream_for(params)) {
   nodes_.reserve(params.size());
-  for (size_t i = 0; i < params.size(); ++i) {
-    auto node = torch::autograd::impl::grad_accumulator(params[i]);
-    SMP_ASSERT(node, "parameter ", i, " has no gradient accumulator");
-    node->add_pre_hook(
-        std::make_unique<TakingHook>(sink_, static_cast<int>(i)));
-    nodes_.push_back(std::move(node));
+  for (size_t i = 0; i < params.size(); ++i) nodes_.push_back(hooked_node(i));
+}
+
+std::shared_ptr<torch::autograd::Node> GradientHooks::hooked_node(
+    size_t param_idx) const {
+  auto node = torch::autograd::impl::grad_accumulator(params_[param_idx]);
+  SMP_ASSERT(node, "parameter ", param_idx, " has no gradient accumulator");
+  node->add_pre_hook(
+      std::make_unique<TakingHook>(sink_, static_cast<int>(param_idx)));
+  return node;
+}
+
+void GradientHooks::use_current_stream() {
+  const std::optional<c10::Stream> stream = stream_for(params_);
+  if (stream == stream_) return;
+  bool all_moved = true;
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    if (nodes_[i]->input_metadata(0).stream() == *stream) continue;
+    if (nodes_[i].use_count() > 1) {
+      all_moved = false;
+      continue;
+    }
+    nodes_[i].reset();  // else the leaf would return the same one
+    nodes_[i] = hooked_node(i);
   }
+  if (all_moved) stream_ = stream;
 }
 
 GradientHooks::~GradientHooks() {

@@ -1,9 +1,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace torch::autograd {
@@ -26,11 +28,19 @@ class GradientHooks {
   GradientHooks(const std::vector<at::Tensor>& params, Sink sink);
   /// Gives the gradients back to autograd. Not while a backward runs.
   ~GradientHooks();
+  /// Lets later graphs add on the current stream of the calling thread: an
+  /// accumulator works on the stream on which it was made. Those that other
+  /// code holds, such as an older graph, stay. Not while a backward runs.
+  void use_current_stream();
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
 
  private:
+  std::shared_ptr<torch::autograd::Node> hooked_node(size_t param_idx) const;
+
+  const std::vector<at::Tensor> params_;
   const std::shared_ptr<Sink> sink_;
+  std::optional<c10::Stream> stream_;  // of all nodes; none on the CPU
   // Leaves know their node by a weak pointer only.
   std::vector<std::shared_ptr<torch::autograd::Node>> nodes_;
 };

@@ -103,6 +103,7 @@ void Reducer::begin_step(int num_microbatches, bool may_overlap,
                   "step; call backward inside the step function"
                 : "a step was begun while one is open; steps cannot be nested, "
                   "and a step that failed must be cancelled");
+  hooks_->use_current_stream();
   open(num_microbatches, Phase::kOpen, are_shares);
   may_overlap_ = may_overlap;
 }

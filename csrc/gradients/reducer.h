@@ -36,8 +36,9 @@ namespace smp::gradients {
 /// numbers of microbatches may differ, but not where every microbatch is
 /// reduced.
 ///
-/// Thread-safe. Gradients are added on the current stream of the thread that
-/// computed them. The lock is never held while waiting for another rank.
+/// Thread-safe. Gradients are added on the stream on which their step was
+/// begun; outside of steps on that of the last one. The lock is never held
+/// while waiting for another rank.
 ///
 /// Where `dp` sums on streams of a device, the host waits for no sum: later
 /// work on the current stream comes after it. One stream then computes all

@@ -145,6 +145,7 @@ class GatherInTwoHops final : public Gather {
   const comm::CommunicatorPtr within_;
   const at::Tensor output_;
   at::Tensor crossed_;
+  // Keeps the input, which the device may read until `follow`.
   comm::WorkPtr work_;
   std::vector<comm::WorkPtr> works_;  // of the second half, by host
 };

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "csrc/common/check.h"
+#include "csrc/common/without_throwing.h"
 
 namespace smp::parameters {
 namespace {
@@ -64,11 +65,9 @@ ParameterScope::ParameterScope(std::shared_ptr<BackwardUses> uses,
 ParameterScope::~ParameterScope() {
   if (has_left_) return;
   std::erase(scopes_of_thread, this);
-  try {
-    uses_->store()->release(units_);
-  } catch (const Error&) {
-    // Gathering ahead failed; code that needs the unit gets the error.
-  }
+  // Gathering ahead may fail. Code that needs the unit gets the error.
+  without_throwing("the release of parameters",
+                   [this] { uses_->store()->release(units_); });
 }
 
 // Outside of a step each outermost forward begins a pass.

@@ -2,23 +2,62 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from smp import data_parallel
-from smp.world import nccl
+from smp import _C, data_parallel
+from smp.world import groups, nccl
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-def test_communicators_start_in_one_order_unless_the_user_decides() -> None:
+def _no_cpu(name: str, ranks: Sequence[int]) -> _C.Communicator:
+    raise AssertionError(name)
+
+
+_DEFAULTS = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
+
+def test_communicators_start_in_one_order_and_end_by_our_watch() -> None:
     environ: dict[str, str] = {}
-    nccl.set_launch_order(environ)
-    assert environ == {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
-    environ = {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
-    nccl.set_launch_order(environ)
-    assert environ == {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+    nccl.set_defaults(environ)
+    assert environ == _DEFAULTS
+
+
+def test_variables_that_the_user_has_set_stay() -> None:
+    environ = {"NCCL_LAUNCH_ORDER_IMPLICIT": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    nccl.set_defaults(environ)
+    assert environ == {"NCCL_LAUNCH_ORDER_IMPLICIT": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    former = {"NCCL_ASYNC_ERROR_HANDLING": "1"}
+    nccl.set_defaults(former)
+    assert former == {"NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
+def test_defaults_are_set_before_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str | None]] = []
+
+    class Backend:
+        def __init__(self, *arguments: Any) -> None:
+            seen.append({name: os.environ.get(name) for name in _DEFAULTS})
+
+    made: list[tuple[Any, ...]] = []
+    for name in _DEFAULTS:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend)
+    monkeypatch.setattr(nccl, "group_options", lambda *arguments: None)
+    monkeypatch.setattr(_C, "make_c10d_communicator", lambda *arguments: made.append(arguments))
+    store = dist.HashStore()
+    groups.make_on_device(torch.device("cuda", 1), store, _no_cpu, "dp", [0, 1], 0, 1.0)
+    groups.make_channel("cuda:1", store, 0, 1, 0, 0, 1.0)
+    assert seen == [_DEFAULTS, _DEFAULTS]
+    assert [device for _, _, device, _ in made] == ["cuda:1", "cuda:1"]
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")

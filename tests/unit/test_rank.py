@@ -7,19 +7,25 @@ import logging
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import smp
 from smp import _C
 from smp.config.sources import read_config
 from smp.world import runtime
+from smp.world.groups import Groups
 from smp.world.launch import read_launch
 from smp.world.log import FirstRankLog
 from smp.world.rank import Rank
 from smp.world.settings import read_settings
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -44,6 +50,34 @@ def test_places_are_known_without_a_run_and_without_others(prefix: None) -> None
     assert rank.groups["pp"][rank.ranks["pp"]] == rank.groups["dp"][rank.ranks["dp"]] == 3
     assert rank.prefix == f"[global_rank 3 | {rank.place}] "
     assert (rank.connections, rank.board, rank.exchange) == (None, None, None)
+
+
+def _group_of_one(name: str) -> _C.Communicator:
+    backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=PATIENCE_S))
+    return _C.make_c10d_communicator(backend, name)
+
+
+@pytest.mark.parametrize(("is_healthy", "end"), [(True, "shut_down"), (False, "abort")])
+def test_groups_end_in_one_order_unless_a_rank_has_failed(
+    is_healthy: bool, end: str, monkeypatch: pytest.MonkeyPatch, prefix: None
+) -> None:
+    ended: list[tuple[str, str]] = []
+    for call in ("shut_down", "abort"):
+        monkeypatch.setattr(
+            _C.Communicator, call, lambda self, call=call: ended.append((call, self.name))
+        )
+    rank = rank_of_four(0)
+    connections: Any = SimpleNamespace(is_healthy=is_healthy)
+    rank.connections = connections
+    tp = _group_of_one("tp")
+    # Not in the order in which the groups are made.
+    rank.comms = Groups(tp=tp, tp_control=tp, rdp=_group_of_one("rdp"), dp=_group_of_one("dp"))
+    rank.drop_communicators()
+    names = [name for call, name in ended if call == end]
+    assert list(dict.fromkeys(names)) == ["dp", "rdp", "tp"]
+    assert len(ended) == len(names)
+    assert not is_healthy or len(names) == 3
+    assert rank.comms.made == []
 
 
 def test_copies_and_pickles_of_an_optimizer_have_the_rank_of_their_process(

@@ -183,9 +183,13 @@ class Connections:
             return {}
 
         def make(src: int, dst: int, index: int) -> _C.Communicator:
-            return make_channel(store, src, dst, index, self._global_rank, self._timeout_s)
+            return make_channel(
+                self._device, store, src, dst, index, self._global_rank, self._timeout_s
+            )
 
-        flights = _C.FlightWatch(self.board, timeout_s=self._timeout_s, report_after_s=self._hang_s)
+        flights = _C.FlightWatch(
+            self.board, self._device, timeout_s=self._timeout_s, report_after_s=self._hang_s
+        )
         host = os.environ.get("NCCL_HOSTID", "")
         return {"make_channel": make, "flights": flights, "nccl_host": host}
 

@@ -96,6 +96,11 @@ class Groups:
         for communicator in self.made:
             communicator.abort()
 
+    def shut_down(self) -> None:
+        """Ends the groups of devices in one order on all ranks. Collective."""
+        for communicator in dict.fromkeys(self.made):
+            communicator.shut_down()
+
 
 def split_into_shards(rdp_ranks: Sequence[int], shard_size: int) -> dict[str, list[list[int]]]:
     """Returns the groups of `SHARD_KINDS` into which an rdp group is split.
@@ -172,7 +177,7 @@ def build_groups(
     """
     made = Groups()
     own = own_groups(grid, global_rank, shard_size)
-    flights = _C.FlightWatch(board, timeout_s=timeout_s, report_after_s=hang_s)
+    flights = _C.FlightWatch(board, str(device), timeout_s=timeout_s, report_after_s=hang_s)
 
     def ranks_of(kind: str) -> list[int]:
         return list(own[kind])
@@ -283,11 +288,18 @@ def build_groups(
 
 
 def make_channel(
-    store: dist.Store, src: int, dst: int, index: int, global_rank: int, timeout_s: float
+    device: torch.device | str,
+    store: dist.Store,
+    src: int,
+    dst: int,
+    index: int,
+    global_rank: int,
+    timeout_s: float,
 ) -> _C.Communicator:
     """Makes a group of NCCL for tensors from one rank to another one. Collective over both.
 
     Args:
+        device: device of the tensors.
         store: store for the connections.
         src: global rank of the source, which is rank 0 of the group.
         dst: global rank of the destination.
@@ -296,7 +308,7 @@ def make_channel(
         timeout_s: time-out of the connection, and of a copy.
     """
     name = f"channel{index}to{dst}"
-    return _make_nccl(store, name, [src, dst], global_rank, timeout_s, nccl.CHANNEL_CTAS)
+    return _make_nccl(device, store, name, [src, dst], global_rank, timeout_s, nccl.CHANNEL_CTAS)
 
 
 def make_on_device(
@@ -320,7 +332,7 @@ def make_on_device(
         timeout_s: time-out of the connections.
     """
     if device.type == "cuda":
-        return _make_nccl(store, name, ranks, global_rank, timeout_s)
+        return _make_nccl(device, store, name, ranks, global_rank, timeout_s)
     return on_cpu(name, ranks)
 
 
@@ -375,6 +387,7 @@ def over_sockets(sockets: _C.PeerSockets) -> CpuGroups:
 
 
 def _make_nccl(
+    device: torch.device | str,
     store: dist.Store,
     name: str,
     ranks: Sequence[int],
@@ -382,7 +395,7 @@ def _make_nccl(
     timeout_s: float,
     max_ctas: int | None = None,
 ) -> _C.Communicator:
-    nccl.set_launch_order()
+    nccl.set_defaults()
     group: Any = dist.ProcessGroupNCCL
     backend = group(
         dist.PrefixStore(f"{name}/{ranks[0]}", store),
@@ -390,4 +403,4 @@ def _make_nccl(
         len(ranks),
         nccl.group_options(timeout_s, max_ctas),
     )
-    return _C.make_c10d_communicator(backend, f"nccl:{name}", abort_of(backend))
+    return _C.make_c10d_communicator(backend, f"nccl:{name}", str(device), abort_of(backend))

@@ -1,4 +1,4 @@
-"""Sets up NCCL: one order of several communicators, and streams."""
+"""Sets up NCCL: one order of several communicators, failures, and streams."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from smp._torch_releases import limit_ctas
 # ranks issue them in one order (docs/design/stream_order.md). NCCL before 2.26 ignores it.
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
+# PyTorch's watchdog otherwise ends the process (SIGABRT) as soon as an operation fails or is late.
+# The library's own watch aborts the groups then, and the script gets an error that names the rank.
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_FORMER_ERROR_HANDLING = "NCCL_ASYNC_ERROR_HANDLING"  # read by PyTorch, too
 
-def set_launch_order(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Asks NCCL for one order of its communicators, unless the user has decided.
 
-    NCCL reads the variable once, so it has to be set before the first communicator.
+def set_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets variables of NCCL and of PyTorch's groups of NCCL that the user has not set.
+
+    NCCL reads its variable once, and each group reads PyTorch's when it is made.
 
     Args:
         environ: environment variables of this process.
     """
     environ.setdefault(LAUNCH_ORDER, "1")
+    if _FORMER_ERROR_HANDLING not in environ:
+        environ.setdefault(ERROR_HANDLING, "0")
 
 
 # Blocks of the device that a copy between two ranks may occupy: its kernel keeps them while it

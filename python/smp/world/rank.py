@@ -292,8 +292,13 @@ class Rank:
             self.connections.leave()
 
     def drop_communicators(self) -> None:
-        """Ends the communicators of the groups, and operations in flight if a rank has failed."""
-        if self.connections is not None and not self.connections.is_healthy:
+        """Ends the communicators of the groups, and operations in flight if a rank has failed.
+
+        Collective if none has; all ranks have said goodbye then.
+        """
+        if self.connections is not None and self.connections.is_healthy:
+            self.comms.shut_down()
+        else:
             self.comms.abort()
         self.comms = Groups()
 

@@ -91,7 +91,7 @@ CommunicatorPtr communicator_of(
     return make_c10d_communicator(backend, name);
   } else {
     return make_c10d_communicator(backend, name,
-                                  [backend] { backend->abort(); });
+                                  {.end = [backend] { backend->abort(); }});
   }
 }
 

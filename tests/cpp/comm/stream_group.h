@@ -134,8 +134,10 @@ class StreamGroup final : public ForwardingCommunicator {
   }
   WorkPtr all_gather(at::Tensor output, const at::Tensor& input) override {
     const at::Tensor whole = at::empty_like(output.detach());
-    // The input may be a part of the output.
-    return begin("all_gather", {}, output, whole,
+    // The input may be a part of the output, which shows nothing meanwhile.
+    const at::Tensor read =
+        output.is_alias_of(input) ? at::Tensor() : input.detach();
+    return begin("all_gather", read, output, whole,
                  inner_->all_gather(whole, copy_of(input)));
   }
   WorkPtr reduce_scatter(at::Tensor output, const at::Tensor& input,

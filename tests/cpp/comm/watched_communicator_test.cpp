@@ -19,12 +19,11 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using Kind = health::Fault::Kind;
 using health::BlockedScope;
-using World = health::World;
 
 constexpr milliseconds kLonger{1500};  // than a deadlock needs
 
 // Communicators of some ranks, as the library makes them.
-std::vector<CommunicatorPtr> watched(World& world,
+std::vector<CommunicatorPtr> watched(health::World& world,
                                      const std::vector<int>& ranks) {
   std::vector<CommunicatorPtr> made;
   const auto inner = make_local_world(static_cast<int>(ranks.size()));
@@ -40,7 +39,7 @@ at::Tensor some_bytes(int64_t count) {
 }
 
 TEST(WatchedCollective, ThatAllHaveEnteredIsNoDeadlockHoweverLongItTakes) {
-  World world(2);
+  health::World world(2);
   const auto group = watched(world, {0, 1});
   std::vector<WorkPtr> works;
   for (const auto& one : group)
@@ -55,7 +54,7 @@ TEST(WatchedCollective, ThatAllHaveEnteredIsNoDeadlockHoweverLongItTakes) {
 }
 
 TEST(WatchedCollective, ThatSomebodyDoesNotEnterIsADeadlock) {
-  World world(3);
+  health::World world(3);
   const auto group = watched(world, {0, 1, 2});
   std::vector<WorkPtr> works;
   for (const int rank : {0, 1}) works.push_back(group[rank]->barrier());
@@ -67,7 +66,7 @@ TEST(WatchedCollective, ThatSomebodyDoesNotEnterIsADeadlock) {
 }
 
 TEST(WatchedCollective, CircleOfCollectivesIsADeadlock) {
-  World world(2);
+  health::World world(2);
   const auto one = watched(world, {0, 1});
   const auto other = watched(world, {1, 0});
   const WorkPtr mine = one[0]->barrier();
@@ -79,7 +78,7 @@ TEST(WatchedCollective, CircleOfCollectivesIsADeadlock) {
 }
 
 TEST(WatchedCollective, DifferentCallsOfOneNumberAreADeadlock) {
-  World world(2);
+  health::World world(2);
   const auto group = watched(world, {0, 1});
   const WorkPtr mine = group[0]->all_reduce(some_bytes(8), ReduceOp::kSum);
   const WorkPtr yours = group[1]->barrier();
@@ -92,7 +91,7 @@ TEST(WatchedCollective, DifferentCallsOfOneNumberAreADeadlock) {
 }
 
 TEST(WatchedCollective, WhoHasLeftHadDoneItsPartOfWhatItEntered) {
-  World world(2);
+  health::World world(2);
   const auto group = watched(world, {0, 1});
   const WorkPtr mine = group[0]->barrier();
   const WorkPtr yours = group[1]->barrier();
@@ -108,7 +107,7 @@ TEST(WatchedCollective, WhoHasLeftHadDoneItsPartOfWhatItEntered) {
 }
 
 TEST(WatchedCollective, AWaitFromOutsideEndsWithTheFaultOfAnotherRank) {
-  World world(2);
+  health::World world(2);
   const auto group = watched(world, {0, 1});
   const WorkPtr sum = group[0]->all_reduce(some_bytes(8), ReduceOp::kSum);
   const WorkPtr message = group[0]->recv(some_bytes(8), 1, 3);
@@ -122,7 +121,7 @@ TEST(WatchedCollective, AWaitFromOutsideEndsWithTheFaultOfAnotherRank) {
 }
 
 TEST(WatchedCollective, AWaitFromOutsideEndsWhenARankLeftBefore) {
-  World world(2);
+  health::World world(2);
   const auto group = watched(world, {0, 1});
   const WorkPtr sum = group[0]->all_reduce(some_bytes(8), ReduceOp::kSum);
   world.clients[1]->leave();
@@ -132,7 +131,7 @@ TEST(WatchedCollective, AWaitFromOutsideEndsWhenARankLeftBefore) {
 }
 
 TEST(WatchedCollective, AWaitFromOutsideKeepsItsTime) {
-  World world(2);
+  health::World world(2);
   const auto group = watched(world, {0, 1});
   const WorkPtr sum = group[0]->all_reduce(some_bytes(1 << 24), ReduceOp::kSum);
   // Whatever its size, by which waits of the library grow.

@@ -120,9 +120,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    note(kUseOfEvent, stream.device_index());
     record_event(event, stream);
   }
   void block(void* event, const c10::Stream& stream) const override {
+    note(kUseOfEvent, stream.device_index());
     wait_for_event(event, stream);
   }
   bool queryEvent(void* event) const override { return is_fired(event); }
@@ -131,7 +133,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return static_cast<double>(fired_ns(to) - fired_ns(from)) / 1e6;
   }
   void destroyEvent(void* event,
-                    const c10::DeviceIndex) const noexcept override {
+                    const c10::DeviceIndex index) const noexcept override {
+    note(kUseOfEvent, index);
     drop_event(event);
   }
   void synchronizeEvent(void*) const override { run_all(); }
@@ -139,7 +142,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return is_empty(stream);
   }
   void synchronizeStream(const c10::Stream&) const override { run_all(); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { run_all(); }
+  void synchronizeDevice(const c10::DeviceIndex index) const override {
+    note("synchronize", index);
+    run_all();
+  }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);

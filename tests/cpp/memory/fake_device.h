@@ -24,9 +24,14 @@ c10::Stream new_stream(int device_index);
 /// Returns what a launcher of kernels would get as the handle of a stream.
 void* handle_of(const c10::Stream& stream);
 
+/// The use of an event. On CUDA it makes a context on the current device of the
+/// thread, whichever stream is current.
+inline constexpr const char* kUseOfEvent = "event";
+
 /// Something that a thread asked of a device, and where the thread stood.
 struct Use {
-  std::string what;    ///< an operator, "allocate", or what `note` was told
+  /// An operator, "allocate", `kUseOfEvent`, or what `note` was told.
+  std::string what;
   std::string thread;  ///< name of the thread
   int current_device;
   int64_t current_stream;  ///< of that device

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones.h>
+#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -198,6 +199,49 @@ TEST(ParameterScope, a_failed_forward_lets_go) {
     EXPECT_FALSE(layers.has_memory(0));
     EXPECT_EQ(layers.store->stats().live_elements, 0);
   });
+}
+
+// Gathers nothing, and fails as a device does where it is told to.
+class FailingGathers final : public GatherGroup {
+ public:
+  int group_rank() const override { return 0; }
+  int size() const override { return 1; }
+  GatherPtr all_gather(at::Tensor output, at::Tensor input, uint64_t) override {
+    TORCH_CHECK(!fails, "the device is lost");
+    output.copy_(input);
+    return std::make_unique<Over>();
+  }
+  GatherPtr compare(uint64_t) override { return nullptr; }
+  GatherPtr meet(uint64_t) override { return std::make_unique<Over>(); }
+
+  bool fails = false;
+
+ private:
+  struct Over final : Gather {
+    void follow(const comm::WaitOptions&, const std::string&) override {}
+  };
+};
+
+// A forward that fails leaves its scope by an exception, behind which the next
+// unit is gathered ahead: a second exception would end the process.
+TEST(ParameterScope, a_device_that_fails_behind_a_forward_is_no_end) {
+  const auto group = std::make_shared<FailingGathers>();
+  ParameterStore::Options options = Sharded::patient();
+  options.max_live_elements = 16;  // one unit
+  Sharded layers({{4, 4}, {4, 4}}, {{0}, {1}}, group, options);
+  layers.store->begin_pass(1);
+  for (const int i : {0, 1}) const ParameterScope scope(layers.uses, {i});
+  layers.store->end_pass();
+  layers.store->begin_pass(1);
+  testing::internal::CaptureStderr();
+  {
+    const ParameterScope scope(layers.uses, {0});
+    group->fails = true;
+  }
+  EXPECT_NE(testing::internal::GetCapturedStderr().find(
+                "the release of parameters failed: the device is lost"),
+            std::string::npos);
+  EXPECT_THROW(ParameterScope(layers.uses, {1}), Error) << "who needs it";
 }
 
 TEST(ParameterScope, a_failed_backward_lets_go) {

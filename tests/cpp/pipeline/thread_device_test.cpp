@@ -5,6 +5,7 @@
 #include <ATen/ops/abs.h>
 #include <ATen/ops/max.h>
 #include <ATen/ops/sum.h>
+#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
@@ -14,8 +15,12 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "csrc/comm/c10d_communicator.h"
+#include "csrc/comm/flight_watch.h"
 #include "csrc/memory/device_scope.h"
+#include "tests/cpp/common/expectations.h"
 #include "tests/cpp/memory/fake_device.h"
 #include "tests/cpp/pipeline/server_ranks.h"
 
@@ -54,8 +59,9 @@ void expect_places(const std::map<int, int64_t>& streams, bool has_receivers) {
     const bool is_ours = use.thread.substr(0, 4) == "smp-";
     if (!is_ours && begun.count(use.home) == 0) continue;
     threads.insert(use.thread.substr(0, 8));
-    if (use.current_device != use.home ||
-        use.current_stream != streams.at(use.home)) {
+    const bool is_ordered = use.what == fake_device::kUseOfEvent ||
+                            use.current_stream == streams.at(use.home);
+    if (use.current_device != use.home || !is_ordered) {
       wrong.insert(describe(use));
     }
   }
@@ -122,6 +128,76 @@ INSTANTIATE_TEST_SUITE_P(
                     std::tuple("simple", true, true, 1),
                     std::tuple("zero_bubble", true, true, 1),
                     std::tuple("virtual_interleaved", true, true, 2)));
+
+// -------------------------------------------------------- groups of a device
+
+constexpr int kHome = 1;
+
+// Expects that a thread has used the device, and only on that device.
+void expect_on_device(const std::string& thread) {
+  int num_uses = 0;
+  for (const Use& use : fake_device::uses()) {
+    if (use.thread != thread || use.home < 0) continue;
+    ++num_uses;
+    EXPECT_EQ(use.current_device, use.home) << describe(use);
+  }
+  EXPECT_GT(num_uses, 0) << thread << " used no device";
+}
+
+TEST(ThreadDeviceOfGroups, is_that_of_events_which_the_watch_destroys) {
+  fake_device::reset();
+  comm::FlightWatch::Options options;
+  options.look_every = std::chrono::milliseconds(2);
+  options.begin_thread = [] {
+    memory::enter_device(fake_device::device(kHome));
+  };
+  const auto watch = std::make_shared<comm::FlightWatch>(
+      std::make_shared<health::FaultBoard>(0), options);
+  auto mark = std::make_unique<c10::Event>(fake_device::device(0).type());
+  mark->record(fake_device::new_stream(kHome));
+  watch->add({.is_over = [event = std::shared_ptr<c10::Event>(
+                              std::move(mark))] { return event->query(); },
+              .what = "all_reduce over dp (2 ranks)",
+              .ranks = {0, 1}});
+  EXPECT_TRUE(becomes_true([&] { return watch->num_in_flight() == 0; }));
+  expect_on_device("smp-flights");
+}
+
+template <typename Backend = c10d::Backend>
+constexpr bool kShutsDown = requires(Backend& any) { any.shutdown(); };
+
+// A backend that uses the device where it ends.
+class EndingBackend final : public c10d::Backend {
+ public:
+  EndingBackend() : Backend(0, 2) {}
+  const std::string getBackendName() const override { return "nccl"; }
+  // Override those of Backend, which not all releases of torch have.
+  void abort() { fake_device::note("abort", kHome); }
+  void shutdown() { fake_device::note("shutdown", kHome); }
+};
+
+TEST(ThreadDeviceOfGroups, is_that_of_a_backend_that_ends) {
+  for (const bool is_aborted : {true, false}) {
+    fake_device::reset();
+    const auto backend = c10::make_intrusive<EndingBackend>();
+    const auto group =
+        comm::make_c10d_communicator(backend, "nccl:dp",
+                                     {.device = fake_device::device(kHome),
+                                      .end = [backend] { backend->abort(); }});
+    is_aborted ? group->abort() : group->shut_down();
+    const auto uses = [] {
+      std::vector<std::string> found;
+      for (const Use& use : fake_device::uses()) {
+        if (use.thread == "smp-group-end") found.push_back(use.what);
+      }
+      return found;
+    };
+    std::vector<std::string> expected = {is_aborted ? "abort" : "synchronize"};
+    if (!is_aborted && kShutsDown<>) expected.push_back("shutdown");
+    EXPECT_TRUE(becomes_true([&] { return uses() == expected; }));
+    expect_on_device("smp-group-end");
+  }
+}
 
 // ---------------------------------------------------------------- contexts
 
