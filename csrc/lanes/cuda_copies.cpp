@@ -20,10 +20,15 @@
 namespace smp::lanes {
 namespace {
 
-// Throws on an error, and clears it so that a later call does not find it.
+// Clears an error, so that a later call does not find it. Destructors ignore
+// it.
+bool clear_error(cudaError_t status) {
+  if (status != cudaSuccess) (void)cudaGetLastError();
+  return status != cudaSuccess;
+}
+
 void check_cuda(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  (void)cudaGetLastError();
+  if (!clear_error(status)) return;
   SMP_CHECK(false, what, " of CUDA failed: ", cudaGetErrorString(status));
 }
 
@@ -54,7 +59,7 @@ class CudaEvent final : public SharedEvent {
     check_cuda(cudaIpcOpenEventHandle(&event_, handle),
                "cudaIpcOpenEventHandle");
   }
-  ~CudaEvent() override { (void)cudaEventDestroy(event_); }
+  ~CudaEvent() override { clear_error(cudaEventDestroy(event_)); }
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
 
@@ -192,7 +197,7 @@ class CudaCopies final : public DeviceCopies {
         "cudaIpcOpenMemHandle");
     return {static_cast<uint8_t*>(memory), [device = device_](uint8_t* opened) {
               const c10::DeviceGuard closing(device);
-              (void)cudaIpcCloseMemHandle(opened);
+              clear_error(cudaIpcCloseMemHandle(opened));
             }};
   }
   SharedEventPtr new_event() override {
@@ -221,9 +226,10 @@ class CudaCopies final : public DeviceCopies {
     check_cuda(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   }
   // Copies to this device first, because memory that the host can read may be
-  // unreadable from here.
+  // unreadable from here. The copies are work of the default stream, and so is
+  // the tensor, whose memory another stream might still be writing to.
   std::string get(const uint8_t* from, int64_t num_bytes) override {
-    const c10::DeviceGuard guard(device_);
+    const c10::StreamGuard guard(c10::Stream(c10::Stream::DEFAULT, device_));
     const at::Tensor here =
         at::empty({num_bytes}, at::TensorOptions(at::kByte).device(device_));
     const auto size = static_cast<size_t>(num_bytes);

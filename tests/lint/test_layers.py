@@ -80,6 +80,7 @@ def test_cmake_links_each_room_with_the_rooms_below_it_only() -> None:
         ("csrc/gradients/a.cpp", "csrc/parameters/b.h", "may not include 'parameters'"),  # sideways
         ("csrc/kernels/cpu/a.cpp", "csrc/common/b.h", "only itself"),
         ("tests/cpp/comm/a.cpp", "csrc/pipeline/b.h", "'comm' may not include 'pipeline'"),
+        ("tests/cpp/cuda_runtime/a.cpp", "csrc/memory/b.h", "only itself"),
         ("csrc/comm/a.cpp", "../common/b.h", "from the repository root"),
         ("csrc/attic/a.cpp", "vector", "'attic' is in no layer"),
     ],
