@@ -134,8 +134,8 @@ DEVICE ?= cuda
 GPU_OUT ?= build/gpu$(if $(filter cpu,$(DEVICE)),-dry)
 
 .PHONY: gpu
-gpu: $(SETUP)  ## what one GPU has to answer, in parts of nine minutes; PART=kernels runs one
-	$(WITH_VENV) DEVICE="$(DEVICE)" scripts/gpu.sh $(PY) "$(GPU_OUT)" $(PART)
+gpu: $(SETUP)  ## what one GPU has to answer; PART=kernels runs one part, CALL=1 to 4 a quarter
+	$(WITH_VENV) DEVICE="$(DEVICE)" scripts/gpu.sh $(PY) "$(GPU_OUT)" $(if $(CALL),--call $(CALL),$(PART))
 
 .PHONY: compat
 compat:  ## build and test against another torch: make compat TORCH=2.6.0

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 STATE_BYTES = 18
 #: The same without a 16-bit copy: `torch.autocast` over float32 parameters.
 AUTOCAST_STATE_BYTES = 16
+#: Share of a device's memory that a model may take. Others: libraries, fragments, temporaries.
+USED = 0.9
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,22 @@ def peak_bytes(shape: Shape, microbatch: int, recompute: bool, state: int = STAT
 
 
 def fitting(shape: Shape, microbatch: int, recompute: bool, memory_bytes: int) -> Shape:
-    """The shape with as many layers, at most its own, as fit into nine tenths of a memory.
+    """The shape with as many layers, at most its own, as fit into `USED` of a memory.
 
     Raises:
         ValueError: not even one fits.
     """
     for layers in range(shape.layers, 0, -1):
         smaller = replace(shape, layers=layers)
-        if peak_bytes(smaller, microbatch, recompute) <= 0.9 * memory_bytes:
+        if peak_bytes(smaller, microbatch, recompute) <= USED * memory_bytes:
             return smaller
     raise ValueError(f"no layer of {shape} fits into {memory_bytes} bytes")
+
+
+def layers_share(shape: Shape) -> float:
+    """Share of the layers in the operations of a token; the head has the others."""
+    layer = flops_per_token(replace(shape, vocab=0))
+    return layer / flops_per_token(shape)
 
 
 def mfu(tokens_per_s: float, shape: Shape, flops_per_s: float) -> float:

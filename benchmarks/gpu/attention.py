@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.contenders import smp_layer
 from benchmarks.gpu.figures import Figures
+from benchmarks.gpu.rows import Row
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -34,6 +36,11 @@ OPERATORS = (
     ("_efficient_attention", "efficient"),
     ("_attention_math", "math"),
 )
+
+
+#: Masks of PyTorch's function, and those that users of a layer give.
+MASKS = ("no mask, causal", "all ones, a causal mask", "padding at the right, a causal mask")
+LAYER_MASKS = ("no mask", "all ones", "padding")
 
 
 @dataclass(frozen=True)
@@ -85,18 +92,15 @@ def masks(sizes: Sizes, device: str) -> dict[str, tuple[Tensor | None, bool]]:
     causal = full.tril()[None, None].expand(sizes.batch, 1, -1, -1)
     lengths = torch.linspace(sizes.seq // 2, sizes.seq, sizes.batch, device=device).long()
     keys = torch.arange(sizes.seq, device=device) < lengths[:, None]
-    return {
-        "no mask, causal": (None, True),
-        "all ones, a causal mask": (causal.contiguous(), False),
-        "padding at the right, a causal mask": (causal & keys[:, None, None, :], False),
-    }
+    padded = causal & keys[:, None, None, :]
+    found = ((None, True), (causal.contiguous(), False), (padded, False))
+    return dict(zip(MASKS, found, strict=True))
 
 
 def measure(figures: Figures, name: str, qkv: list[Tensor], work: Callable[[], Tensor]) -> None:
     """Backend, forward, and forward with backward of one case."""
     device = figures.device
-    repeats = (TINY if device.is_dry else Sizes()).repeats
-    sizes = TINY if device.is_dry else Sizes()
+    sizes = sizes_of(figures)
     gradient = torch.randn_like(work())
 
     def both() -> None:
@@ -109,7 +113,7 @@ def measure(figures: Figures, name: str, qkv: list[Tensor], work: Callable[[], T
     seen = names_of(forward, device.is_cuda)
     backend = backend_of(seen, device.is_cuda)
     for way, run, times in (("forward", forward, 1.0), ("forward and backward", both, 3.5)):
-        seconds = device.seconds(run, repeats)
+        seconds = device.seconds(run, sizes.repeats)
         figures.add(
             f"{name}: {way}",
             seconds * 1e3,
@@ -120,68 +124,76 @@ def measure(figures: Figures, name: str, qkv: list[Tensor], work: Callable[[], T
         )
 
 
-def functions(figures: Figures, sizes: Sizes) -> None:
-    """PyTorch's function by itself, and what each backend says to a mask."""
-    device = figures.device.kind
+def sizes_of(figures: Figures) -> Sizes:
+    return TINY if figures.device.is_dry else Sizes()
+
+
+def make(figures: Figures, mask: str) -> tuple[list[Tensor], Callable[[], Tensor]]:
+    """Returns queries, keys and values, and a call of PyTorch's function with them and a mask."""
+    sizes, device = sizes_of(figures), figures.device.kind
     shape = (sizes.batch, sizes.heads, sizes.seq, sizes.head)
     torch.manual_seed(1)
     qkv = [torch.randn(shape, device=device).bfloat16().requires_grad_() for _ in range(3)]
-    for name, (mask, causal) in masks(sizes, device).items():
-
-        def work(mask: Tensor | None = mask, causal: bool = causal) -> Tensor:
-            return F.scaled_dot_product_attention(*qkv, mask, is_causal=causal)
-
-        with figures.measuring(name):
-            measure(figures, f"sdpa, {name}", qkv, work)
-        for backend, kind in BACKENDS.items():
-            forced(figures, f"sdpa, {name}, {backend} only", kind, work)
+    given, causal = masks(sizes, device)[mask]
+    return qkv, lambda: F.scaled_dot_product_attention(*qkv, given, is_causal=causal)
 
 
-def forced(figures: Figures, name: str, kind: SDPBackend, work: Callable[[], Tensor]) -> None:
-    """Time of a forward with one backend, or what it says."""
+def function(figures: Figures, mask: str) -> None:
+    """PyTorch's function by itself."""
+    measure(figures, f"sdpa, {mask}", *make(figures, mask))
+
+
+def forced(figures: Figures, mask: str, backend: str) -> None:
+    """Time of a forward with one backend, or what it says to a mask."""
+    name = f"sdpa, {mask}, {backend} only"
+    _, work = make(figures, mask)
 
     def run() -> None:
-        with torch.no_grad(), sdpa_kernel(kind):
+        with torch.no_grad(), sdpa_kernel(BACKENDS[backend]):
             work()
 
     try:
         run()
     except RuntimeError as error:
+        if "CUDA error" in str(error):  # a backend that refuses leaves the device alone
+            raise
         figures.skip(name, f"refused: {str(error).strip().splitlines()[0][:160]}")
         return
     figures.add(name, figures.device.seconds(run, 3, warmup=1) * 1e3, "ms")
 
 
-def layers(figures: Figures, sizes: Sizes) -> None:
-    """A layer of `smp.nn` with masks as users give them: what runs inside."""
-    hidden = sizes.heads * sizes.head
+def layer(figures: Figures, mask: str) -> None:
+    """A layer of `smp.nn` with a mask as users give it: what runs inside."""
+    sizes = sizes_of(figures)
     ids = torch.ones(sizes.batch, sizes.seq, dtype=torch.long, device=figures.device.kind)
     lengths = torch.linspace(sizes.seq // 2, sizes.seq, sizes.batch, device=ids.device).long()
     padded = (torch.arange(sizes.seq, device=ids.device) < lengths[:, None]).long()
+    batch = {"input_ids": ids, "labels": ids}
+    batch |= {"all ones": {"attention_mask": ids}, "padding": {"attention_mask": padded}}.get(
+        mask, {}
+    )
+    hidden = sizes.heads * sizes.head
     with smp_layer(figures.device, hidden, sizes.heads, sizes.seq, sizes.batch) as step:
-        for name, mask in (("no mask", None), ("all ones", ids), ("padding", padded)):
-            with figures.measuring(f"smp.nn, {name}"):
-                batch = {"input_ids": ids, "labels": ids}
-                batch |= {} if mask is None else {"attention_mask": mask}
 
-                def work(batch: dict[str, Tensor] = batch) -> None:
-                    step(batch)
+        def work() -> None:
+            step(batch)
 
-                seen = names_of(work, figures.device.is_cuda)
-                backend = backend_of(seen, figures.device.is_cuda)
-                seconds = figures.device.seconds(work, sizes.repeats)
-                figures.add(
-                    f"smp.nn, a layer and its ends, {name}: forward and backward",
-                    seconds * 1e3,
-                    "ms",
-                    note=backend,
-                    backend=backend,
-                )
+        backend = backend_of(names_of(work, figures.device.is_cuda), figures.device.is_cuda)
+        seconds = figures.device.seconds(work, sizes.repeats)
+    figures.add(
+        f"smp.nn, a layer and its ends, {mask}: forward and backward",
+        seconds * 1e3,
+        "ms",
+        note=backend,
+        backend=backend,
+    )
 
 
-def body(figures: Figures) -> None:
-    sizes = TINY if figures.device.is_dry else Sizes()
-    functions(figures, sizes)
-    figures.device.free()
-    with figures.measuring("smp.nn"):
-        layers(figures, sizes)
+def rows(part: str, is_dry: bool) -> list[Row]:
+    found = [Row(f"sdpa, {mask}", partial(function, mask=mask)) for mask in MASKS]
+    found += [Row(f"smp.nn, {mask}", partial(layer, mask=mask)) for mask in LAYER_MASKS]
+    return found + [
+        Row(f"sdpa, {mask}, {backend} only", partial(forced, mask=mask, backend=backend))
+        for mask in MASKS
+        for backend in BACKENDS
+    ]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 import smp
-from benchmarks.gpu.device import copy_bytes_per_s
 from benchmarks.gpu.figures import Figures, Limit
+from benchmarks.gpu.rows import Row
 from smp.nn import functional as fused
 
 OPERATOR = Limit(least=0.85)
@@ -56,114 +56,124 @@ def make(device: str, *shape: int) -> Tensor:
     return torch.randn(shape, device=device).to(DTYPE).requires_grad_()
 
 
-def norms(sizes: Sizes, device: str) -> list[Operator]:
-    """Lists the operators that work on the hidden state."""
+def layer_norm(sizes: Sizes, device: str) -> Operator:
     t, h = sizes.tokens, sizes.hidden
-    x, residual, weight, bias = (make(device, *shape) for shape in ((t, h), (t, h), (h,), (h,)))
+    x, weight, bias = (make(device, *shape) for shape in ((t, h), (h,), (h,)))
     one = num_bytes(x)
-    return [
-        Operator(
-            f"layer_norm [{t}, {h}]",
-            lambda: fused.layer_norm(x, weight, bias, 1e-5),
-            (x, weight, bias),
-            2 * one,
-            3 * one,
-        ),
-        Operator(
-            f"rms_norm [{t}, {h}]",
-            lambda: fused.rms_norm(x, weight),
-            (x, weight),
-            2 * one,
-            3 * one,
-        ),
-        Operator(
-            f"bias_dropout_residual [{t}, {h}]",
-            lambda: fused.bias_dropout_residual(x, bias, residual, 0.1, 7),
-            (x, bias, residual),
-            3 * one,
-            2 * one,
-        ),
-    ]
+    return Operator(
+        f"layer_norm [{t}, {h}]",
+        lambda: fused.layer_norm(x, weight, bias, 1e-5),
+        (x, weight, bias),
+        2 * one,
+        3 * one,
+    )
 
 
-def activations(sizes: Sizes, device: str) -> list[Operator]:
-    """Lists the operators that work between the matrices of the MLP."""
+def rms_norm(sizes: Sizes, device: str) -> Operator:
+    t, h = sizes.tokens, sizes.hidden
+    x, weight = make(device, t, h), make(device, h)
+    one = num_bytes(x)
+    return Operator(
+        f"rms_norm [{t}, {h}]", lambda: fused.rms_norm(x, weight), (x, weight), 2 * one, 3 * one
+    )
+
+
+def bias_dropout_residual(sizes: Sizes, device: str) -> Operator:
+    t, h = sizes.tokens, sizes.hidden
+    x, residual, bias = (make(device, *shape) for shape in ((t, h), (t, h), (h,)))
+    one = num_bytes(x)
+    return Operator(
+        f"bias_dropout_residual [{t}, {h}]",
+        lambda: fused.bias_dropout_residual(x, bias, residual, 0.1, 7),
+        (x, bias, residual),
+        3 * one,
+        2 * one,
+    )
+
+
+def bias_gelu(sizes: Sizes, device: str, kind: str) -> Operator:
+    """The operator between the matrices of the MLP."""
     t, wide = sizes.tokens, 4 * sizes.hidden
     x, bias = make(device, t, wide), make(device, wide)
     size = num_bytes(x)
-    return [
-        Operator(
-            f"bias_gelu {kind} [{t}, {wide}]",
-            functools.partial(fused.bias_gelu, x, bias, kind),
-            (x, bias),
-            2 * size,
-            3 * size,
-        )
-        for kind in ("none", "tanh")
-    ]
+    return Operator(
+        f"bias_gelu {kind} [{t}, {wide}]",
+        lambda: fused.bias_gelu(x, bias, kind),
+        (x, bias),
+        2 * size,
+        3 * size,
+    )
 
 
-def rotations(sizes: Sizes, device: str) -> list[Operator]:
-    """Lists rotations of a quarter of each head, as in GPT-J."""
-    seq, rotary = sizes.tokens // sizes.batch, sizes.head // 4
+def rotary(sizes: Sizes, device: str, interleaved: bool) -> Operator:
+    """A rotation of a quarter of each head, as in GPT-J."""
+    seq, turned = sizes.tokens // sizes.batch, sizes.head // 4
     x = make(device, sizes.batch, seq, sizes.heads, sizes.head)
-    angles = torch.randn(1, seq, rotary // 2, device=device)
+    angles = torch.randn(1, seq, turned // 2, device=device)
     cos, sin = angles.cos().to(DTYPE), angles.sin().to(DTYPE)
     size = 2 * num_bytes(x)
-    return [
-        Operator(
-            f"rotary {rotary}, {kind} {list(x.shape)}",
-            functools.partial(fused.rotary, x, cos, sin, rotary, interleaved),
-            (x,),
-            size,
-            size,
-        )
-        for kind, interleaved in (("halves", False), ("neighbours", True))
-    ]
+    kind = "neighbours" if interleaved else "halves"
+    return Operator(
+        f"rotary {turned}, {kind} {list(x.shape)}",
+        lambda: fused.rotary(x, cos, sin, turned, interleaved),
+        (x,),
+        size,
+        size,
+    )
 
 
-def softmaxes(sizes: Sizes, device: str) -> list[Operator]:
-    """Lists the softmax of half a batch of scores; its causal mask leaves half of them."""
+def softmax(sizes: Sizes, device: str) -> Operator:
+    """The softmax of half a batch of scores; its causal mask leaves half of them."""
     seq = sizes.tokens // sizes.batch
     scores = make(device, sizes.batch // 2, sizes.heads, seq, seq)
     size = num_bytes(scores)
-    return [
-        Operator(
-            f"softmax, causal {list(scores.shape)}",
-            lambda: fused.scaled_masked_softmax(scores, None, 0.125, causal=True),
-            (scores,),
-            size + size // 2,
-            2 * size,
-        )
-    ]
+    return Operator(
+        f"softmax, causal {list(scores.shape)}",
+        lambda: fused.scaled_masked_softmax(scores, None, 0.125, causal=True),
+        (scores,),
+        size + size // 2,
+        2 * size,
+    )
 
 
-def losses(sizes: Sizes, device: str) -> list[Operator]:
-    """Lists the cross entropy of logits over the vocabulary."""
+def cross_entropy(sizes: Sizes, device: str) -> Operator:
+    """The cross entropy of logits over the vocabulary."""
     logits = make(device, sizes.tokens, sizes.vocab)
     targets = torch.randint(0, sizes.vocab, (sizes.tokens,), device=device)
     size = num_bytes(logits)
-    return [
-        Operator(
-            f"cross_entropy {list(logits.shape)}",
-            lambda: fused.cross_entropy(logits, targets),
-            (logits,),
-            size,
-            2 * size,
-        )
-    ]
+    return Operator(
+        f"cross_entropy {list(logits.shape)}",
+        lambda: fused.cross_entropy(logits, targets),
+        (logits,),
+        size,
+        2 * size,
+    )
 
 
-def operators(sizes: Sizes, device: str) -> Iterator[Operator]:
-    """Yields operators kind by kind: all of them together do not fit into every GPU."""
-    torch.manual_seed(1)
-    for of_kind in (norms, activations, rotations, softmaxes, losses):
-        yield from of_kind(sizes, device)
+#: Each makes its own tensors: those of all together do not fit into every GPU.
+OPERATORS: dict[str, Callable[[Sizes, str], Operator]] = {
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "bias_dropout_residual": bias_dropout_residual,
+    "bias_gelu none": functools.partial(bias_gelu, kind="none"),
+    "bias_gelu tanh": functools.partial(bias_gelu, kind="tanh"),
+    "rotary, halves": functools.partial(rotary, interleaved=False),
+    "rotary, neighbours": functools.partial(rotary, interleaved=True),
+    "softmax": softmax,
+    "cross_entropy": cross_entropy,
+}
 
 
-def measure(figures: Figures, operator: Operator, sizes: Sizes, copy: float) -> None:
+def sizes_of(figures: Figures) -> Sizes:
+    return TINY if figures.device.is_dry else Sizes()
+
+
+def measure(figures: Figures, name: str) -> None:
     """Forward and backward of an operator."""
-    device = figures.device
+    device, sizes = figures.device, sizes_of(figures)
+    copy = device.copy_rate(sizes.copied)
+    torch.manual_seed(1)
+    operator = OPERATORS[name](sizes, device.kind)
 
     def forward() -> None:
         with torch.no_grad():
@@ -218,15 +228,13 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], int, bool]] = 
 }
 
 
-def measure_optimizer(
-    figures: Figures, name: str, params: list[nn.Parameter], sizes: Sizes, copy: float
-) -> None:
+def measure_optimizer(figures: Figures, name: str) -> None:
+    sizes = sizes_of(figures)
+    copy = figures.device.copy_rate(sizes.copied)
     make, bytes_each, has_copies = OPTIMIZERS[name]
-    for p in params:
-        if has_copies:
-            p._smp_copy = p.detach().bfloat16()  # type: ignore[attr-defined]
-        elif hasattr(p, "_smp_copy"):
-            del p._smp_copy
+    params = parameters(sizes, figures.device.kind)
+    for p in params if has_copies else ():
+        p._smp_copy = p.detach().bfloat16()  # type: ignore[attr-defined]
     step = make(params, lr=1e-6).step
     seconds = figures.device.seconds(step, sizes.repeats // 2)
     size = bytes_each * sizes.parameters
@@ -241,29 +249,35 @@ def measure_optimizer(
     )
 
 
-def body(figures: Figures) -> None:
-    device = figures.device
-    sizes = TINY if device.is_dry else Sizes()
-    copy = copy_bytes_per_s(device, sizes.copied)
-    figures.add("copy", copy / 1e9, "GB/s", bytes=sizes.copied)
-    for operator in operators(sizes, device.kind):
-        if figures.has_time(operator.name, 15.0):
-            with figures.measuring(operator.name):
-                measure(figures, operator, sizes, copy)
-    device.free()
-    params = parameters(sizes, device.kind)
-    for name in OPTIMIZERS:
-        if figures.has_time(name, 30.0):
-            with figures.measuring(name):
-                measure_optimizer(figures, name, params, sizes, copy)
-            device.free()
-    grads = [p.grad for p in params]
-    for name, work in (
-        ("sum_of_squares", lambda: torch.ops.smp.sum_of_squares(grads)),
-        ("found_nonfinite", lambda: torch.ops.smp.found_nonfinite(grads)),
-    ):
-        with figures.measuring(name):
-            seconds = device.seconds(work, sizes.repeats)
-            share = 4 * sizes.parameters / seconds / copy
-            name = f"{name}, {sizes.parameters:.0e} gradients"
-            figures.add(name, share, "of a copy", expected=OPERATOR, ms=seconds * 1e3)
+#: Passes over the gradients.
+PASSES: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "sum_of_squares": lambda grads: torch.ops.smp.sum_of_squares(grads),
+    "found_nonfinite": lambda grads: torch.ops.smp.found_nonfinite(grads),
+}
+
+
+def measure_pass(figures: Figures, name: str) -> None:
+    sizes = sizes_of(figures)
+    copy = figures.device.copy_rate(sizes.copied)
+    grads = [p.detach() for p in parameters(sizes, figures.device.kind)]
+    seconds = figures.device.seconds(lambda: PASSES[name](grads), sizes.repeats)
+    figures.add(
+        f"{name}, {sizes.parameters:.0e} gradients",
+        4 * sizes.parameters / seconds / copy,
+        "of a copy",
+        expected=OPERATOR,
+        ms=seconds * 1e3,
+    )
+
+
+def measure_copy(figures: Figures) -> None:
+    sizes = sizes_of(figures)
+    rate = figures.device.copy_rate(sizes.copied)
+    figures.add("copy", rate / 1e9, "GB/s", bytes=sizes.copied)
+
+
+def rows(part: str, is_dry: bool) -> list[Row]:
+    kinds = ((OPERATORS, measure), (OPTIMIZERS, measure_optimizer), (PASSES, measure_pass))
+    works = {name: work for names, work in kinds for name in names}
+    found = [Row(name, functools.partial(work, name=name)) for name, work in works.items()]
+    return [Row("copy", measure_copy), *found]

@@ -9,8 +9,12 @@ import subprocess
 import sys
 import time
 
+from benchmarks.gpu import processes
 from benchmarks.gpu.figures import REPO, Figures, Limit
+from benchmarks.gpu.rows import Row
 
+#: The part's own limit ends a build before this one does.
+BUILD_S = 600.0
 FOLDER = "build/gpu-extension"
 #: Imports in a process of its own: this one may have imported what was there before.
 PROBE = """
@@ -26,29 +30,37 @@ print(json.dumps([_build_info.HAS_CUDA, _build_info.TORCH_VERSION, len(names), l
 def command(python: str) -> list[str]:
     """Returns the command of a build without C++ tests, in its own folder: CMake keeps options."""
     words = ["scripts/build.sh", FOLDER, python, "--target", "smp_extension"]
-    return [*words, "-DSMP_TESTS=OFF", "-DSMP_CUDA_ARCHITECTURES=sold"]
+    # A machine may have the compiler of an MPI without its library. No part uses MPI.
+    return [*words, "-DSMP_TESTS=OFF", "-DSMP_MPI=off", "-DSMP_CUDA_ARCHITECTURES=sold"]
 
 
-def body(figures: Figures) -> None:
+def build(figures: Figures) -> None:
+    """Builds the extension; a dry run takes the present extension."""
+    name = "seconds of the build"
     if figures.device.is_dry:
-        figures.skip("seconds of the build", "a dry run takes the extension that is there")
-    else:
-        env = os.environ | {"SMP_CUDA": "on"}
-        begin = time.monotonic()
-        done = subprocess.run(command(sys.executable), cwd=REPO, env=env)
-        seconds = time.monotonic() - begin
-        if done.returncode != 0:
-            figures.fail("seconds of the build", f"it ended with status {done.returncode}")
-            return
-        cores = len(os.sched_getaffinity(0))
-        figures.add(
-            "seconds of the build",
-            seconds,
-            "s",
-            cores=cores,
-            has_ccache=shutil.which("ccache") is not None,
-        )
-    probe(figures)
+        figures.skip(name, "a dry run takes the extension that is there")
+        return
+    if not os.access(REPO / "python" / "smp", os.W_OK):
+        figures.fail(name, f"{REPO} cannot be written: run make gpu in a copy of it")
+        return
+    begin = time.monotonic()
+    env = os.environ | {"SMP_CUDA": "on"}
+    try:
+        status = processes.run(command(sys.executable), figures.left_s() - 5.0, env, None)
+    except processes.TimedOut as error:
+        # Without the extension no other part can say anything.
+        figures.fail(name, str(error))
+        return
+    if status != 0:
+        figures.fail(name, f"it ended with {processes.words_of(status)}; see the log")
+        return
+    figures.add(
+        name,
+        time.monotonic() - begin,
+        "s",
+        cores=len(os.sched_getaffinity(0)),
+        has_ccache=shutil.which("ccache") is not None,
+    )
 
 
 def probe(figures: Figures) -> None:
@@ -65,3 +77,7 @@ def probe(figures: Figures) -> None:
     figures.add("built with CUDA", int(has_cuda), "", bound=Limit(least=least), torch=version)
     figures.add("operators", num_operators, "", bound=Limit(least=10))
     figures.add("operators with a CUDA kernel", num_cuda, "", bound=Limit(least=least))
+
+
+def rows(part: str, is_dry: bool) -> list[Row]:
+    return [Row("seconds of the build", build, 5.0, BUILD_S), Row("import", probe)]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+#: A device before a process has reached it.
+UNNAMED = "a GPU"
 #: Dense bf16 operations per second by NVIDIA's data sheets, by what PyTorch calls the device.
 DATA_SHEET_FLOPS = {"H100 80GB HBM3": 989e12, "H200": 989e12, "A100": 312e12}
 
@@ -51,8 +56,34 @@ class Device:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the whole device; a dry run has as much as an H200."""
-        return torch.cuda.mem_get_info()[1] if self.is_cuda else 150_000_000_000
+        """Memory that this process has or can get; a dry run has as much as an H200.
+
+        Other processes may hold some of the device.
+        """
+        if not self.is_cuda:
+            return 150_000_000_000
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 - a process has one device
+    def copy_rate(self, num_bytes: int) -> float:
+        """Returns the bytes per second of a copy, measured once in a process."""
+        return copy_bytes_per_s(self, num_bytes)
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 - a process has one device
+    def matmul_rate(self, size: int) -> float:
+        """Returns the operations per second of a product, measured once in a process."""
+        return matmul_flops_per_s(self, size)
+
+    def answers(self) -> bool:
+        """Frees cached memory; returns False if the device has failed for good in this process."""
+        gc.collect()
+        try:
+            self.synchronize()
+            self.free()
+        except RuntimeError:
+            traceback.print_exc()
+            return False
+        return True
 
     def synchronize(self) -> None:
         if self.is_cuda:
@@ -101,6 +132,18 @@ class Device:
         """Gives cached memory back."""
         if self.is_cuda:
             torch.cuda.empty_cache()
+
+
+class Named(Device):
+    """A device that another process uses: this one takes none of its memory."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    @property
+    def name(self) -> str:
+        """Returns a name until that process has said another."""
+        return UNNAMED if self.is_cuda else "CPU, a dry run"
 
 
 def host_seconds(work: Callable[[], object]) -> float:

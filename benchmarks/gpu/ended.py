@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu.device import Device
+from benchmarks.gpu.device import Named
 from benchmarks.gpu.figures import note_end, parser
 
 if __name__ == "__main__":
@@ -10,4 +10,4 @@ if __name__ == "__main__":
     arguments_of.add_argument("part")
     arguments_of.add_argument("status", type=int)
     arguments = arguments_of.parse_args()
-    note_end(arguments.part, arguments.out, Device(arguments.device), arguments.status)
+    note_end(arguments.part, arguments.out, Named(arguments.device), arguments.status)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import Device
+from benchmarks.gpu.processes import TimedOut
 
 REPO = Path(__file__).resolve().parents[2]
 PACKAGES = ("transformers", "triton", "pytest", "hypothesis")
@@ -48,6 +49,15 @@ def commit() -> str:
     return "unknown"
 
 
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Reads a file of JSON lines; a line that was cut off when its process was killed is none."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(text))
+    return lines
+
+
 class Limit:
     """Bounds that a figure must or should keep.
 
@@ -75,8 +85,8 @@ class Figures:
     hold, else the part fails), ``expected`` (what is aimed at), ``note``, ``detail``, ``device``,
     ``is_dry``, ``versions``, ``commit``, ``time``.
 
-    States: "ok"; "missed", not what is expected; "skipped", with the reason; "failed". A dry run
-    expects nothing.
+    States: "ok"; "missed", not what is expected, or not over in time; "skipped", with the reason;
+    "failed". A dry run expects nothing.
 
     Args:
         part: name of the part.
@@ -95,12 +105,20 @@ class Figures:
         self.path = folder / f"{part}.jsonl"
         if is_new:
             self.path.write_text("")
-        self._common = {
+        self._common: dict[str, Any] = {
             "device": device.name,
             "is_dry": device.is_dry,
             "versions": versions(),
             "commit": commit(),
         }
+
+    def name_device(self, name: str) -> None:
+        """Sets the device's name in further lines."""
+        self._common["device"] = name
+
+    def failed(self) -> list[str]:
+        """Returns the names of the part's lines that failed, also of those by other processes."""
+        return [line["name"] for line in lines_of(self.path) if line["state"] == "failed"]
 
     def left_s(self) -> float:
         """Seconds until the part has to be over."""
@@ -140,9 +158,14 @@ class Figures:
 
     @contextlib.contextmanager
     def measuring(self, name: str) -> Iterator[None]:
-        """Makes a line of an error inside; its traceback goes to the log, and the part goes on."""
+        """Makes a line of an error inside; its traceback goes to the log, and the part goes on.
+
+        `TimedOut` says nothing about what was to be measured: the figure is missed.
+        """
         try:
             yield
+        except TimedOut as error:
+            self.miss(name, str(error))
         except Exception as error:
             traceback.print_exc()
             text = str(error).strip() or "no message"

@@ -1,21 +1,21 @@
-"""Measures one contender of the parts `gptj-layer` and `gptj-28`, in its own process.
+"""Parts `gptj-layer` and `gptj-steps`: training of a GPT-J as wide as GPT-J-6B.
 
-The memory of a contender that fails or is killed is freed with its process; its lines stay.
+Each contender has its own process: after an error its memory is freed with it. A model that does
+not fit has fewer layers, and each of its lines says how many of how many.
 """
 
 from __future__ import annotations
 
-import gc
-import subprocess
-import sys
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from benchmarks.gpu.arithmetic import Shape, fitting, mfu, peak_bytes
+from benchmarks.gpu.arithmetic import USED, Shape, fitting, layers_share, mfu, peak_bytes
 from benchmarks.gpu.contenders import CONTENDERS, Way, make_batch
-from benchmarks.gpu.device import Device, matmul_flops_per_s
-from benchmarks.gpu.figures import REPO, Figures, Limit, parser
+from benchmarks.gpu.device import Device
+from benchmarks.gpu.figures import Figures, Limit
+from benchmarks.gpu.rows import Row
 from tests.gpu.host_waits import waits_of
 
 ROOF = Limit(least=0.75)  # of the measured product of matrices
@@ -24,16 +24,38 @@ MATMUL = 8192
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A step's microbatches.
+
+    Attributes:
+        microbatch: sequences of a microbatch.
+        recompute: each layer is recomputed in backward.
+        microbatches: number of microbatches.
+    """
+
+    microbatch: int
+    recompute: bool
+    microbatches: int = 2
+
+    def __str__(self) -> str:
+        words = f"{self.microbatches} x {self.microbatch} sequences"
+        return words + (", recomputing" if self.recompute else "")
+
+
+@dataclass(frozen=True)
 class Plan:
     """A plan of the measurements of a part.
 
     Attributes:
+        variants: the most telling first.
+        num_first: variants of `smp.nn` that are measured before all else.
         updates: whole steps are measured: optimizer, memory and waits, too.
         variant_s: about how long a variant takes; three times that with a compiler.
     """
 
     shape: Shape
-    microbatches: int
+    variants: tuple[Variant, ...]
+    num_first: int
     updates: bool
     repeats: int
     variant_s: float
@@ -41,28 +63,52 @@ class Plan:
 
 PLANS = {
     # The layer alone: a small vocabulary makes the ends of the model light.
-    "gptj-layer": Plan(Shape(layers=1, vocab=512), 2, False, 10, 12.0),
-    "gptj-28": Plan(Shape(), 2, True, 2, 40.0),
+    "gptj-layer": Plan(
+        Shape(layers=1, vocab=512),
+        (Variant(4, False), Variant(8, True), Variant(8, False), Variant(4, True)),
+        1,
+        False,
+        10,
+        12.0,
+    ),
+    # The update counts once a step: with more microbatches it weighs less.
+    "gptj-steps": Plan(
+        Shape(),
+        (
+            Variant(4, False),
+            Variant(4, False, 8),
+            Variant(8, True),
+            Variant(8, False),
+            Variant(4, True),
+        ),
+        2,
+        True,
+        2,
+        40.0,
+    ),
 }
-#: Sequences of a microbatch, and recomputation; the most telling first.
-WAYS = ((4, False), (8, True), (8, False), (4, True))
 TINY = Shape(layers=2, hidden=32, heads=2, rotary=8, vocab=64, seq=16)
 
 
-def plan_of(part: str, device: Device) -> Plan:
+def plan_of(part: str, is_dry: bool) -> Plan:
     """The plan of a part; that of a dry run is tiny."""
     plan = PLANS[part]
-    if device.is_dry:
+    if is_dry:
         layers = min(plan.shape.layers, TINY.layers)
         return replace(plan, shape=replace(TINY, layers=layers), repeats=1, variant_s=5.0)
     return plan
 
 
-def measure(figures: Figures, name: str, plan: Plan, way: Way, roof: float) -> None:
+def layers_words(layers: int, whole: int) -> str:
+    """Says how many layers a model has, and of how many if some were left out."""
+    if layers == whole:
+        return "1 layer" if layers == 1 else f"all {layers} layers"
+    return f"{layers} of {whole} layers"
+
+
+def measure(figures: Figures, name: str, plan: Plan, way: Way, words: str) -> None:
     """Measures one variant of one contender."""
-    device = figures.device
-    words = f"{name}, {way.shape.layers} layers, microbatch {way.microbatch}"
-    words += ", recomputing" if way.recompute else ""
+    device, is_ours = figures.device, name == "smp.nn"
     with CONTENDERS[name](device, way) as contender:
         batch = make_batch(device, way)
         began = time.monotonic()
@@ -76,10 +122,9 @@ def measure(figures: Figures, name: str, plan: Plan, way: Way, roof: float) -> N
                 contender.update()
 
         seconds = device.clock_seconds(step, plan.repeats)
-        tokens = way.shape.seq * way.microbatch * way.microbatches
-        speed(figures, words, way.shape, tokens / seconds, roof, is_ours=name == "smp.nn")
+        speed(figures, words, way, seconds, is_ours)
         if plan.updates:
-            memory_and_waits(figures, words, way, step, is_ours=name == "smp.nn")
+            memory_and_waits(figures, words, way, step, is_ours)
         # The loss of the same batch is smaller now if the contender trains.
         contender.update()
         last = float(contender.compute(batch))
@@ -87,13 +132,24 @@ def measure(figures: Figures, name: str, plan: Plan, way: Way, roof: float) -> N
         figures.add(f"{words}: change of the loss", last - first, "", bound=Limit(most=-1e-4))
 
 
-def speed(
-    figures: Figures, words: str, shape: Shape, tokens_per_s: float, roof: float, is_ours: bool
-) -> None:
-    """Tokens and operations per second."""
+def roof_of(device: Device) -> float:
+    return device.matmul_rate(64 if device.is_dry else MATMUL)
+
+
+def speed(figures: Figures, words: str, way: Way, seconds: float, is_ours: bool) -> None:
+    """Tokens and operations per second, and the time of a layer."""
+    shape = way.shape
+    tokens_per_s = shape.seq * way.microbatch * way.microbatches / seconds
     figures.add(f"{words}: tokens per second", tokens_per_s, "tokens/s")
-    share = mfu(tokens_per_s, shape, roof)
-    figures.add(f"{words}: share of the roof", share, "", expected=ROOF if is_ours else None)
+    share = layers_share(shape)
+    figures.add(
+        f"{words}: a layer and microbatch",
+        seconds * share / shape.layers / way.microbatches * 1e3,
+        "ms",
+        note=f"{100 * share:.0f} % of the operations are those of the layers",
+    )
+    of_roof = mfu(tokens_per_s, shape, roof_of(figures.device))
+    figures.add(f"{words}: share of the roof", of_roof, "", expected=ROOF if is_ours else None)
     if (flops := figures.device.data_sheet_flops) is not None:
         value = mfu(tokens_per_s, shape, flops)
         figures.add(f"{words}: MFU", value, "", expected=MFU if is_ours else None)
@@ -120,69 +176,66 @@ def memory_and_waits(
     )
 
 
-def run_contender(figures: Figures, name: str, plan: Plan) -> None:
-    """Measures all variants of one contender."""
-    device = figures.device
-    roof = matmul_flops_per_s(device, 64 if device.is_dry else MATMUL)
-    figures.add(f"{name}: roof, a product of matrices", roof / 1e12, "TFLOP/s")
-    for microbatch, recompute in WAYS[:1] if device.is_dry else WAYS:
-        words = f"{name}, microbatch {microbatch}{', recomputing' if recompute else ''}"
-        needed_s = plan.variant_s * (3 if "compiled" in name else 1)
-        if not figures.has_time(words, needed_s):
-            continue
-        with figures.measuring(words):
-            shape = fitting(plan.shape, microbatch, recompute, device.memory_bytes)
-            way = Way(shape, microbatch, plan.microbatches, recompute)
-            try:
-                measure(figures, name, plan, way, roof)
-            except Exception as error:
-                if "out of memory" not in str(error):
-                    raise
-                # The formula says that it fits, for attention that keeps no probabilities.
-                tell = figures.miss if name == "smp.nn" else figures.skip
-                tell(words, f"out of memory with {shape.layers} layers")
-        gc.collect()
-        device.free()
+def fit(figures: Figures, words: str, whole: Shape, variant: Variant) -> Shape:
+    """Returns the shape with as many layers as fit; says so in a line, and why."""
+    memory = figures.device.memory_bytes
+    shape = fitting(whole, variant.microbatch, variant.recompute, memory)
+    wanted = peak_bytes(whole, variant.microbatch, variant.recompute)
+    figures.add(
+        f"{words}: layers that fit",
+        shape.layers,
+        f"of {whole.layers}",
+        note=f"{whole.layers} take {wanted / 1e9:.0f} GB by the formula, "
+        f"{USED:g} of the memory is {USED * memory / 1e9:.0f} GB",
+    )
+    return shape
 
 
-def groups_of(part: str, is_dry: bool) -> list[list[str]]:
-    """Contenders of each process; a dry run takes one, and the compiler in one part only."""
-    names = list(CONTENDERS)
-    if not is_dry:
-        return [[name] for name in names]
-    return [[name for name in names if part == "gptj-layer" or "compiled" not in name]]
-
-
-def body(figures: Figures) -> None:
-    """Runs each contender in its own process, which writes into the same file."""
-    groups = groups_of(figures.part, figures.device.is_dry)
-    for index, group in enumerate(groups):
-        # Time that a group does not need is given to the groups after it.
-        limit_s = max(5.0, (figures.left_s() - 10.0) / (len(groups) - index))
-        command = [sys.executable, "-m", "benchmarks.gpu.gptj", figures.part, *group]
-        command += ["--out", str(figures.path.parent), "--device", figures.device.kind]
-        command += ["--limit-s", str(limit_s)]
-        words = " and ".join(group)
+def run_variant(figures: Figures, name: str, variant: Variant) -> None:
+    """Measures one variant of one contender, with as many layers as fit."""
+    plan = plan_of(figures.part, figures.device.is_dry)
+    shape = plan.shape
+    if plan.updates:
+        shape = fit(figures, f"{name}, {variant}", shape, variant)
+    words = f"{name}, {layers_words(shape.layers, plan.shape.layers)}, {variant}"
+    way = Way(shape, variant.microbatch, variant.microbatches, variant.recompute)
+    with figures.measuring(words):
         try:
-            status = subprocess.run(command, cwd=REPO, timeout=limit_s + 5.0).returncode
-        except subprocess.TimeoutExpired:
-            figures.fail(words, f"it did not end within {limit_s:.0f} s")
-            continue
-        if status != 0:
-            figures.fail(words, f"its process ended with status {status}; see the log")
+            measure(figures, name, plan, way, words)
+        except Exception as error:
+            if "out of memory" not in str(error):
+                raise
+            # The formula says that it fits, for attention that keeps no probabilities.
+            tell = figures.miss if name == "smp.nn" else figures.skip
+            tell(words, "out of memory")
 
 
-def main() -> int:
-    arguments_of = parser(__doc__)
-    arguments_of.add_argument("part", choices=sorted(PLANS))
-    arguments_of.add_argument("contenders", choices=sorted(CONTENDERS), nargs="+")
-    arguments = arguments_of.parse_args()
-    device = Device(arguments.device)
-    figures = Figures(arguments.part, arguments.out, device, arguments.limit_s, is_new=False)
-    for name in arguments.contenders:
-        run_contender(figures, name, plan_of(arguments.part, device))
-    return 1 if figures.num_failed else 0
+def measure_roof(figures: Figures) -> None:
+    roof = roof_of(figures.device)
+    figures.add("roof, a product of matrices", roof / 1e12, "TFLOP/s")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def order_of(part: str, is_dry: bool) -> list[tuple[str, Variant]]:
+    """Contenders and variants, the most telling first; a dry run leaves out the others.
+
+    The compiler is in one dry run only.
+    """
+    plan = plan_of(part, is_dry)
+    ours, *others = CONTENDERS
+    first = [(ours, variant) for variant in plan.variants[: plan.num_first]]
+    first += [(name, plan.variants[0]) for name in others]
+    if is_dry:
+        return [pair for pair in first if part == "gptj-layer" or "compiled" not in pair[0]]
+    every = [(name, variant) for name in CONTENDERS for variant in plan.variants]
+    return first + [pair for pair in every if pair not in first]
+
+
+def rows(part: str, is_dry: bool) -> list[Row]:
+    variant_s = plan_of(part, is_dry).variant_s
+    found = []
+    for name, variant in order_of(part, is_dry):
+        needed_s = variant_s * (3 if "compiled" in name else 1)
+        work = functools.partial(run_variant, name=name, variant=variant)
+        process = "dry" if is_dry else name
+        found.append(Row(f"{name}, {variant}", work, needed_s, max(120.0, 2 * needed_s), process))
+    return [Row("roof", measure_roof, process=found[0].process), *found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 import smp
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.figures import Figures, Limit
+from benchmarks.gpu.rows import Row
 from smp.nn import functional as fused
 
 
@@ -106,12 +108,15 @@ def update(figures: Figures) -> None:
     figures.add("FusedAdam: largest difference", difference, "", expected=Limit(most=1e-6))
 
 
-def body(figures: Figures) -> None:
+def operator(figures: Figures, name: str) -> None:
+    """Compares one operator."""
     torch.manual_seed(1)
-    rows, columns = (16, 64) if figures.device.is_dry else (512, 1024)
-    x = torch.randn(rows, columns, device=figures.device.kind)
-    for name, work in operators(x).items():
-        with figures.measuring(name):
-            compare(figures, name, x, work)
-    with figures.measuring("FusedAdam"):
-        update(figures)
+    shape = (16, 64) if figures.device.is_dry else (512, 1024)
+    x = torch.randn(shape, device=figures.device.kind)
+    compare(figures, name, x, operators(x)[name])
+
+
+def rows(part: str, is_dry: bool) -> list[Row]:
+    names = operators(torch.zeros(1, 64))
+    found = [Row(name, functools.partial(operator, name=name)) for name in names]
+    return [*found, Row("FusedAdam", update)]

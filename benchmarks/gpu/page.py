@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.figures import REPO
+from benchmarks.gpu.device import UNNAMED
+from benchmarks.gpu.figures import REPO, lines_of
 from benchmarks.gpu.parts import PARTS
 
 RESULTS = REPO / "benchmarks" / "results"
@@ -22,16 +24,8 @@ Line = Mapping[str, Any]
 
 
 def read(folder: Path) -> list[Line]:
-    """Lines of all parts in a folder; a line that was cut off when its part was killed is none."""
-    lines = []
-    for part in PARTS:
-        path = folder / f"{part}.jsonl"
-        for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                continue
-    return lines
+    """Lines of all parts in a folder."""
+    return [line for part in PARTS for line in lines_of(folder / f"{part}.jsonl")]
 
 
 def is_dry(lines: Sequence[Line]) -> bool:
@@ -41,7 +35,9 @@ def is_dry(lines: Sequence[Line]) -> bool:
 
 def name_of(lines: Sequence[Line]) -> str:
     """Device and month of the first line, as the other results have them: "nvidia_h200_202611"."""
-    device = re.sub(r"[^a-z0-9]+", "_", lines[0]["device"].lower()).strip("_")
+    # Before a process has reached the device, its lines have no other name for it.
+    named = [line["device"] for line in lines if line["device"] != UNNAMED]
+    device = re.sub(r"[^a-z0-9]+", "_", (named or [UNNAMED])[0].lower()).strip("_")
     return f"{device}_{lines[0]['time'][:7].replace('-', '')}"
 
 
@@ -53,7 +49,7 @@ def page(lines: Sequence[Line]) -> str:
     """
     if not lines:
         raise ValueError("there are no figures; run a part first: make gpu PART=kernels")
-    devices = ", ".join(sorted({line["device"] for line in lines}))
+    devices = ", ".join(sorted({line["device"] for line in lines} - {UNNAMED}) or [UNNAMED])
     title = f"# `make gpu`: {devices} ({lines[0]['time'][:7]})"
     blocks = [title, *_dry_note(lines), _summary(lines), _versions(lines)]
     for name, part in PARTS.items():
@@ -79,8 +75,8 @@ def _summary(lines: Sequence[Line]) -> str:
     }
     words = ", ".join(f"{count} {state}" for state, count in counts.items())
     return (
-        f'{len(lines)} lines: {words}. "Missed" is measured and not what was aimed at; '
-        '"failed" is wrong.'
+        f'{len(lines)} lines: {words}. "Missed" is measured and not what was aimed at, '
+        'or did not end in time; "failed" is wrong.'
     )
 
 
@@ -120,14 +116,14 @@ def write(folder: Path, results: Path, name: str = "") -> list[Path]:
 
     Args:
         folder: folder with the lines of the parts.
-        results: gets page and lines if all of them are of a GPU.
+        results: gets page and lines if all of them are of a GPU, unless it cannot be written.
         name: name of the run; device and month if empty.
     """
     lines = read(folder)
     text = page(lines)
     name = name or name_of(lines)
     targets = [folder / f"gpu_{name}.md"]
-    if not is_dry(lines):
+    if not is_dry(lines) and os.access(results, os.W_OK):
         targets.append(results / f"gpu_{name}.md")
         (results / f"gpu_{name}.jsonl").write_text(
             "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"

@@ -1,15 +1,15 @@
 """Several ranks as processes of this machine, each with variables of its own.
 
-``python -m benchmarks.gpu.ranks <module>:<function> <file>`` is one of them: it calls
-``function(rank, *arguments)`` and leaves the result in the file, pickled.
+They are forked from a process that has imported everything, as those of tests/dist are. ``ranks.py
+<module>:<function> <file>`` is one of them: it calls ``function(rank, *arguments)`` and leaves the
+result in the file, pickled.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.figures import REPO
-
-_OTHERS = ("MASTER_ADDR", "MASTER_PORT", "SMP_RENDEZVOUS", "SMP_FAULT")
+from benchmarks.gpu.processes import TimedOut, words_of
+from tests.dist.pool import Pool
+from tests.dist.processes import Started, wait_for_ranks
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,13 @@ class Ended:
 
     Attributes:
         status: exit status of the process; a negative one is the signal.
-        time_s: end on the monotonic clock; infinite if the process had to be killed.
+        hung: the process had to be killed.
         result: return value of the function; None if there is none.
     """
 
     status: int
-    time_s: float
+    hung: bool
     result: Any
-
-    @property
-    def hung(self) -> bool:
-        return self.time_s == float("inf")
 
 
 def host_of_its_own(rank: int) -> dict[str, str]:
@@ -52,6 +48,12 @@ def host_of_its_own(rank: int) -> dict[str, str]:
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
     }
+
+
+@functools.cache
+def _pool() -> Pool:
+    """Returns the pool whose process is forked; it ends with this one."""
+    return Pool({"SMP_TIMEOUT_S": "120"})
 
 
 def run_ranks(
@@ -67,71 +69,57 @@ def run_ranks(
         function: function at a module's top level.
         env_of: further variables of a rank.
     """
+    zygote = _pool().zygote()  # its imports are no part of the time
+    deadline = time.monotonic() + timeout_s
+    outputs = Path(tempfile.mkdtemp(prefix="smp-gpu-ranks-"))  # removed with the output
     with tempfile.TemporaryDirectory(prefix="smp-gpu-") as name:
-        folder = Path(name)
-        for rank in range(world_size):
-            (folder / f"rank{rank}").write_bytes(pickle.dumps((rank, tuple(arguments))))
-        started = [
-            _start(function, folder, rank, world_size, env_of(rank)) for rank in range(world_size)
-        ]
-        times = _wait(started, time.monotonic() + timeout_s)
+        paths = [Path(name) / f"rank{rank}" for rank in range(world_size)]
+        pids = []
+        for rank, path in enumerate(paths):
+            path.write_bytes(pickle.dumps((rank, tuple(arguments))))
+            argv = [f"{function.__module__}:{function.__qualname__}", str(path)]
+            env = _variables(rank, world_size, name) | env_of(rank)
+            output = str(outputs / path.name)
+            pids += zygote.start("script", __file__, argv, env, f"{output}.log")
+        found = wait_for_ranks(_pool(), Started(pids, outputs, deadline))
+        for rank in found:
+            print(rank.output, end="", flush=True)
         return [
-            Ended(process.returncode, times[rank], _result(folder / f"rank{rank}.result"))
-            for rank, process in enumerate(started)
+            Ended(rank.returncode, rank.hung, _result(Path(f"{path}.result")))
+            for rank, path in zip(found, paths, strict=True)
         ]
+
+
+def _variables(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "SMP_RENDEZVOUS": f"file://{folder}/rendezvous",
+        # The host's name may have an address that no process can reach.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
 def results_of(ended: Sequence[Ended]) -> list[Any]:
     """Returns the return values of all ranks.
 
     Raises:
-        RuntimeError: names the ranks that hung or failed; their output has gone before.
+        RuntimeError: names the ranks that failed; their output has gone before.
+        TimedOut: none failed, and some did not end.
     """
     hung = [rank for rank, end in enumerate(ended) if end.hung]
-    failed = {rank: end.status for rank, end in enumerate(ended) if end.status != 0}
-    if hung or failed:
-        raise RuntimeError(
-            f"ranks that did not end in time: {hung}; status of ranks that failed: {failed}; "
-            "see the log"
-        )
-    return [end.result for end in ended]
-
-
-def _start(
-    function: Callable[..., Any], folder: Path, rank: int, world_size: int, more: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    env = {name: value for name, value in os.environ.items() if name not in _OTHERS}
-    paths = [str(REPO / "python"), str(REPO), env.get("PYTHONPATH", "")]
-    env |= {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "SMP_RENDEZVOUS": f"file://{folder}/rendezvous",
-        "SMP_TIMEOUT_S": "120",
-        "OMP_NUM_THREADS": "1",
-        **more,
+    failed = {
+        rank: words_of(end.status)
+        for rank, end in enumerate(ended)
+        if end.status != 0 and not end.hung
     }
-    name = f"{function.__module__}:{function.__qualname__}"
-    command = [sys.executable, "-m", "benchmarks.gpu.ranks", name, str(folder / f"rank{rank}")]
-    return subprocess.Popen(command, env=env, cwd=REPO, stdin=subprocess.DEVNULL)
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> list[float]:
-    times: dict[int, float] = {}
-    while len(times) < len(processes):
-        for rank, process in enumerate(processes):
-            if rank not in times and process.poll() is not None:
-                times[rank] = time.monotonic()
-        if time.monotonic() > deadline:
-            for rank, process in enumerate(processes):
-                if rank not in times:
-                    process.kill()
-                    process.wait()
-                    times[rank] = float("inf")
-        time.sleep(0.02)
-    return [times[rank] for rank in range(len(processes))]
+    if failed:
+        raise RuntimeError(f"ranks that failed: {failed}, that did not end: {hung}; see the log")
+    if hung:
+        raise TimedOut(f"ranks that did not end in time: {hung}")
+    return [end.result for end in ended]
 
 
 def _result(path: Path) -> Any:

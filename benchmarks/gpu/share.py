@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.figures import Figures, Limit
 from benchmarks.gpu.ranks import host_of_its_own, results_of, run_ranks
+from benchmarks.gpu.rows import Row
+
+#: Seconds after which ranks hang.
+RANKS_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ def train(rank: int, sizes: Sizes, num_stages: int) -> dict[str, Any]:
 
 def measure(figures: Figures, sizes: Sizes, alone: dict[str, Any], lane: str) -> None:
     """Two ranks, whose tensors take ``lane``."""
-    limit_s = min(120.0, figures.left_s() - 5.0)
+    limit_s = min(RANKS_S, figures.left_s() - 5.0)
 
     def variables(rank: int) -> dict[str, str]:
         common = variables_of(figures.device.kind)
@@ -171,9 +176,23 @@ def lane_variables(lane: str, is_dry: bool, rank: int) -> dict[str, str]:
     return variables | (host_of_its_own(rank) if lane == "nccl" else {})
 
 
-def body(figures: Figures) -> None:
+@functools.cache
+def measured_alone(kind: str, sizes: Sizes) -> dict[str, Any]:
+    """Returns what one process measures, once in a process of rows."""
+    variables = variables_of(kind)
+    [alone] = results_of(run_ranks(train, 1, [sizes, 1], RANKS_S, lambda rank: variables))
+    found: dict[str, Any] = alone
+    return found
+
+
+def lane_row(figures: Figures, lane: str) -> None:
+    """Measures one lane."""
     sizes = TINY if figures.device.is_dry else Sizes()
-    variables = variables_of(figures.device.kind)
-    [alone] = results_of(run_ranks(train, 1, [sizes, 1], 120.0, lambda rank: variables))
-    for lane in LANES:
-        measure(figures, sizes, alone, lane)
+    measure(figures, sizes, measured_alone(figures.device.kind, sizes), lane)
+
+
+def rows(part: str, is_dry: bool) -> list[Row]:
+    return [
+        Row(lane, functools.partial(lane_row, lane=lane), 30.0, 2 * RANKS_S + 20.0)
+        for lane in LANES
+    ]

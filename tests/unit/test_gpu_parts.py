@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import build, gptj, page, training
-from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu import build, kernels, page, parts, training
+from benchmarks.gpu.figures import Figures
+from benchmarks.gpu.parts import CALLS, PARTS
 from tests.dist.pool import Pool
 from tests.dist.processes import run_ranks
 from tests.patience import PATIENCE_S
+from tests.unit.test_gpu_figures import Gpu
 
 REPO = Path(__file__).resolve().parents[2]
 RUN = REPO / "benchmarks" / "gpu" / "run.py"
@@ -32,11 +34,12 @@ FIGURES = {
     "training": "tests/gpu/test_no_synchronisation.py: passed",
     "bandwidth": "FusedAdam, 1e+04 parameters",
     "attention": "smp.nn, a layer and its ends, padding: forward and backward",
-    "gptj-layer": "Hugging Face, compiled, 1 layers, microbatch 4: tokens per second",
-    "gptj-28": "smp.nn, 2 layers, microbatch 4: peak memory over the formula",
+    "gptj-layer": "Hugging Face, compiled, 1 layer, 2 x 4 sequences: tokens per second",
+    "gptj-steps": "smp.nn, all 2 layers, 8 x 4 sequences: peak memory over the formula",
     "share": "backward: a hop of 0 MB over ipc",
-    "nccl": "after a kill: seconds until the other rank raises",
+    "nccl": "kill 1: status of the other rank",
     "graph": "FusedAdam: largest difference",
+    "sanitizer": "what the sanitizer runs",
 }
 #: Parts that the test of `make` runs.
 BY_MAKE = ("build", "kernels")
@@ -166,19 +169,63 @@ def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
 
 def test_the_build_leaves_the_development_build_alone() -> None:
     words = build.command("python3")
-    assert "build/dev" not in words and "-DSMP_TESTS=OFF" in words
+    assert "build/dev" not in words and {"-DSMP_TESTS=OFF", "-DSMP_MPI=off"} <= set(words)
     assert words[words.index("--target") + 1] == "smp_extension"
 
 
 def test_all_files_of_tests_for_gpus_are_in_a_part() -> None:
     found = {f"tests/gpu/{path.name}" for path in (REPO / "tests" / "gpu").glob("test_*.py")}
     assert found <= {*training.files(), *training.OTHERS}
+    assert [row.name for row in training.rows("training", is_dry=False)] == training.files()
+    assert [row.name for row in kernels.rows("kernels", is_dry=False)] == list(kernels.FILES)
     assert all((REPO / path).exists() for path in (*training.files(), *training.OTHERS))
 
 
-def test_both_parts_of_gptj_measure_what_they_say() -> None:
-    assert gptj.PLANS["gptj-28"].shape.layers == 28 and gptj.PLANS["gptj-28"].updates
-    assert gptj.PLANS["gptj-layer"].shape.layers == 1
-    everybody = [["smp.nn"], ["Hugging Face"], ["Hugging Face, compiled"]]
-    assert all(gptj.groups_of(part, is_dry=False) == everybody for part in gptj.PLANS)
-    assert set(gptj.WAYS) == {(mb, flag) for mb in (4, 8) for flag in (True, False)}
+@pytest.mark.parametrize("part", PARTS)
+def test_rows_of_a_part_are_known_without_a_device(part: str) -> None:
+    rows = PARTS[part].rows(is_dry=False)
+    names = [row.name for row in rows]
+    assert len(names) == len(set(names)) and all(row.needed_s < row.limit_s for row in rows)
+    # A dry run does the same; the sanitizer's tools and the long files of tests are left out.
+    assert {row.name for row in PARTS[part].rows(is_dry=True)} <= set(names)
+
+
+def test_four_calls_of_less_than_ten_minutes_do_everything_in_half_an_hour() -> None:
+    assert ["build", *(part for call in CALLS for part in call)] == list(PARTS)
+    assert parts.named([]) == list(PARTS) and parts.named(["--call", "3"]) == list(CALLS[2])
+    for wrong in (["--call"], ["--call", "0"], ["--call", "5"], ["--call", "x"]):
+        with pytest.raises(ValueError, match="expected one of 1 2 3 4"):
+            parts.named(wrong)
+    text = (REPO / "scripts" / "gpu.sh").read_text()
+    [whole] = re.findall(r"^limit=(\d+)$", text, re.MULTILINE)
+    [call] = re.findall(r"== --call \]\] && limit=(\d+)$", text, re.MULTILINE)
+    start_s, page_s = 60, 10
+    assert len(CALLS) == 4 and 4 * (int(call) + start_s + page_s) <= 1800
+    assert int(whole) + start_s <= 600
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    done = make_gpu(tmp_path, "CALL=1")
+    assert done.returncode != 0 and "===" not in done.stdout
+
+
+def test_a_checkout_that_cannot_be_written_is_not_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = Figures("build", tmp_path, Gpu(), 60.0)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    build.build(figures)
+    [line] = lines_of(tmp_path, "build")
+    assert line["state"] == "failed" and "run make gpu in a copy of it" in line["note"]
+
+
+def test_a_build_that_its_limit_ends_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        build, "command", lambda python: [python, "-c", "import signal; signal.pause()"]
+    )
+    build.build(Figures("build", tmp_path, Gpu(), 6.0))
+    [line] = lines_of(tmp_path, "build")
+    assert line["state"] == "failed" and "did not end within" in line["note"]
