@@ -25,18 +25,6 @@ namespace {
 using memory::MarkedTensor;
 using std::chrono::microseconds;
 
-// Set if the watch has a place to enter its device.
-template <typename Options>
-constexpr bool kWatchEntersDevice =
-    requires(Options options) { options.begin_thread; };
-
-template <typename Options>
-void set_begin_of_thread(Options& options, c10::Device device) {
-  if constexpr (kWatchEntersDevice<Options>) {
-    options.begin_thread = [device] { memory::enter_device(device); };
-  }
-}
-
 constexpr std::array kDtypes = {at::kFloat, at::kBFloat16, at::kDouble,
                                 at::kLong,  at::kByte,     at::kHalf,
                                 at::kInt,   at::kBool,     at::kComplexFloat};
@@ -60,7 +48,7 @@ CudaRank::CudaRank(Links& links, const CudaRankOptions& options,
     : links_(links), device_(device) {
   comm::FlightWatch::Options watched{.look_every =
                                          std::chrono::milliseconds(1)};
-  set_begin_of_thread(watched, device);
+  watched.begin_thread = [device] { memory::enter_device(device); };
   flights_ = std::make_shared<comm::FlightWatch>(links.board(), watched);
   LaneSource source{.make = {}, .needs_agreement = true};
   source.make = [&](c10::Device where, int rank, const auto& faults,
@@ -292,16 +280,6 @@ void expect_released(c10::Device device, const CudaRankOptions& options) {
 
 namespace {
 
-// Contexts, but for that of a watch which does not enter its device.
-std::set<int> contexts_but_watch(const CudaRankOptions& options) {
-  std::set<int> contexts = fake_cuda::contexts();
-  if (!kWatchEntersDevice<comm::FlightWatch::Options> &&
-      options.places != nullptr && contexts.size() > 1) {
-    contexts.erase(0);
-  }
-  return contexts;
-}
-
 // Frees a small tensor that the current stream still has to write to many
 // times; the next small tensor of that stream gets its memory.
 void keep_stream_busy(c10::Device device) {
@@ -358,7 +336,7 @@ void run_exchange(Links& links, const CudaRankOptions& options, int num_tensors,
     links.exchange("the lanes have ended");
   }
   guard.reset();
-  EXPECT_EQ(contexts_but_watch(options), contexts);
+  EXPECT_EQ(fake_cuda::contexts(), contexts);
   expect_released(device, options);
   links.exchange("looked at");
   links.say_goodbye();
