@@ -52,7 +52,7 @@ TYPED_TEST(EmulatedSoftmax, ProbabilitiesMatchTheCpu) {
     ScaledMaskedSoftmaxBackward back = {
         dy.data(), probs.data(),   dscores.data(), rows,       queries,     n,
         0.5,       form.is_causal, form.window,    op.dropout, this->kDtype};
-    this->in_both_orders(
+    this->in_all_orders(
         [&] {
           expect_launched(cuda::softmax_forward(op, nullptr));
           expect_launched(cuda::softmax_backward(back, nullptr));
@@ -104,7 +104,7 @@ TYPED_TEST(EmulatedSoftmax, CrossEntropyMatchesTheCpu) {
                                  n + 20,
                                  0.1,
                                  this->kDtype};
-    this->in_both_orders(
+    this->in_all_orders(
         [&] {
           expect_launched(cuda::cross_entropy_forward(op, nullptr));
           expect_launched(cuda::cross_entropy_backward(back, nullptr));
