@@ -11,9 +11,9 @@ namespace {
 // Returns a NaN only if both numbers are.
 __device__ inline float larger_of(float a, float b) { return fmaxf(a, b); }
 
-// Returns e^x, x <= 0, for a sum of which the largest term is 1. The product is
-// off by a rounding of x, and so is the result, by |x| e^x roundings: less than
-// half of one, relative to the sum.
+// Returns e^x, x <= 0, for a sum of n terms of which the largest is 1. The
+// product rounds x, so a term is off by |x| roundings. The mean of |x| over the
+// sum is its entropy less its logarithm, so the sum is off by ln n at most.
 __device__ inline float exp_in_sum(float x) {
   return exp2f(x * 1.44269504088896340736f);
 }

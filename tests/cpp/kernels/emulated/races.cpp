@@ -189,7 +189,7 @@ void unwatch() { watch.is_on = false; }
 
 }  // namespace smp::kernels::emulated
 
-// What the compiler calls. Names are those of the thread sanitizer.
+// Calls that the compiler makes. Names are those of the thread sanitizer.
 
 using smp::kernels::emulated::read_all;
 using smp::kernels::emulated::write_all;
