@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.device_code import CUOBJDUMP, MISSING, NVCC
 from tests.lint.layers import REPO
 from tests.patience import PATIENCE_S
-from tests.unit.test_device_code import _CUOBJDUMP, _MISSING, _NVCC
 
 _SOLD = [80, 86, 89, 90, 100, 120]
 
@@ -82,7 +82,7 @@ def test_build_without_a_compiler_has_no_architectures(tmp_path: Path) -> None:
 
 
 @pytest.mark.sample(keep=0)
-@pytest.mark.skipif(bool(_MISSING), reason=f"{' and '.join(_MISSING)} not found")
+@pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not found")
 @pytest.mark.parametrize(
     ("options", "machine_code", "later"),
     [
@@ -95,20 +95,20 @@ def test_build_has_code_for_every_gpu_that_is_sold(
     options: list[str], machine_code: list[int], later: list[int], tmp_path: Path
 ) -> None:
     """Compiles a kernel: machine code, or code that the driver translates."""
-    listed = subprocess.run([str(_NVCC), "--list-gpu-code"], capture_output=True, text=True)
+    listed = subprocess.run([str(NVCC), "--list-gpu-code"], capture_output=True, text=True)
     known = [int(one) for one in re.findall(r"sm_(\d+)\n", listed.stdout)]
     if 120 not in known:
         pytest.skip(f"this nvcc has {known}")
     (tmp_path / "CMakeLists.txt").write_text(_PROJECT)
     configure = ["cmake", "-S", str(tmp_path), "-B", str(tmp_path / "b"), "-DSMP_CUDA=on"]
-    done = _run([*configure, *options], CUDACXX=str(_NVCC))
+    done = _run([*configure, *options], CUDACXX=str(NVCC))
     assert done.returncode == 0, done.stderr
     built = _run(["cmake", "--build", str(tmp_path / "b")])
     assert built.returncode == 0, built.stdout + built.stderr
     (kernel,) = (tmp_path / "b").rglob("loss_scale.cu.o")
 
     def listing(kind: str) -> list[int]:
-        text = _run([str(_CUOBJDUMP), f"--list-{kind}", str(kernel)]).stdout
+        text = _run([str(CUOBJDUMP), f"--list-{kind}", str(kernel)]).stdout
         return sorted(int(one) for one in re.findall(r"\.sm_(\d+)\.", text))
 
     assert listing("elf") == machine_code and listing("ptx") == later

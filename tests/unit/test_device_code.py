@@ -6,89 +6,19 @@ variables in memory: both are lost by harmless changes, and nothing else shows i
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import shutil
-import subprocess
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.lint.layers import REPO
+from tests import device_code
+from tests.device_code import MISSING, SOURCES, Kernel
 
-_SOURCES = sorted((REPO / "csrc/kernels/cuda").glob("*.cu"))
 _MAX_REGISTERS = 64  # with these an SM of sm_90 runs 1024 threads
 
-_USAGE = re.compile(r"Function (\S+?):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-_MEMORY = re.compile(r"\b(LDG|STG|LDL|STL|LD|ST)\b((?:\.\w+)*)")
-
-
-def _tool(name: str, *folders: Path) -> str | None:
-    home = os.environ.get("CUDA_HOME")
-    places = [Path(home) / "bin"] if home else []
-    places += [*folders, Path("/usr/local/cuda/bin")]
-    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, places)))
-
-
-def _triton_tools() -> list[Path]:
-    spec = importlib.util.find_spec("triton")
-    return [Path(spec.origin).parent / "backends/nvidia/bin"] if spec and spec.origin else []
-
-
-_NVCC = _tool("nvcc")
-_CUOBJDUMP = _tool("cuobjdump", *_triton_tools())
-_MISSING = [name for name, tool in (("nvcc", _NVCC), ("cuobjdump", _CUOBJDUMP)) if tool is None]
 pytestmark = pytest.mark.skipif(
-    bool(_MISSING), reason=f"{' and '.join(_MISSING)} not found: no machine code to look at"
+    bool(MISSING), reason=f"{' and '.join(MISSING)} not found: no machine code to look at"
 )
-
-
-@dataclass
-class Kernel:
-    """Machine code of one kernel."""
-
-    registers: int
-    stack: int
-    local: int
-    accesses: Counter[str] = field(default_factory=Counter)  # "STG.128": how many
-    calls: int = 0
-
-
-def _kernels(cubin: Path) -> dict[str, Kernel]:
-    """Kernels by their mangled names."""
-
-    def dump(what: str) -> str:
-        return subprocess.run(
-            [str(_CUOBJDUMP), what, str(cubin)], check=True, capture_output=True, text=True
-        ).stdout
-
-    kernels = {
-        name: Kernel(*map(int, numbers)) for name, *numbers in _USAGE.findall(dump("-res-usage"))
-    }
-    kernel = None
-    for line in dump("-sass").splitlines():
-        if "Function :" in line:
-            kernel = kernels[line.split()[-1]]
-        elif kernel and (access := _MEMORY.search(line)):
-            width = re.search(r"\.(U8|S8|U16|S16|64|128)\b", access[2])
-            kernel.accesses[f"{access[1]}.{width[1].lstrip('US') if width else '32'}"] += 1
-        elif kernel and "CALL." in line:
-            kernel.calls += 1
-    return kernels
-
-
-def _compiled(source: Path, folder: Path) -> dict[str, Kernel]:
-    """Kernels of a source, compiled for sm_90."""
-    cubin = folder / "kernels.cubin"
-    subprocess.run(
-        [str(_NVCC), "-std=c++17", "-O3", "-arch=sm_90", "-cubin", f"-I{REPO}"]
-        + ["-o", str(cubin), str(source)],
-        check=True,
-    )
-    return _kernels(cubin)
 
 
 def _named(kernels: dict[str, Kernel], pattern: str) -> dict[str, Kernel]:
@@ -158,20 +88,68 @@ def _check_rotation(kernels: dict[str, Kernel]) -> None:
         assert kernel.calls == 0, name
 
 
-_MORE = {"norm.cu": _check_norm, "elementwise.cu": _check_rotation}
+def _check_cross_entropy(kernels: dict[str, Kernel]) -> None:
+    """Checks that a pack has an exponential per element, and one for a larger maximum.
+
+    Elements that are loaded one by one have a single one. The sum over a row takes another.
+    """
+    for name, kernel in _named(kernels, r"cross_entropy_forward_kernelI[^d]").items():
+        pack = re.search(r"Li[48]EEEv", name) is not None
+        loads = kernel.accesses["LDG.128"] if pack else _single_loads(kernel)
+        each = (4 if "kernelIf" in name else 8) + 1 if pack else 1
+        assert kernel.exponentials == loads * each + 1, f"{name}: {kernel}"
 
 
-@pytest.mark.parametrize("source", _SOURCES, ids=lambda path: path.name)
+def _single_loads(kernel: Kernel) -> int:
+    """Returns the loads of single elements, but for that of the target and its number."""
+    return kernel.accesses["LDG.16"] + kernel.accesses["LDG.32"] - 1
+
+
+_MORE = {
+    "norm.cu": _check_norm,
+    "elementwise.cu": _check_rotation,
+    "softmax.cu": _check_cross_entropy,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_kernels_use_registers_and_whole_packs(source: Path, tmp_path: Path) -> None:
     """Checks a source in a single test: the compiler takes longer than all else."""
-    kernels = _compiled(source, tmp_path)
+    kernels = device_code.compiled(source, tmp_path)
     _check_registers(kernels)
     for name, pattern, least in _WIDE:
         if name == source.name:
             _check_wide(kernels, pattern, least)
     if source.name in _MORE:
         _MORE[source.name](kernels)
+    if device_code.compiler() == device_code.compiler_of_page():
+        made = device_code.table(kernels.values())
+        assert device_code.table_of_page(source.name) == made, "python -m tests.device_code --write"
+
+
+def test_page_is_compared() -> None:
+    """Says where the tables of the page are not compared."""
+    releases = device_code.compiler(), device_code.compiler_of_page()
+    if releases[0] != releases[1]:
+        pytest.skip("nvcc {} is here, nvcc {} compiled the page".format(*releases))
+    text = device_code.PAGE.read_text()
+    assert [s.name for s in SOURCES if device_code.begin_of(s.name) not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("threads", "registers", "shared", "expected"),
+    [
+        (1024, 64, 0, 1 / 2),  # 65536 registers
+        (1024, 65, 0, 0),
+        (256, 32, 0, 1),
+        (256, 33, 0, 3 / 4),  # as with 40
+        (32, 16, 0, 1 / 2),  # 32 blocks
+        (128, 16, 64 * 1024, 3 * 4 / 64),  # 228 KiB
+    ],
+)
+def test_occupancy(threads: int, registers: int, shared: int, expected: float) -> None:
+    assert device_code.occupancy(threads, registers, shared) == expected
 
 
 def test_every_expectation_is_about_a_source_that_exists() -> None:
-    assert {name for name, _, _ in _WIDE} | set(_MORE) <= {path.name for path in _SOURCES}
+    assert {name for name, _, _ in _WIDE} | set(_MORE) <= {path.name for path in SOURCES}

@@ -8,21 +8,58 @@ namespace smp::kernels::cuda {
 
 namespace {
 
+// Returns a NaN only if both numbers are.
+__device__ inline float larger_of(float a, float b) { return fmaxf(a, b); }
+
+// Returns e^x, x <= 0, for a sum of n terms of which the largest is 1. The
+// product rounds x, so a term is off by |x| roundings. The mean of |x| over the
+// sum is its entropy less its logarithm, so the sum is off by ln n at most.
+__device__ inline float exp_in_sum(float x) {
+  return exp2f(x * 1.44269504088896340736f);
+}
+__device__ inline double exp_in_sum(double x) { return exp(x); }
+
 // Maximum and sum of exponentials of the elements seen so far.
 template <typename C>
 struct Online {
   C max = -INFINITY;
   C sum = 0;
 
-  __device__ void add(C value) {
-    if (value == -INFINITY) return;
-    if (value > max) {
-      sum = sum * exp_of(max - value) + C(1);
-      max = value;
+  // Computes one exponential per element, and one per pack for the change of
+  // the maximum, without a branch. Two doubles take one each.
+  template <int kNum>
+  __device__ void add(const Values<C, kNum>& values) {
+    if constexpr (kNum <= 2) {
+#pragma unroll
+      for (int i = 0; i < kNum; ++i) add(values.v[i]);
     } else {
-      sum += exp_of(value - max);
+      C now = max;
+#pragma unroll
+      for (int i = 0; i < kNum; ++i) now = larger_of(now, values.v[i]);
+      const C shift = finite(now);
+      sum *= exp_in_sum(max - shift);
+#pragma unroll
+      for (int i = 0; i < kNum; ++i) sum += exp_in_sum(values.v[i] - shift);
+      max = now;
     }
   }
+
+  // Computes the exponential of the smaller one of maximum and value: that of
+  // the other one is 1. A NaN is the smaller one.
+  __device__ void add(C value) {
+    if constexpr (sizeof(C) == 8) {
+      // Keeps the code of two exponentials apart, within 64 registers.
+      if (value == -INFINITY) return;
+    }
+    const bool is_larger = value > max;
+    const C now = is_larger ? value : max;
+    const C power = exp_in_sum((is_larger ? max : value) - finite(now));
+    sum = is_larger ? sum * power + C(1) : sum + power;
+    max = now;
+  }
+
+  // Returns what to subtract: elements that are all -inf stay so.
+  __device__ static C finite(C max) { return max == -INFINITY ? C(0) : max; }
 };
 
 // Returns the row's maximum, and its sum relative to that.
@@ -30,9 +67,8 @@ template <int kThreads, typename C>
 __device__ Online<C> over_row(Online<C> own) {
   Online<C> row;
   row.max = over_row<kThreads>(own.max, Larger());
-  const C scaled =
-      own.max == -INFINITY ? own.sum : own.sum * exp_of(own.max - row.max);
-  row.sum = over_row<kThreads>(scaled, Add());
+  own.sum *= exp_in_sum(own.max - Online<C>::finite(row.max));
+  row.sum = over_row<kThreads>(own.sum, Add());
   return row;
 }
 
@@ -99,9 +135,10 @@ __global__ void softmax_forward_kernel(ScaledMaskedSoftmax op,
   const int64_t first = read.range.begin / kNum * kNum;
   Online<C> own;
   for_columns<kThreads, kNum>(first, read.range.end, [&](int64_t j) {
-    const auto values = load_values<kNum>(scores + j);
+    auto values = load_values<kNum>(scores + j);
 #pragma unroll
-    for (int i = 0; i < kNum; ++i) own.add(read(values.v[i], j + i));
+    for (int i = 0; i < kNum; ++i) values.v[i] = read(values.v[i], j + i);
+    own.add(values);
   });
   const Online<C> total = over_row<kThreads>(own);
   const C factor = total.sum == C(0) ? C(0) : C(1) / total.sum;
@@ -187,11 +224,9 @@ __global__ void cross_entropy_forward_kernel(CrossEntropy op) {
   C sum = 0;
   for_columns<kThreads, kNum>(0, n, [&](int64_t j) {
     const auto values = load_values<kNum>(logits + j);
+    own.add(values);
 #pragma unroll
-    for (int i = 0; i < kNum; ++i) {
-      own.add(values.v[i]);
-      sum += values.v[i];
-    }
+    for (int i = 0; i < kNum; ++i) sum += values.v[i];
   });
   const Online<C> total = over_row<kThreads>(own);
   if (op.sum != nullptr) sum = over_row<kThreads>(sum, Add());

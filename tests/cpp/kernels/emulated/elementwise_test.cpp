@@ -24,7 +24,7 @@ TYPED_TEST(EmulatedElementwise, GeluMatchesTheCpu) {
     BiasGelu back = op;
     back.dy = dy.data();
     back.result = dx.data();
-    this->in_both_orders(
+    this->in_all_orders(
         [&] {
           expect_launched(cuda::bias_gelu_forward(op, nullptr));
           bias_gelu_backward(back, form == 2 ? nullptr : dbias.data());
@@ -65,7 +65,7 @@ void test_dropout(int form, int64_t rows, int64_t n, int64_t offset) {
       residual.data(),   dx.data(),         rows, n, dropout,
       DtypeOf<T>::value, DtypeOf<Y>::value,
   };
-  Fixture::in_both_orders(
+  Fixture::in_all_orders(
       [&] {
         expect_launched(cuda::bias_dropout_residual_forward(op, nullptr));
         bias_dropout_residual_backward(back, has_bias ? dbias.data() : nullptr);
@@ -103,8 +103,8 @@ TYPED_TEST(EmulatedElementwise, ThreadsGoOnToFurtherRows) {
       x.data(),     dx.data(),    kRows, kFew, make_dropout(0.5, 7),
       this->kDtype, this->kDtype,
   };
-  this->in_both_orders(
-      [&] { bias_dropout_residual_backward(op, dbias.data()); }, dx, dbias);
+  this->in_all_orders([&] { bias_dropout_residual_backward(op, dbias.data()); },
+                      dx, dbias);
   op.dx = want_dx.data();
   fused().bias_dropout_residual_backward(op, 0, kRows, want_dbias.data());
   this->expect_near(dx, want_dx, 0);
@@ -154,8 +154,8 @@ TYPED_TEST(EmulatedElementwise, RotationMatchesTheCpu) {
       op.is_interleaved = form % 2 == 1;
       op.is_inverse = form % 4 == 1;
       op.dtype = this->kDtype;
-      this->in_both_orders([&] { expect_launched(cuda::rotary(op, nullptr)); },
-                           y);
+      this->in_all_orders([&] { expect_launched(cuda::rotary(op, nullptr)); },
+                          y);
       op.y = want_y.data();
       fused().rotary(op, 0, kBatch * kLength);
       this->expect_near(y, want_y, 2);

@@ -2,10 +2,15 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
+#include <numeric>
+#include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "tests/cpp/kernels/emulated/races.h"
 #include "tests/cpp/kernels/emulated/stack_switch.h"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -95,8 +100,16 @@ class StackPool {
   std::vector<Stack> stacks_;
 };
 
+constexpr Site kNowhere = {"", 0};
+
 Order launch_order = Order::kForward;
+std::mt19937 random_numbers;
+Site removed_barrier = kNowhere;
+Site last_barrier = kNowhere;  // of the block that runs
+std::vector<Site> passed_barriers;
+const char* launch_name = "";
 std::string last_error;
+bool is_error_of_read = false;  // of memory that no thread has written
 std::string given_error;
 
 StackPool stacks;
@@ -147,30 +160,58 @@ void resume(Fiber& fiber) {
   __sanitizer_start_switch_fiber(&scheduler_fake_stack, fiber.stack.get(),
                                  kStackBytes);
 #endif
+  watch_thread(static_cast<int>(&fiber - fibers.data()), fiber.stack.get(),
+               kStackBytes);
   switch_to(&scheduler_place, &fiber.place);
+  unwatch();
 #ifdef SMP_HAS_ASAN
   __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr);
 #endif
   if (fiber.state == State::kEnded) stacks.give(std::move(fiber.stack));
 }
 
+std::string text_of(const dim3& d) {
+  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " +
+         std::to_string(d.z) + ")";
+}
+
+std::string text_of(const Site& site) {
+  return std::string(site.file) + ":" + std::to_string(site.line);
+}
+
 std::string text_of(const Fiber& fiber) {
-  const dim3& t = fiber.thread_idx;
-  std::string text = "thread (" + std::to_string(t.x) + ", " +
-                     std::to_string(t.y) + ", " + std::to_string(t.z) + ")";
+  const std::string text = "thread " + text_of(fiber.thread_idx);
   if (fiber.state == State::kEnded) return text + " has ended";
-  return text + " waits at " + fiber.site.file + ":" +
-         std::to_string(fiber.site.line);
+  return text + " waits at " + text_of(fiber.site);
 }
 
 void fail(const std::string& text) {
-  if (last_error.empty()) last_error = text;
+  if (!last_error.empty()) return;
+  last_error = std::string(launch_name) + ": " + text;
+}
+
+// Calls body(i) for each i below `count` in the order of the launch, until it
+// returns false. Returns whether it never did.
+template <typename Body>
+bool in_launch_order(int64_t count, Body&& body) {
+  std::vector<int64_t> numbers;
+  if (launch_order == Order::kRandom) {
+    numbers.resize(count);
+    std::iota(numbers.begin(), numbers.end(), 0);
+    std::shuffle(numbers.begin(), numbers.end(), random_numbers);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    int64_t number = i;
+    if (launch_order == Order::kBackward) number = count - 1 - i;
+    if (launch_order == Order::kRandom) number = numbers[i];
+    if (!body(number)) return false;
+  }
+  return true;
 }
 
 bool is_together(const Fiber& a, const Fiber& b) {
   if (a.state != b.state) return false;
-  return a.state == State::kEnded ||
-         (a.site.file == b.site.file && a.site.line == b.site.line);
+  return a.state == State::kEnded || a.site == b.site;
 }
 
 // Returns whether all of these wait at one place; else that is an error.
@@ -194,10 +235,10 @@ bool is_in_exchange(const Fiber& fiber) {
 bool run_warp(int first, int lanes) {
   Fiber* warp = &fibers[first];
   for (;;) {
-    for (int i = 0; i < lanes; ++i) {
-      Fiber& fiber = warp[launch_order == Order::kForward ? i : lanes - 1 - i];
-      if (fiber.state == State::kReady) resume(fiber);
-    }
+    in_launch_order(lanes, [&](int64_t i) {
+      if (warp[i].state == State::kReady) resume(warp[i]);
+      return true;
+    });
     if (std::none_of(warp, warp + lanes, is_in_exchange)) return true;
     if (!are_together(warp, lanes, "an exchange in a warp")) return false;
     for (int i = 0; i < lanes; ++i) {
@@ -232,18 +273,29 @@ void make_fibers() {
   }
 }
 
+void note_barrier(Site site) {
+  watch_barrier();
+  last_barrier = site;
+  const auto end = passed_barriers.end();
+  if (std::find(passed_barriers.begin(), end, site) == end) {
+    passed_barriers.push_back(site);
+  }
+}
+
 // False if a thread waits for what will not come.
 bool run_threads() {
   const auto count = static_cast<int>(fibers.size());
-  const int num_warps = (count + kWarp - 1) / kWarp;
+  const auto run_warp_number = [count](int64_t warp) {
+    const int first = static_cast<int>(warp) * kWarp;
+    return run_warp(first, std::min(kWarp, count - first));
+  };
   for (;;) {
-    for (int i = 0; i < num_warps; ++i) {
-      const int warp = launch_order == Order::kForward ? i : num_warps - 1 - i;
-      const int first = warp * kWarp;
-      if (!run_warp(first, std::min(kWarp, count - first))) return false;
+    if (!in_launch_order((count + kWarp - 1) / kWarp, run_warp_number)) {
+      return false;
     }
     if (!are_together(fibers.data(), count, "a barrier")) return false;
     if (fibers[0].state == State::kEnded) return true;
+    note_barrier(fibers[0].site);
     for (Fiber& fiber : fibers) fiber.state = State::kReady;
   }
 }
@@ -253,6 +305,8 @@ bool run_block() {
     fiber.state = State::kReady;
     fiber.has_begun = false;
   }
+  last_barrier = kNowhere;
+  watch_block();
   const bool has_ended = run_threads();
   if (!has_ended) abandon();
   return has_ended;
@@ -266,13 +320,9 @@ bool is_permitted(dim3 blocks, dim3 threads, size_t shared_bytes) {
   const bool has_threads =
       num_threads >= 1 && num_threads <= kMaxThreads && threads.z <= 64;
   if (has_blocks && has_threads && shared_bytes == 0) return true;
-  const auto text = [](dim3 d) {
-    return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " +
-           std::to_string(d.z) + ")";
-  };
-  fail("invalid launch: blocks " + text(blocks) + ", threads " + text(threads) +
-       ", bytes of dynamic shared memory " + std::to_string(shared_bytes) +
-       " (emulated: 0)");
+  fail("invalid launch: blocks " + text_of(blocks) + ", threads " +
+       text_of(threads) + ", bytes of dynamic shared memory " +
+       std::to_string(shared_bytes) + " (emulated: 0)");
   return false;
 }
 
@@ -295,20 +345,60 @@ const Fiber& lane_of_warp(int lane) {
 
 }  // namespace
 
-InOrder::InOrder(Order order) : before_(launch_order) { launch_order = order; }
+bool operator==(const Site& a, const Site& b) {
+  return a.line == b.line && std::strcmp(a.file, b.file) == 0;
+}
+
+InOrder::InOrder(Order order, unsigned seed) : before_(launch_order) {
+  launch_order = order;
+  random_numbers.seed(seed);
+}
 
 InOrder::~InOrder() { launch_order = before_; }
+
+WithoutBarrier::WithoutBarrier(Site site) { removed_barrier = site; }
+
+WithoutBarrier::~WithoutBarrier() { removed_barrier = kNowhere; }
+
+std::vector<Site> take_barriers() { return std::exchange(passed_barriers, {}); }
+
+void report_race(const Race& race) {
+  // The write that a read has missed may follow, and says more.
+  const bool says_more = is_error_of_read && race.kind != Race::kUnwritten;
+  if (!last_error.empty() && !says_more) return;
+  last_error.clear();
+  is_error_of_read = race.kind == Race::kUnwritten;
+  std::string place = "memory of the device at ";
+  if (race.name != nullptr) place = std::string("shared ") + race.name + " + ";
+  place += std::to_string(race.offset);
+  const std::string since =
+      last_barrier == kNowhere ? "" : " since that at " + text_of(last_barrier);
+  std::string text = "block " + text_of(blockIdx) + ", thread " +
+                     text_of(fibers[race.thread].thread_idx) +
+                     (race.is_write ? " writes " : " reads ") + place;
+  if (race.kind == Race::kUnwritten) {
+    fail(text + ", which no thread of the block has written");
+    return;
+  }
+  text += ", which thread " + text_of(fibers[race.other_thread].thread_idx) +
+          (race.is_other_write ? " writes" : " reads");
+  text += race.kind == Race::kInBlock ? ": a race, no barrier between" + since
+                                      : " in another block: a race";
+  fail(text);
+}
 
 const char* take_error() {
   if (last_error.empty()) return nullptr;
   given_error = std::move(last_error);
   last_error.clear();
+  is_error_of_read = false;
   return given_error.c_str();
 }
 
 int lane() { return static_cast<int>(current - fibers.data()) % kWarp; }
 
 void wait_for_block(Site site) {
+  if (site == removed_barrier) return;
   current->site = site;
   current->state = State::kAtBarrier;
   to_scheduler(false);
@@ -328,22 +418,22 @@ unsigned vote_in_warp(unsigned mask, bool vote, Site site) {
   return votes;
 }
 
-void run(dim3 blocks, dim3 threads, size_t shared_bytes, void (*kernel)(void*),
-         void* arguments) {
+void run(const char* name, dim3 blocks, dim3 threads, size_t shared_bytes,
+         void (*kernel)(void*), void* arguments) {
+  launch_name = name;
   if (!is_permitted(blocks, threads, shared_bytes)) return;
   current_kernel = kernel;
   current_arguments = arguments;
   blockDim = threads;
   gridDim = blocks;
   make_fibers();
-  const int64_t count = int64_t{blocks.x} * blocks.y * blocks.z;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t number = launch_order == Order::kForward ? i : count - 1 - i;
+  watch_launch();
+  in_launch_order(int64_t{blocks.x} * blocks.y * blocks.z, [&](int64_t number) {
     blockIdx = {static_cast<unsigned>(number % blocks.x),
                 static_cast<unsigned>(number / blocks.x % blocks.y),
                 static_cast<unsigned>(number / blocks.x / blocks.y)};
-    if (!run_block()) return;
-  }
+    return run_block();
+  });
 }
 
 }  // namespace smp::kernels::emulated

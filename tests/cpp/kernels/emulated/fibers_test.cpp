@@ -3,6 +3,8 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -12,12 +14,40 @@ namespace smp::kernels::emulated {
 namespace {
 
 std::string error_of_launch(dim3 blocks, dim3 threads, void (*kernel)()) {
-  launch(blocks, threads, 0, nullptr, kernel);
+  launch("kernel", blocks, threads, 0, nullptr, kernel);
   const char* error = take_error();
   return error == nullptr ? "" : error;
 }
 
 std::vector<int> seen;
+
+std::vector<int> order_of_launch(unsigned seed) {
+  const InOrder in_order(Order::kRandom, seed);
+  seen.clear();
+  EXPECT_EQ(error_of_launch(8, 128,
+                            [] {
+                              seen.push_back(static_cast<int>(128 * blockIdx.x +
+                                                              threadIdx.x));
+                            }),
+            "");
+  return seen;
+}
+
+TEST(Fibers, RunBlocksWarpsAndThreadsInARandomOrder) {
+  const std::vector<int> order = order_of_launch(1);
+  EXPECT_EQ(order_of_launch(1), order);
+  EXPECT_NE(order_of_launch(2), order);
+  ASSERT_EQ(order.size(), 8u * 128u);
+  EXPECT_EQ(std::set<int>(order.begin(), order.end()).size(), order.size());
+  std::vector<int> blocks, warps, lanes;
+  for (int i = 0; i < 8; ++i) blocks.push_back(order[128 * i] / 128);
+  for (int i = 0; i < 4; ++i) warps.push_back(order[32 * i] / 32);
+  for (int i = 0; i < 32; ++i) lanes.push_back(order[i]);
+  for (const auto* numbers : {&blocks, &warps, &lanes}) {
+    EXPECT_FALSE(std::is_sorted(numbers->begin(), numbers->end()));
+    EXPECT_FALSE(std::is_sorted(numbers->rbegin(), numbers->rend()));
+  }
+}
 
 TEST(Fibers, RunEachThreadInEachOrder) {
   for (Order order : {Order::kForward, Order::kBackward}) {

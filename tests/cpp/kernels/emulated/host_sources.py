@@ -1,4 +1,7 @@
-"""Writes a CUDA source as C++ for the emulation: `kernel<<<...>>>(...)` becomes a function call.
+"""Writes a CUDA source as C++ for the emulation.
+
+A launch `kernel<<<...>>>(...)` becomes a function call, and a variable that the threads of a block
+share gets a static variable that names it, so that its accesses are watched.
 
 Usage: host_sources.py <source> <written file>
 """
@@ -10,11 +13,13 @@ import sys
 from pathlib import Path
 
 _LAUNCH = "::smp::kernels::emulated::launch"
+_SHARED = re.compile(r"__shared__ ([^;]*?(\w+)\s*(?:\[[^;]*\])?);")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def rewritten(text: str) -> str:
-    """The text with its launches rewritten; line numbers stay."""
+    """Rewrites launches and shared variables; line numbers stay."""
+    text = _SHARED.sub(_static, text)
     while (mark := text.find("<<<")) >= 0:
         begin = _kernel_begin(text, mark)
         end_of_grid = _closing(text, mark + 3, ">>>")
@@ -22,10 +27,18 @@ def rewritten(text: str) -> str:
         end = _closing(text, opening + 1, ")") + 1
         kernel, grid = text[begin:mark].rstrip(), text[mark + 3 : end_of_grid]
         arguments = text[end_of_grid + 3 : end]
-        call = f"{_LAUNCH}({grid}, [&] {{ {kernel}{arguments}; }})"
+        name = f'"{" ".join(kernel.split())}"'
+        call = f"{_LAUNCH}({name}, {grid}, [&] {{ {kernel}{arguments}; }})"
         missing = text[begin:end].count("\n") - call.count("\n")
         text = text[:begin] + call + "\n" * missing + text[end:]
     return text
+
+
+def _static(match: re.Match[str]) -> str:
+    """Returns a shared variable as a static one: a single block runs at a time."""
+    declaration, name = match.groups()
+    place = f'{name}_in_a_block("{name}", &{name}, sizeof {name})'
+    return f"static {declaration}; static const ::smp::kernels::emulated::Shared {place};"
 
 
 def _kernel_begin(text: str, mark: int) -> int:

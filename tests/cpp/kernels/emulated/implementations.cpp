@@ -153,7 +153,8 @@ constexpr cpu::FusedTable kTable = {norm_forward<kOrder>,
 
 const cpu::FusedTable* const* implementations() {
   static const cpu::FusedTable* const tables[] = {
-      &kTable<Order::kForward>, &kTable<Order::kBackward>, nullptr};
+      &kTable<Order::kForward>, &kTable<Order::kBackward>,
+      &kTable<Order::kRandom>, nullptr};
   return tables;
 }
 

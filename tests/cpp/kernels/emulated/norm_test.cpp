@@ -30,7 +30,7 @@ TYPED_TEST(EmulatedNorm, ForwardMatchesTheCpu) {
                1e-3,
                is_rms,
                this->kDtype};
-    this->in_both_orders(
+    this->in_all_orders(
         [&] { expect_launched(cuda::norm_forward(op, nullptr)); }, y, mean,
         rstd);
     op.y = want_y.data();
@@ -68,7 +68,7 @@ TYPED_TEST(EmulatedNorm, BackwardMatchesTheCpu) {
                        n,
                        is_rms,
                        this->kDtype};
-    this->in_both_orders(
+    this->in_all_orders(
         [&] {
           norm_backward(op, wants_sums ? dweight.data() : nullptr,
                         wants_sums ? dbias.data() : nullptr);

@@ -9,7 +9,7 @@
 #include "tests/cpp/kernels/elements.h"
 #include "tests/cpp/kernels/emulated/emulated.h"
 
-// Code that the tests of operators share: sizes, both orders of threads, and
+// Code that the tests of operators share: sizes, orders of threads, and
 // the comparison with the kernels of the CPU.
 
 namespace smp::kernels::emulated {
@@ -42,24 +42,23 @@ class Operators : public ::testing::Test {
     }
   }
 
-  /// Launches in both orders, which give the same bits and keep the guards.
+  /// Launches in all orders, which give the same bits and keep the guards.
   template <typename Launch, typename... Results>
-  static void in_both_orders(Launch&& launch, Results&... results) {
-    (results.clear(), ...);
-    {
-      const InOrder in_order(Order::kForward);
+  static void in_all_orders(Launch&& launch, Results&... results) {
+    const auto run = [&](Order order) {
+      (results.clear(), ...);
+      const InOrder in_order(order);
       launch();
-    }
+      (results.expect_guards(), ...);
+    };
+    run(Order::kForward);
     const auto first = std::make_tuple(results...);
-    (results.clear(), ...);
-    {
-      const InOrder in_order(Order::kBackward);
-      launch();
+    for (Order order : {Order::kBackward, Order::kRandom}) {
+      run(order);
+      std::apply(
+          [&](const auto&... want) { (expect_bits(results, want), ...); },
+          first);
     }
-    std::apply(
-        [&](const auto&... of_first) { (expect_bits(results, of_first), ...); },
-        first);
-    (results.expect_guards(), ...);
   }
 
   template <typename E>

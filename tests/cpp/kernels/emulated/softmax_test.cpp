@@ -1,5 +1,8 @@
 #include "csrc/kernels/softmax.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <vector>
 
 #include "csrc/kernels/cpu/fused_table.h"
@@ -52,7 +55,7 @@ TYPED_TEST(EmulatedSoftmax, ProbabilitiesMatchTheCpu) {
     ScaledMaskedSoftmaxBackward back = {
         dy.data(), probs.data(),   dscores.data(), rows,       queries,     n,
         0.5,       form.is_causal, form.window,    op.dropout, this->kDtype};
-    this->in_both_orders(
+    this->in_all_orders(
         [&] {
           expect_launched(cuda::softmax_forward(op, nullptr));
           expect_launched(cuda::softmax_backward(back, nullptr));
@@ -104,7 +107,7 @@ TYPED_TEST(EmulatedSoftmax, CrossEntropyMatchesTheCpu) {
                                  n + 20,
                                  0.1,
                                  this->kDtype};
-    this->in_both_orders(
+    this->in_all_orders(
         [&] {
           expect_launched(cuda::cross_entropy_forward(op, nullptr));
           expect_launched(cuda::cross_entropy_backward(back, nullptr));
@@ -125,6 +128,84 @@ TYPED_TEST(EmulatedSoftmax, CrossEntropyMatchesTheCpu) {
     this->expect_near(sum, want_sum, 16);
     this->expect_near(dlogits, want_dlogits, 1e-3);
   });
+}
+
+// ---- Cross entropy against its formula in long double
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Rows of logits that are hard to sum up.
+enum Row {
+  kNormal,
+  kRising,       // each pack has a new maximum
+  kFarFromZero,  // differences are much smaller than the logits
+  kLargest,      // of both signs
+  kOneFinite,    // the last one, among -inf
+  kMasked,       // all are -inf
+  kHasNan,
+  kNumRows,
+};
+
+template <typename T>
+constexpr double kLargestOf = 3e38;
+template <>
+constexpr double kLargestOf<double> = 1e308;
+template <>
+constexpr double kLargestOf<cpu::Half> = 65504;
+
+template <typename T>
+void set_rows(Elements<T>& logits, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const auto set = [&](Row row, double v) { logits.set(row * n + i, v); };
+    const auto normal = static_cast<double>(logits[i]);
+    const bool is_last = i == n - 1;
+    set(kRising, -60 + 80.0 * static_cast<double>(i) / static_cast<double>(n));
+    set(kFarFromZero, 10000 + normal);
+    set(kLargest, i % 3 == 0 ? kLargestOf<T> : -kLargestOf<T>);
+    set(kOneFinite, is_last ? -3 : -kInfinity);
+    set(kMasked, -kInfinity);
+    set(kHasNan, is_last ? std::nan("") : normal);
+  }
+}
+
+TYPED_TEST(EmulatedSoftmax, CrossEntropyIsExactInHardRows) {
+  using C = typename TestFixture::C;
+  for (int64_t n : {1, 5, 33, 1024, 8200, 50257, 50400}) {
+    SCOPED_TRACE("columns " + std::to_string(n));
+    Elements<TypeParam> logits(kNumRows * n, 1, 4);
+    set_rows(logits, n);
+    Elements<C> max(kNumRows), exp_sum(kNumRows), target(kNumRows);
+    const std::vector<int64_t> targets(kNumRows, n - 1);
+    CrossEntropy op;
+    op.logits = logits.data();
+    op.targets = targets.data();
+    op.max = max.data();
+    op.exp_sum = exp_sum.data();
+    op.target_logit = target.data();
+    op.num_rows = kNumRows;
+    op.num_columns = op.row_stride = op.vocab_size = n;
+    op.dtype = this->kDtype;
+    this->in_all_orders(
+        [&] { expect_launched(cuda::cross_entropy_forward(op, nullptr)); }, max,
+        exp_sum, target);
+    EXPECT_EQ(max[kMasked], -kInfinity);
+    EXPECT_EQ(exp_sum[kMasked], 0);
+    EXPECT_TRUE(std::isnan(exp_sum[kHasNan]));
+    for (int row : {kNormal, kRising, kFarFromZero, kLargest, kOneFinite}) {
+      SCOPED_TRACE("row " + std::to_string(row));
+      long double want_max = -kInfinity, want = 0;
+      for (int64_t i = 0; i < n; ++i) {
+        want_max = std::max(want_max, logits[row * n + i]);
+      }
+      for (int64_t i = 0; i < n; ++i) {
+        want += std::exp(logits[row * n + i] - want_max);
+      }
+      EXPECT_EQ(max[row], want_max);
+      EXPECT_NEAR(exp_sum[row] / want, 1, 4 * DtypeOf<C>::epsilon);
+      const auto last = static_cast<C>(logits[row * n + n - 1]);
+      EXPECT_EQ(target[row], last - static_cast<C>(want_max));
+    }
+  }
 }
 
 }  // namespace

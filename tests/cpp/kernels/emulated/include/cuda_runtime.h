@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "tests/cpp/kernels/emulated/fibers.h"
+#include "tests/cpp/kernels/emulated/races.h"
 
 // Replaces the CUDA runtime where the kernels are compiled for the host. It has
 // what they use; whatever else a kernel needs is added here.
