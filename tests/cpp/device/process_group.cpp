@@ -265,19 +265,22 @@ class Group final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input,
       const c10d::ReduceScatterOptions& given) override {
-    c10d::ReduceScatterOptions options = given;
+    c10d::AllreduceOptions options;
+    options.reduceOp = given.reduceOp;
     const bool is_mean = take_mean(options);
     return start({OpType::_REDUCE_SCATTER_BASE,
                   given.asyncOp,
                   -1,
                   {input},
                   {output},
-                  [options, is_mean, size = getSize(), to = twin(output),
-                   from = twin(input)](Gloo& gloo) mutable {
-                    // As NCCL's, and not Gloo's, it leaves its input alone.
-                    at::Tensor copy = from.clone();
-                    gloo.wait(
-                        gloo.backend()._reduce_scatter_base(to, copy, options));
+                  [options, is_mean, rank = getRank(), size = getSize(),
+                   to = twin(output), from = twin(input)](Gloo& gloo) {
+                    // A copy, since the input is left alone; a sum of all of
+                    // it, since the work of Gloo's own says only to a wait that
+                    // it is over.
+                    std::vector<at::Tensor> sum = {from.flatten().clone()};
+                    gloo.wait(gloo.backend().allreduce(sum, options));
+                    to.copy_(sum[0].chunk(size).at(rank).view_as(to));
                     if (is_mean) divide({to}, size);
                   }});
   }
