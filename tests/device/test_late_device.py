@@ -41,7 +41,8 @@ def test_late_device(name: str) -> None:
             f"tests/device/checks/{name}",
         ],
         cwd=REPO,
-        env={**os.environ, "PYTHONPATH": path, "SMP_SAMPLES": "all"},
+        # A check fills the memory of a device.
+        env={**os.environ, "PYTHONPATH": path, "SMP_SAMPLES": "all", "SMP_LATE_MEMORY_MB": "64"},
         capture_output=True,
         text=True,
     )

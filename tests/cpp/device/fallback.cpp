@@ -6,6 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <mutex>
@@ -116,6 +118,17 @@ bool takes_host_tensors(const std::string& name) {
   return name.rfind("aten::index", 0) == 0 ||
          name.rfind("aten::_index_put", 0) == 0 ||
          name.rfind("aten::_unsafe_index", 0) == 0;
+}
+
+// A mask makes as many elements as it has ones.
+bool is_masked(const std::string& name, const Stack& arguments) {
+  if (name != "aten::index" && name != "aten::_unsafe_index") return false;
+  bool found = false;
+  for_each_tensor(arguments.at(1), [&](const at::Tensor& index) {
+    found = found || (index.defined() && (index.scalar_type() == at::kBool ||
+                                          index.scalar_type() == at::kByte));
+  });
+  return found;
 }
 
 // Returns the device of an operator's tensors, as CUDA's kernels check it.
@@ -286,6 +299,16 @@ std::optional<Stack> results_by_meta(const c10::OperatorHandle& op,
     call(op, metas);
   } catch (const c10::NotImplementedError&) {
     return std::nullopt;
+  } catch (const python_error& error) {
+    const pybind11::gil_scoped_acquire gil;
+    if (!PyErr_GivenExceptionMatches(error.type, PyExc_NotImplementedError)) {
+      throw;
+    }
+    return std::nullopt;
+  } catch (const pybind11::error_already_set& error) {
+    const pybind11::gil_scoped_acquire gil;
+    if (!error.matches(PyExc_NotImplementedError)) throw;
+    return std::nullopt;
   }
   correct(op.schema().name(), arguments, metas);
   for (const size_t out : plan.outs) {
@@ -329,6 +352,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const c10::DeviceGuard guard(where);
   const Plan& plan = plan_of(op);
   std::string way = plan.reason;
+  if (is_masked(op.schema().name(), arguments)) way = "depends on data";
   std::optional<Stack> results;
   if (way.empty()) {
     results = run_late(op, plan, arguments, where);

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
+from torch.nn import functional as F
 
 import tests.device as late
 from tests.device.checks.held import Held
@@ -40,30 +45,27 @@ def test_views_alias_and_queue_nothing(held: Held) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operator", "reason", "call"),
+    ("operator", "reason", "call", "expected"),
     [
-        ("aten::_local_scalar_dense", "returns a number", lambda x: x[0].item()),
-        ("aten::equal", "returns a number", lambda x: torch.equal(x, x)),
-        ("aten::nonzero", "depends on data", lambda x: x.nonzero()),
-        ("aten::masked_select", "depends on data", lambda x: x[x > 1]),
-        ("aten::uniform_", "random", lambda x: x.uniform_()),
-        ("aten::bernoulli_", "random", lambda x: torch.nn.functional.dropout(x, 0.5)),
+        ("_local_scalar_dense", "returns a number", lambda x: x[0].item(), 1.0),
+        ("equal", "depends on data", lambda x: torch.equal(x, x), True),
+        ("nonzero", "depends on data", lambda x: x.nonzero().tolist(), [[0], [1], [2], [3]]),
+        ("index", "depends on data", lambda x: x[x > 2].tolist(), [3, 4]),
+        ("masked_select", "depends on data", lambda x: x.masked_select(x < 2).tolist(), [1]),
+        ("normal_", "random", lambda x: bool(x.normal_().isfinite().all()), True),
+        ("native_dropout", "random", lambda x: F.dropout(x * 0, 0.5).tolist(), [0, 0, 0, 0]),
     ],
 )
-def test_what_cannot_run_later_drains_the_stream(operator, reason, call) -> None:
+def test_operators_that_drain_the_stream(
+    operator: str, reason: str, call: Callable[[torch.Tensor], object], expected: object
+) -> None:
     late.set_delays(5, 2000)
-    x = torch.arange(4.0, device="late") + 1
-    result = call(x)
-    if operator not in late.counts():  # `x[mask]` and dropout have forms of their own
-        operator = {
-            "aten::masked_select": "aten::nonzero",
-            "aten::bernoulli_": "aten::native_dropout",
-        }[operator]
-    assert ways(operator) == {reason: 1}
-    if operator in ("aten::_local_scalar_dense", "aten::equal"):
-        assert result == 1
-    elif operator == "aten::nonzero":
-        assert result.flatten().tolist() in ([0, 1, 2, 3], [2, 3, 4])
+    x = torch.arange(1.0, 5, device="late")
+    if reason == "random":
+        x.requires_grad_(operator == "native_dropout")
+    assert call(x) == expected
+    assert ways(f"aten::{operator}").get(reason, 0) >= 1, late.counts()
+    assert "late" not in ways(f"aten::{operator}")
 
 
 def test_an_operator_without_a_meta_kernel_drains_the_stream() -> None:
@@ -157,9 +159,7 @@ def test_storages_and_sizes() -> None:
     ]
 
 
-def test_tensors_are_printed_saved_and_copied(tmp_path) -> None:
-    import copy
-
+def test_tensors_are_printed_saved_and_copied(tmp_path: Path) -> None:
     x = torch.nn.Parameter(torch.arange(3.0, device="late"))
     assert "device='late:0'" in repr(x)
     assert copy.deepcopy(x).tolist() == [0, 1, 2]

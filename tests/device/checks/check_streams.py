@@ -174,7 +174,18 @@ def test_a_copy_to_pageable_memory_drains(non_blocking: bool) -> None:
     x = torch.zeros(3, device="late")
     for _ in range(20):
         x += 1
-    assert x.to("cpu", non_blocking=non_blocking).tolist() == [20, 20, 20]
+    host = torch.zeros(3)
+    host.copy_(x, non_blocking=non_blocking)
+    assert host.tolist() == [20, 20, 20]
+
+
+def test_torch_pins_the_target_of_a_copy_that_does_not_block(held: Held) -> None:
+    with torch.late.stream(held.stream):
+        host = torch.ones(3, device="late").to("cpu", non_blocking=True)
+    assert host.is_pinned()
+    assert torch.isnan(host).all()
+    held.release()
+    assert host.tolist() == [1, 1, 1]
 
 
 def test_copies_between_devices_are_ordered_with_both_streams() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
-os.environ["SMP_LATE_MEMORY_MB"] = "64"  # a check fills it
+import pytest
+import torch
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-import tests.device as late  # noqa: E402 - reads the variable
-from tests.device.checks.held import Held  # noqa: E402
+import tests.device as late
+from tests.device.checks.held import Held
 
 
 @pytest.fixture(autouse=True)
