@@ -34,7 +34,7 @@ def is_initialized() -> bool:
 
 
 def init() -> None:
-    """Does nothing, because devices need no beginning."""
+    """Returns at once, because devices need no beginning."""
 
 
 def _is_in_bad_fork() -> bool:

@@ -29,13 +29,13 @@ using torch::jit::Stack;
 std::mutex counts_mutex;
 std::map<std::string, std::map<std::string, int64_t>> calls;  // guarded
 
-// How an operator is run; found once from its schema.
+// The way in which an operator is run; found once from its schema.
 struct Plan {
   std::string reason;  // why the stream is drained; empty: it is not
   bool needs_shapes = false;
   bool is_random = false;
   std::optional<size_t> generator;  // index of that argument
-  // For each result the index of the argument that it is, or nothing.
+  // The index of the argument that each result is, or nothing.
   std::vector<std::optional<size_t>> returned_arguments;
   std::vector<size_t> outs;  // indices of `out=` arguments
 };
@@ -278,8 +278,8 @@ Stack run_drained(const c10::OperatorHandle& op, const Plan& plan,
 
 // --------------------------------------------------------------------- late
 
-// Of 16-bit inputs the meta kernel gives statistics in float32, as CUDA does;
-// the CPU's are of the type of the weights.
+// The meta kernel gives statistics of 16-bit inputs in float32, as CUDA does;
+// the CPU's have the type of the weights.
 void correct(const std::string& name, const Stack& arguments, Stack& metas) {
   const bool is_layers = name == "aten::native_layer_norm";
   if (!is_layers && name != "aten::native_group_norm") return;
@@ -299,8 +299,9 @@ std::optional<Stack> results_by_meta(const c10::OperatorHandle& op,
     call(op, metas);
   } catch (const c10::NotImplementedError&) {
     return std::nullopt;
-  } catch (const python_error& error) {
+  } catch (python_error& error) {
     const pybind11::gil_scoped_acquire gil;
+    if (error.type == nullptr) error.persist();
     if (!PyErr_GivenExceptionMatches(error.type, PyExc_NotImplementedError)) {
       throw;
     }

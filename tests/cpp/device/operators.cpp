@@ -103,7 +103,8 @@ void order(const c10::Stream& first, const c10::Stream& second) {
   if (first != second) wait_for(second, mark_end(first));
 }
 
-// As CUDA's: on the stream of the source, in order with that of the target.
+// Copies as CUDA does: on the stream of the source, in order with that of the
+// target.
 void copy_on_devices(const at::Tensor& self, const at::Tensor& to) {
   const c10::Stream stream = current_stream(self.device().index());
   const c10::Stream other = current_stream(to.device().index());

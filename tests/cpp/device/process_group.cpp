@@ -43,7 +43,7 @@ class Shelf {
   Tensors tensors_;
 };
 
-// How an operation ended, written on its stream.
+// The end of an operation, written on its stream.
 struct End {
   MarkPtr mark;
   std::exception_ptr error;  // readable once the mark has fired
@@ -95,7 +95,7 @@ class LateWork final : public c10d::Work {
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// What an operation has to do with Gloo, shared with the threads of streams.
+// The group of Gloo, shared with the threads of streams.
 class Gloo {
  public:
   explicit Gloo(c10::intrusive_ptr<c10d::Backend> backend)
@@ -387,9 +387,9 @@ class Group final : public c10d::Backend {
         .first->second;
   }
 
-  // As NCCL's groups: an asynchronous operation runs on a stream of the group,
-  // behind the caller's; any other one on the caller's stream. Collectives of a
-  // group follow each other, on whatever streams.
+  // Works as NCCL's groups: an asynchronous operation runs on a stream of the
+  // group, behind the caller's; any other one on the caller's stream.
+  // Collectives of a group follow each other, on whatever streams.
   c10::intrusive_ptr<c10d::Work> start(Operation operation) {
     const c10::DeviceIndex index = device_of(operation);
     const std::lock_guard lock(mutex_);

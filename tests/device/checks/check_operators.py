@@ -77,6 +77,21 @@ def test_an_operator_without_a_meta_kernel_drains_the_stream() -> None:
     x = torch.full((1,), 3.0, device="late")
     assert torch.ops.late_checks.twice(x).tolist() == [6]
     assert ways("late_checks::twice") == {"no meta kernel": 1}
+
+    # A kernel that gives up is as none; any other error is the caller's.
+    def refuse(error: type[Exception]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def kernel(x: torch.Tensor) -> torch.Tensor:
+            raise error("no shape")
+
+        return kernel
+
+    for error in (NotImplementedError, ValueError):
+        library.define(f"{error.__name__}(Tensor x) -> Tensor")
+        library.impl(error.__name__, lambda x: x * 2, "CPU")
+        library.impl(error.__name__, refuse(error), "Meta")
+    assert torch.ops.late_checks.NotImplementedError(x).tolist() == [6]
+    with pytest.raises(ValueError, match="no shape"):
+        torch.ops.late_checks.ValueError(x)
     # Nothing has to be allocated for this one.
     torch.ops.late_checks.double_(x)
     assert x.tolist() == [6]

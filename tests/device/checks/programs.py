@@ -1,4 +1,4 @@
-"""What ranks of `check_collectives.py` run."""
+"""Functions that ranks of `check_collectives.py` run."""
 
 from __future__ import annotations
 
