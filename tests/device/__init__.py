@@ -17,7 +17,7 @@ import smp_late_device as _late
 import torch
 from smp_late_device import counts, reset_counts, set_delays, take_error
 
-from tests.device import late_module
+from tests.device import late_module, process_group
 
 __all__ = ["counts", "enqueue", "reset_counts", "set_delays", "take_error", "times_late"]
 
@@ -47,6 +47,8 @@ def _register() -> None:
     _late.set_delays(
         int(os.environ.get("SMP_LATE_SEED", "1")), int(os.environ.get("SMP_LATE_DELAY_US", "0"))
     )
+    if torch.distributed.is_available():
+        process_group.register()
     atexit.register(_late.stop)
 
 

@@ -114,7 +114,7 @@ class Stream(torch.Stream):
         if ids:
             return super().__new__(cls, priority=priority, **ids)
         index = _index(device)
-        return _stream(_late.pool_stream(index), index)
+        return _stream(_late.pool_stream(index, priority < 0), index)
 
     @property
     def late_stream(self) -> int:

@@ -26,6 +26,7 @@ def test_there_are_checks() -> None:
 
 
 @needs_device
+@pytest.mark.sample(keep=len(CHECKS))
 @pytest.mark.parametrize("name", CHECKS)
 def test_late_device(name: str) -> None:
     path = os.pathsep.join((str(REPO / "python"), str(REPO)))
@@ -40,7 +41,7 @@ def test_late_device(name: str) -> None:
             f"tests/device/checks/{name}",
         ],
         cwd=REPO,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "SMP_SAMPLES": "all"},
         capture_output=True,
         text=True,
     )

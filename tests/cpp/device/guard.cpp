@@ -44,11 +44,12 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device of) const override {
     return c10::Stream(c10::Stream::DEFAULT, device(index_of(of)));
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device of, bool) const override {
-    return stream_of_pool(index_of(of));
+  c10::Stream getStreamFromGlobalPool(c10::Device of,
+                                      bool is_high) const override {
+    return stream_of_pool(index_of(of), is_high);
   }
-  c10::Stream getNewStream(c10::Device of, int) const override {
-    return stream_of_pool(index_of(of));
+  c10::Stream getNewStream(c10::Device of, int priority) const override {
+    return stream_of_pool(index_of(of), priority < 0);
   }
   c10::Stream exchangeStream(c10::Stream to) const override {
     return exchange_stream(to);

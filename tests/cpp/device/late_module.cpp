@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <functional>
 #include <memory>
@@ -13,6 +14,7 @@
 #include "tests/cpp/device/fallback.h"
 #include "tests/cpp/device/generator.h"
 #include "tests/cpp/device/memory.h"
+#include "tests/cpp/device/process_group.h"
 #include "tests/cpp/device/streams.h"
 
 namespace py = pybind11;
@@ -82,8 +84,9 @@ void bind_streams(py::module_& m) {
   m.def("set_stream", [](int64_t id, c10::DeviceIndex index) {
     return exchange_stream(stream_of(id, index)).id();
   });
-  m.def("pool_stream",
-        [](c10::DeviceIndex index) { return stream_of_pool(index).id(); });
+  m.def("pool_stream", [](c10::DeviceIndex index, bool is_high) {
+    return stream_of_pool(index, is_high).id();
+  });
   m.def("synchronize", &drain_device);
   m.def(
       "enqueue",
@@ -117,6 +120,8 @@ PYBIND11_MODULE(smp_late_device, m) {
   prefer_cpu_kernels();
   bind_streams(m);
   bind_memory(m);
+  m.def("process_group", &new_process_group, py::arg("gloo"),
+        "Returns a c10d backend for tensors of the device, over one of Gloo.");
   m.def("counts", &counts);
   m.def("reset_counts", &reset_counts);
   m.def("default_generator",

@@ -182,7 +182,7 @@ void add(const c10::Stream& stream, Task task) {
 
 std::vector<c10::Stream> streams_of(c10::DeviceIndex index) {
   std::vector<c10::Stream> streams;
-  for (c10::StreamId id = 0; id <= kStreamsOfPool; ++id) {
+  for (c10::StreamId id = 0; id <= 2 * kStreamsOfPool; ++id) {
     const c10::Stream stream(c10::Stream::UNSAFE, device(index), id);
     const std::lock_guard lock(executors_mutex);
     if (executors.count(stream.hash()) > 0) streams.push_back(stream);
@@ -228,9 +228,11 @@ c10::Stream exchange_stream(const c10::Stream& stream) {
                      std::exchange(current, stream.id()));
 }
 
-c10::Stream stream_of_pool(c10::DeviceIndex index) {
-  static std::array<std::atomic<c10::StreamId>, kMostDevices> last{};
-  const c10::StreamId id = 1 + last.at(index)++ % kStreamsOfPool;
+c10::Stream stream_of_pool(c10::DeviceIndex index, bool is_high) {
+  using Last = std::array<std::atomic<c10::StreamId>, kMostDevices>;
+  static std::array<Last, 2> last{};
+  const c10::StreamId turn = last.at(is_high).at(index)++ % kStreamsOfPool;
+  const c10::StreamId id = 1 + turn + (is_high ? kStreamsOfPool : 0);
   return c10::Stream(c10::Stream::UNSAFE, device(index), id);
 }
 

@@ -30,8 +30,9 @@ c10::DeviceIndex exchange_device(c10::DeviceIndex index);
 c10::Stream current_stream(c10::DeviceIndex index);
 /// Makes a stream current in the calling thread. @return the one before
 c10::Stream exchange_stream(const c10::Stream& stream);
-/// Returns a stream of the device's pool of 32, in turn, as CUDA's pool does.
-c10::Stream stream_of_pool(c10::DeviceIndex index);
+/// Returns a stream of one of the device's pools of 32, in turn, as CUDA's do.
+/// @param is_high pool of high priority, which makes no other difference
+c10::Stream stream_of_pool(c10::DeviceIndex index, bool is_high = false);
 
 /// A point in the work of a stream.
 class Mark {
