@@ -99,7 +99,7 @@ void bind_streams(py::module_& m) {
   m.def("stop", &stop);
 }
 
-// For other extensions, which cannot see the symbols of this one.
+// Other extensions cannot see the symbols of this one.
 py::tuple addresses() {
   return py::make_tuple(reinterpret_cast<uintptr_t>(&enqueue),
                         reinterpret_cast<uintptr_t>(&touchable));

@@ -110,7 +110,7 @@ int64_t size_of(k::Dtype compute) {
   return compute == k::Dtype::kDouble ? sizeof(double) : sizeof(float);
 }
 
-// As in csrc/nn/tensors.cpp.
+// Sums over rows have the parts of csrc/nn/tensors.cpp.
 int64_t num_parts(int64_t num_rows, int64_t num_columns) {
   return std::max<int64_t>(
       1, std::min<int64_t>({16, num_rows, num_rows * num_columns / 65536}));

@@ -9,7 +9,7 @@
 
 namespace smp::late_kernels {
 
-/// What the kernels need of the device (tests/cpp/device/).
+/// Functions of the device that kernels need (tests/cpp/device/).
 struct Device {
   void (*enqueue)(const c10::Stream& stream, std::function<void()> work);
   /// Returns the address at which threads of streams use device memory.
