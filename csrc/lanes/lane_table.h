@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 
+#include "csrc/common/accelerator.h"
 #include "csrc/health/fault_board.h"
 #include "csrc/lanes/device_lane.h"
 #include "csrc/lanes/group_copies.h"
@@ -54,9 +55,11 @@ struct LaneOptions {
   RingOptions ring = {};
   std::chrono::milliseconds timeout = std::chrono::minutes(30);  ///< to agree
 
-  /// Returns whether there are lanes. Tensors of GPUs use them; all others
-  /// travel in messages.
-  bool has_lanes() const { return source.has_value() || device.is_cuda(); }
+  /// Returns whether there are lanes. Tensors of accelerators use them; all
+  /// others travel in messages.
+  bool has_lanes() const {
+    return source.has_value() || is_accelerator(device);
+  }
   /// Returns whether ranks have to agree on the lanes (`LaneTable::agree`).
   bool needs_agreement() const {
     return source ? source->needs_agreement : device.is_cuda();

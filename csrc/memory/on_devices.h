@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "csrc/common/accelerator.h"
 #include "csrc/common/check.h"
 #include "csrc/memory/kernel_stream.h"
 
@@ -11,14 +12,15 @@
 
 namespace smp::memory {
 
-/// Queues kernels on a CUDA device, in the order of the caller's current
+/// Queues kernels on an accelerator, in the order of the caller's current
 /// stream, and raises errors; launch(stream) returns nullptr or an error's
 /// text.
 template <typename Launch>
-void run_on_cuda(const char* op, c10::Device device, Launch&& launch) {
+void run_on_device(const char* op, c10::Device device, Launch&& launch) {
   const KernelStream stream(device);
   const char* error = std::forward<Launch>(launch)(stream.handle());
-  SMP_CHECK(error == nullptr, op, " on CUDA: ", error);
+  SMP_CHECK(error == nullptr, op, " on ", c10::DeviceTypeName(device.type()),
+            ": ", error);
   stream.finish();
 }
 

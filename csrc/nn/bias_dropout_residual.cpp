@@ -5,6 +5,7 @@
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
 #include "csrc/kernels/cpu/fused_table.h"
+#include "csrc/kernels/launchers.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -54,10 +55,12 @@ at::Tensor bias_dropout_residual_forward(const at::Tensor& x,
       kernels::make_dropout(p, static_cast<uint64_t>(seed)),
       kernel_dtype(x),
       kernel_dtype(y)};
-  if (x.is_cuda()) {
-    memory::run_on_cuda(kBiasDropoutResidualOp, x.device(), [&](void* stream) {
-      return kernels::cuda::bias_dropout_residual_forward(op, stream);
-    });
+  if (is_accelerator(x.device())) {
+    memory::run_on_device(kBiasDropoutResidualOp, x.device(),
+                          [&](void* stream) {
+                            return kernels::launchers_of(x.device())
+                                .bias_dropout_residual_forward(op, stream);
+                          });
   } else {
     for_rows(rows.count, rows.columns, [&](int64_t begin, int64_t end) {
       kernels::fused().bias_dropout_residual_forward(op, begin, end);
@@ -92,18 +95,20 @@ Pair bias_dropout_residual_backward(const at::Tensor& dy,
       kernels::make_dropout(p, static_cast<uint64_t>(seed)),
       kernel_dtype(dx),
       kernel_dtype(dy)};
-  if (dy.is_cuda()) {
+  if (is_accelerator(dy.device())) {
     at::Tensor sums;
     if (wants_dbias) {
-      sums = new_tensor(
-          {kernels::cuda::column_partial_rows(rows.count, rows.columns),
-           rows.columns},
-          type, dy);
+      sums = new_tensor({kernels::launchers_of(dy.device())
+                             .column_partial_rows(rows.count, rows.columns),
+                         rows.columns},
+                        type, dy);
     }
-    memory::run_on_cuda(kBiasDropoutResidualOp, dy.device(), [&](void* stream) {
-      return kernels::cuda::bias_dropout_residual_backward(
-          op, mutable_data_of(sums), stream);
-    });
+    memory::run_on_device(kBiasDropoutResidualOp, dy.device(),
+                          [&](void* stream) {
+                            return kernels::launchers_of(dy.device())
+                                .bias_dropout_residual_backward(
+                                    op, mutable_data_of(sums), stream);
+                          });
     return {dx, wants_dbias ? sums.sum(0) : sums};
   }
   if (wants_dbias) {

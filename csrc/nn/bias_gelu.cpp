@@ -5,6 +5,7 @@
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
 #include "csrc/kernels/cpu/fused_table.h"
+#include "csrc/kernels/launchers.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -30,9 +31,9 @@ at::Tensor bias_gelu_forward(const at::Tensor& x, const OptionalTensor& bias,
   const kernels::BiasGelu gelu = {
       data_of(dense), data_of(biases), nullptr, mutable_data_of(y),
       rows.count,     rows.columns,    is_tanh, kernel_dtype(x)};
-  if (x.is_cuda()) {
-    memory::run_on_cuda(kBiasGeluOp, x.device(), [&](void* stream) {
-      return kernels::cuda::bias_gelu_forward(gelu, stream);
+  if (is_accelerator(x.device())) {
+    memory::run_on_device(kBiasGeluOp, x.device(), [&](void* stream) {
+      return kernels::launchers_of(x.device()).bias_gelu_forward(gelu, stream);
     });
   } else {
     for_rows(rows.count, rows.columns, [&](int64_t begin, int64_t end) {
@@ -64,17 +65,17 @@ Pair bias_gelu_backward(const at::Tensor& dy, const at::Tensor& x,
   const kernels::BiasGelu gelu = {
       data_of(dense_x), data_of(biases), data_of(dense_dy), mutable_data_of(dx),
       rows.count,       rows.columns,    is_tanh,           kernel_dtype(x)};
-  if (x.is_cuda()) {
+  if (is_accelerator(x.device())) {
     at::Tensor sums;
     if (wants_dbias) {
-      sums = new_tensor(
-          {kernels::cuda::column_partial_rows(rows.count, rows.columns),
-           rows.columns},
-          type, x);
+      sums = new_tensor({kernels::launchers_of(x.device())
+                             .column_partial_rows(rows.count, rows.columns),
+                         rows.columns},
+                        type, x);
     }
-    memory::run_on_cuda(kBiasGeluOp, x.device(), [&](void* stream) {
-      return kernels::cuda::bias_gelu_backward(gelu, mutable_data_of(sums),
-                                               stream);
+    memory::run_on_device(kBiasGeluOp, x.device(), [&](void* stream) {
+      return kernels::launchers_of(x.device())
+          .bias_gelu_backward(gelu, mutable_data_of(sums), stream);
     });
     return {dx, wants_dbias ? sums.sum(0) : sums};
   }

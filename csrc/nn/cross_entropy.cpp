@@ -6,6 +6,7 @@
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
 #include "csrc/kernels/cpu/fused_table.h"
+#include "csrc/kernels/launchers.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -83,9 +84,10 @@ at::Tensor statistics(const at::Tensor& logits, const at::Tensor& targets,
                                     vocab_size,
                                     ignore_index,
                                     kernel_dtype(logits)};
-  if (logits.is_cuda()) {
-    memory::run_on_cuda(kCrossEntropyOp, logits.device(), [&](void* stream) {
-      return kernels::cuda::cross_entropy_forward(op, stream);
+  if (is_accelerator(logits.device())) {
+    memory::run_on_device(kCrossEntropyOp, logits.device(), [&](void* stream) {
+      return kernels::launchers_of(logits.device())
+          .cross_entropy_forward(op, stream);
     });
   } else {
     for_rows(num_rows, logits.size(1), [&](int64_t begin, int64_t end) {
@@ -113,9 +115,10 @@ void write_gradient(const at::Tensor& dloss, const at::Tensor& logits,
       logits.size(0),   logits.size(1),      source.stride(0),
       first_column,     ignore_index,        vocab_size,
       label_smoothing,  kernel_dtype(logits)};
-  if (logits.is_cuda()) {
-    memory::run_on_cuda(kCrossEntropyOp, logits.device(), [&](void* stream) {
-      return kernels::cuda::cross_entropy_backward(op, stream);
+  if (is_accelerator(logits.device())) {
+    memory::run_on_device(kCrossEntropyOp, logits.device(), [&](void* stream) {
+      return kernels::launchers_of(logits.device())
+          .cross_entropy_backward(op, stream);
     });
   } else {
     for_rows(logits.size(0), logits.size(1), [&](int64_t begin, int64_t end) {

@@ -6,6 +6,7 @@
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
 #include "csrc/kernels/cpu/fused_table.h"
+#include "csrc/kernels/launchers.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -50,9 +51,9 @@ NormResult norm_forward(const at::Tensor& x, const OptionalTensor& weight,
                               eps,
                               is_rms,
                               kernel_dtype(x)};
-  if (x.is_cuda()) {
-    memory::run_on_cuda(op, x.device(), [&](void* stream) {
-      return kernels::cuda::norm_forward(norm, stream);
+  if (is_accelerator(x.device())) {
+    memory::run_on_device(op, x.device(), [&](void* stream) {
+      return kernels::launchers_of(x.device()).norm_forward(norm, stream);
     });
   } else {
     for_rows(rows.count, rows.columns, [&](int64_t begin, int64_t end) {
@@ -62,16 +63,18 @@ NormResult norm_forward(const at::Tensor& x, const OptionalTensor& weight,
   return {y, mean, rstd};
 }
 
-at::Tensor sums_on_cuda(const kernels::NormBackward& norm, const char* op,
-                        const at::Tensor& x, bool wants_sums) {
+at::Tensor sums_on_device(const kernels::NormBackward& norm, const char* op,
+                          const at::Tensor& x, bool wants_sums) {
   at::Tensor sums;
   if (wants_sums) {
     sums = new_tensor(
-        {2, kernels::cuda::norm_partial_rows(norm), norm.num_columns},
+        {2, kernels::launchers_of(x.device()).norm_partial_rows(norm),
+         norm.num_columns},
         compute_type(x), x);
   }
-  memory::run_on_cuda(op, x.device(), [&](void* stream) {
-    return kernels::cuda::norm_backward(norm, mutable_data_of(sums), stream);
+  memory::run_on_device(op, x.device(), [&](void* stream) {
+    return kernels::launchers_of(x.device())
+        .norm_backward(norm, mutable_data_of(sums), stream);
   });
   return wants_sums ? sums.sum(1) : sums;
 }
@@ -126,8 +129,8 @@ NormResult norm_backward(const at::Tensor& dy, const at::Tensor& x,
                                         rows.columns,
                                         is_rms,
                                         kernel_dtype(x)};
-    sums = x.is_cuda() ? sums_on_cuda(norm, op, x, wants_sums)
-                       : sums_on_cpu(norm, x, wants_sums);
+    sums = is_accelerator(x.device()) ? sums_on_device(norm, op, x, wants_sums)
+                                      : sums_on_cpu(norm, x, wants_sums);
   }
   const auto sum_of = [&](int64_t which) {
     return wanted[1 + which] ? sums.select(0, which).clone() : at::Tensor();

@@ -5,6 +5,7 @@
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
 #include "csrc/kernels/cpu/fused_table.h"
+#include "csrc/kernels/launchers.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -53,9 +54,9 @@ at::Tensor rotary_apply(const at::Tensor& x, const at::Tensor& cos,
       x.size(0),        x.size(1),        x.size(2),        x.size(3),
       cos.size(2),      source.stride(0), source.stride(1), source.stride(2),
       cos.size(0) != 1, is_interleaved,   is_inverse,       kernel_dtype(x)};
-  if (x.is_cuda()) {
-    memory::run_on_cuda(kRotaryOp, x.device(), [&](void* stream) {
-      return kernels::cuda::rotary(rotary, stream);
+  if (is_accelerator(x.device())) {
+    memory::run_on_device(kRotaryOp, x.device(), [&](void* stream) {
+      return kernels::launchers_of(x.device()).rotary(rotary, stream);
     });
   } else {
     for_rows(x.size(0) * x.size(1), x.size(2) * x.size(3),

@@ -7,6 +7,7 @@
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
 #include "csrc/kernels/cpu/fused_table.h"
+#include "csrc/kernels/launchers.h"
 #include "csrc/nn/tensors.h"
 
 namespace smp::nn {
@@ -101,9 +102,9 @@ Pair softmax_forward(const at::Tensor& scores, const OptionalTensor& mask,
   op.window = window;
   op.dropout = kernels::make_dropout(p, static_cast<uint64_t>(seed));
   op.dtype = kernel_dtype(scores);
-  if (scores.is_cuda()) {
-    memory::run_on_cuda(kSoftmaxOp, scores.device(), [&](void* stream) {
-      return kernels::cuda::softmax_forward(op, stream);
+  if (is_accelerator(scores.device())) {
+    memory::run_on_device(kSoftmaxOp, scores.device(), [&](void* stream) {
+      return kernels::launchers_of(scores.device()).softmax_forward(op, stream);
     });
   } else {
     for_rows(scores.numel() / op.num_keys, op.num_keys,
@@ -134,9 +135,9 @@ at::Tensor softmax_backward(const at::Tensor& dy, const at::Tensor& probs,
   op.window = window;
   op.dropout = kernels::make_dropout(p, static_cast<uint64_t>(seed));
   op.dtype = kernel_dtype(probs);
-  if (dy.is_cuda()) {
-    memory::run_on_cuda(kSoftmaxOp, dy.device(), [&](void* stream) {
-      return kernels::cuda::softmax_backward(op, stream);
+  if (is_accelerator(dy.device())) {
+    memory::run_on_device(kSoftmaxOp, dy.device(), [&](void* stream) {
+      return kernels::launchers_of(dy.device()).softmax_backward(op, stream);
     });
   } else {
     for_rows(op.num_rows, op.num_keys, [&](int64_t begin, int64_t end) {

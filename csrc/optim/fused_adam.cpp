@@ -3,6 +3,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/kernels/cpu/fused_table.h"
+#include "csrc/kernels/launchers.h"
 #include "csrc/memory/on_devices.h"
 #include "csrc/optim/chunks.h"
 #include "csrc/optim/update_list.h"
@@ -30,11 +31,11 @@ void fused_adam_(at::TensorList params, at::TensorList grads,
   const Scalars scalars(kFusedAdamOp, device, lr, grad_scale, found_inf);
   const kernels::AdamOptions options{beta1,        beta2,     eps,
                                      weight_decay, decoupled, bias_correction};
-  if (device.is_cuda()) {
-    memory::run_on_cuda(kFusedAdamOp, device, [&](void* stream) {
-      return kernels::cuda::adam(arrays.data(),
-                                 static_cast<int64_t>(arrays.size()), options,
-                                 scalars.view(), stream);
+  if (is_accelerator(device)) {
+    memory::run_on_device(kFusedAdamOp, device, [&](void* stream) {
+      return kernels::launchers_of(device).adam(
+          arrays.data(), static_cast<int64_t>(arrays.size()), options,
+          scalars.view(), stream);
     });
   } else if (device.is_cpu() && !scalars.is_skipped()) {
     count_steps(arrays);

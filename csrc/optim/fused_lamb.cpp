@@ -4,6 +4,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/kernels/cpu/fused_table.h"
+#include "csrc/kernels/launchers.h"
 #include "csrc/memory/on_devices.h"
 #include "csrc/optim/chunks.h"
 #include "csrc/optim/update_list.h"
@@ -64,12 +65,13 @@ at::Tensor fused_lamb_moments_(at::TensorList params, at::TensorList grads,
                                      grad_averaging};
   const auto in_double = params[0].options().dtype(at::kDouble);
   const at::Tensor sums = at::empty({2, num_arrays}, in_double);
-  if (device.is_cuda()) {
-    const at::Tensor partial_sums = at::empty(
-        {kernels::cuda::num_lamb_partial_sums(arrays.data(), num_arrays)},
-        in_double);
-    memory::run_on_cuda(kMoments, device, [&](void* stream) {
-      return kernels::cuda::lamb_moments(
+  if (is_accelerator(device)) {
+    const at::Tensor partial_sums =
+        at::empty({kernels::launchers_of(device).num_lamb_partial_sums(
+                      arrays.data(), num_arrays)},
+                  in_double);
+    memory::run_on_device(kMoments, device, [&](void* stream) {
+      return kernels::launchers_of(device).lamb_moments(
           arrays.data(), num_arrays, options, scalars.view(),
           partial_sums.mutable_data_ptr<double>(),
           sums.mutable_data_ptr<double>(), stream);
@@ -107,11 +109,11 @@ void fused_lamb_apply_(at::TensorList params, at::TensorList exp_avgs,
   const kernels::LambOptions options = {
       {beta1, beta2, eps, weight_decay, decoupled, bias_correction},
       always_has_ratio};
-  if (device.is_cuda()) {
-    memory::run_on_cuda(kApply, device, [&](void* stream) {
-      return kernels::cuda::lamb_apply(arrays.data(), num_arrays, options,
-                                       scalars.view(),
-                                       sums.const_data_ptr<double>(), stream);
+  if (is_accelerator(device)) {
+    memory::run_on_device(kApply, device, [&](void* stream) {
+      return kernels::launchers_of(device).lamb_apply(
+          arrays.data(), num_arrays, options, scalars.view(),
+          sums.const_data_ptr<double>(), stream);
     });
   } else if (device.is_cpu() && !scalars.is_skipped()) {
     const auto factors = adam_factors_of(arrays, options.adam, 1);

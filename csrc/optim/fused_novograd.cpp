@@ -3,6 +3,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/kernels/cpu/fused_table.h"
+#include "csrc/kernels/launchers.h"
 #include "csrc/memory/on_devices.h"
 #include "csrc/optim/chunks.h"
 #include "csrc/optim/update_list.h"
@@ -78,11 +79,11 @@ void fused_novograd_(at::TensorList params, at::TensorList grads,
       bias_correction, grad_averaging};
   options.is_max_norm = max_norm;
   options.starts_at_zero = init_zero;
-  if (device.is_cuda()) {
-    memory::run_on_cuda(kFusedNovogradOp, device, [&](void* stream) {
-      return kernels::cuda::novograd(arrays.data(), num_arrays, options,
-                                     scalars.view(),
-                                     norms.const_data_ptr<double>(), stream);
+  if (is_accelerator(device)) {
+    memory::run_on_device(kFusedNovogradOp, device, [&](void* stream) {
+      return kernels::launchers_of(device).novograd(
+          arrays.data(), num_arrays, options, scalars.view(),
+          norms.const_data_ptr<double>(), stream);
     });
   } else if (device.is_cpu() && !scalars.is_skipped()) {
     update_on_cpu(arrays, options, scalars, norms.const_data_ptr<double>());

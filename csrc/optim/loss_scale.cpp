@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "csrc/common/check.h"
+#include "csrc/kernels/launchers.h"
 #include "csrc/memory/on_devices.h"
 #include "csrc/optim/ops.h"
 #include "csrc/optim/update_list.h"
@@ -46,9 +47,10 @@ void update_loss_scale_(const at::Tensor& state, const at::Tensor& found_inf,
     const double* found = number.const_data_ptr<double>();
     auto* numbers = reinterpret_cast<kernels::LossScaleState*>(
         state.mutable_data_ptr<double>());
-    if (device.is_cuda()) {
-      memory::run_on_cuda(kLossScaleOp, device, [&](void* stream) {
-        return kernels::cuda::move_loss_scale(rule, found, numbers, stream);
+    if (is_accelerator(device)) {
+      memory::run_on_device(kLossScaleOp, device, [&](void* stream) {
+        return kernels::launchers_of(device).move_loss_scale(rule, found,
+                                                             numbers, stream);
       });
     } else {
       kernels::move_loss_scale(rule, *found != 0, numbers);

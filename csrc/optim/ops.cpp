@@ -7,6 +7,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/kernels/cpu/fused_table.h"
+#include "csrc/kernels/launchers.h"
 #include "csrc/kernels/multi_array.h"
 #include "csrc/memory/on_devices.h"
 #include "csrc/optim/chunks.h"
@@ -23,8 +24,7 @@ constexpr const char* kScale = "smp::scale_";
 constexpr const char* kDivisor = "smp::clip_divisor";
 
 using Kernel = double (*)(const kernels::Array&, int64_t, int64_t);
-using CudaKernel = const char* (*)(const kernels::Array*, int64_t, double*,
-                                   double*, void*);
+using Launcher = decltype(&kernels::Launchers::max_abs);
 
 // Reduces each array to one number: `combine` over its chunks, in order.
 template <typename Combine>
@@ -44,7 +44,7 @@ void reduce_on_cpu(const std::vector<kernels::Array>& arrays, Kernel kernel,
 
 template <typename Combine>
 at::Tensor reduce_each(const char* op, at::TensorList tensors, Kernel kernel,
-                       CudaKernel cuda_kernel, Combine&& combine) {
+                       Launcher launcher, Combine&& combine) {
   const auto device =
       tensors.empty() ? c10::Device(at::kCPU) : tensors[0].device();
   check_tensors(op, tensors, device.type());
@@ -55,17 +55,19 @@ at::Tensor reduce_each(const char* op, at::TensorList tensors, Kernel kernel,
   const std::vector<at::Tensor> dense = in_one_piece(tensors);
   const auto arrays = as_arrays(dense);
   double* data = results.mutable_data_ptr<double>();
-  if (!device.is_cuda()) {
+  if (!is_accelerator(device)) {
     reduce_on_cpu(arrays, kernel, combine, data);
     return results;
   }
   // The memory belongs to the caller's stream; it is reused only after the
   // kernels.
+  const kernels::Launchers& launchers = kernels::launchers_of(device);
   const at::Tensor partials = at::empty(
-      {kernels::cuda::num_partials(arrays.data(), num_tensors)}, in_double);
-  memory::run_on_cuda(op, device, [&](void* stream) {
-    return cuda_kernel(arrays.data(), num_tensors,
-                       partials.mutable_data_ptr<double>(), data, stream);
+      {launchers.num_partials(arrays.data(), num_tensors)}, in_double);
+  memory::run_on_device(op, device, [&](void* stream) {
+    return (launchers.*launcher)(arrays.data(), num_tensors,
+                                 partials.mutable_data_ptr<double>(), data,
+                                 stream);
   });
   return results;
 }
@@ -92,7 +94,7 @@ at::Tensor nothing_of_none(at::TensorList tensors) {
 
 at::Tensor sums_of_squares(at::TensorList tensors) {
   return reduce_each(kSums, tensors, kernels::fused().sum_of_squares,
-                     &kernels::cuda::sums_of_squares,
+                     &kernels::Launchers::sums_of_squares,
                      [](double a, double b) { return a + b; });
 }
 
@@ -110,7 +112,7 @@ at::Tensor sum_of_squares(at::TensorList tensors) {
 
 at::Tensor max_abs(at::TensorList tensors) {
   return reduce_each(
-      kMax, tensors, kernels::fused().max_abs, &kernels::cuda::max_abs,
+      kMax, tensors, kernels::fused().max_abs, &kernels::Launchers::max_abs,
       // NaN stays.
       [](double a, double b) { return a > b || a != a ? a : b; });
 }
@@ -133,9 +135,9 @@ void scale_(at::TensorList tensors, const at::Tensor& factor) {
         factor.to(at::TensorOptions().dtype(at::kDouble).device(device), true);
     const double* data = number.const_data_ptr<double>();
     const auto arrays = as_arrays(tensors);
-    if (device.is_cuda()) {
-      memory::run_on_cuda(kScale, device, [&](void* stream) {
-        return kernels::cuda::scale(
+    if (is_accelerator(device)) {
+      memory::run_on_device(kScale, device, [&](void* stream) {
+        return kernels::launchers_of(device).scale(
             arrays.data(), static_cast<int64_t>(arrays.size()), data, stream);
       });
     } else if (*data != 1) {

@@ -17,4 +17,4 @@ def _new_group(
 
 def register() -> None:
     """Makes groups like "cpu:gloo,late:late" possible; "late" alone is for device tensors."""
-    dist.Backend.register_backend("late", _new_group, devices="late")
+    dist.Backend.register_backend("late", _new_group, devices=["late"])

@@ -78,15 +78,18 @@ def test_wrong_values_are_refused_by_name(name: str, value: str) -> None:
 
 
 def test_device_follows_what_there_is_unless_told() -> None:
-    def choose(word: str, cuda: bool) -> str:
-        return settings.choose_device_type(settings.Settings(device=word), cuda_available=cuda)
+    def choose(word: str, is_there: bool) -> str:
+        return settings.choose_device_type(settings.Settings(device=word), is_available=is_there)
 
     assert choose("auto", True) == "cuda"
     assert choose("auto", False) == "cpu"
     assert choose("cpu", True) == "cpu"
     assert choose("cuda", True) == "cuda"
-    with pytest.raises(RuntimeError, match="SMP_DEVICE"):
+    assert choose("late", True) == "late"  # a device of PrivateUse1
+    with pytest.raises(RuntimeError, match="SMP_DEVICE=cuda, but torch sees no CUDA device"):
         choose("cuda", False)
+    with pytest.raises(RuntimeError, match="SMP_DEVICE=late, but torch sees no LATE device"):
+        choose("late", False)
 
 
 def test_each_local_rank_has_its_gpu() -> None:

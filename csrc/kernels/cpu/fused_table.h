@@ -76,6 +76,6 @@ const FusedTable& table_for(std::string_view capability);
 namespace smp::kernels {
 
 /// Returns the table for this process.
-const cpu::FusedTable& fused();
+__attribute__((visibility("default"))) const cpu::FusedTable& fused();
 
 }  // namespace smp::kernels

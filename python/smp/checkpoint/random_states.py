@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import smp._C as _C
+from smp._device import device_module, is_accelerator
 
 _log = logging.getLogger("smp")
 
@@ -21,8 +22,8 @@ def capture(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
     }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if is_accelerator(device):
+        states[device.type] = device_module(device).get_rng_state(device)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -41,8 +42,8 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"].cpu())
     python = states["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
+    if is_accelerator(device) and device.type in states:
+        device_module(device).set_rng_state(states[device.type].cpu(), device)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
         state = states["numpy"]

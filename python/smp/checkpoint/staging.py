@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import smp._C as _C
+from smp._device import device_module, is_accelerator
 
 #: Smaller tensors are copied at once: the number of bytes determines the time.
 _LATER_BYTES = 64 << 10
@@ -36,9 +37,9 @@ class LaterCopies:
     def __init__(self, pairs: Sequence[_Pair]) -> None:
         self._pairs = list(pairs)
         self._are_over = threading.Event()
-        devices = {pair.source.device for pair in pairs if pair.source.is_cuda}
+        devices = {pair.source.device for pair in pairs if is_accelerator(pair.source.device)}
         # Work that was queued on the caller's streams comes before the copies.
-        self._marks = {d: torch.cuda.current_stream(d).record_event() for d in devices}
+        self._marks = {d: device_module(d).current_stream(d).record_event() for d in devices}
         #: seconds for which callers have waited
         self.waited_s = 0.0
 
@@ -49,12 +50,16 @@ class LaterCopies:
             RuntimeError: a source has changed in the meantime.
         """
         try:
-            streams = {device: torch.cuda.Stream(device) for device in self._marks}
+            streams = {device: device_module(device).Stream(device) for device in self._marks}
             for device, stream in streams.items():
                 stream.wait_event(self._marks[device])
             for pair in self._pairs:
                 device = pair.source.device
-                with torch.cuda.stream(streams[device]) if device in streams else nullcontext():
+                with (
+                    device_module(device).stream(streams[device])
+                    if device in streams
+                    else nullcontext()
+                ):
                     _C.copy_tensor(pair.place, pair.source)
                 if pair.source._version != pair.version:
                     raise RuntimeError(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp._device import forked_generators
 from smp.modules import collected
 from smp.modules.argument_containers import ArgumentContainers, fill
 from smp.modules.flat import tensors_in
@@ -90,5 +91,5 @@ def _copied(value: Any) -> Any:
 @contextlib.contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
     """Restores the generators of torch at the end of the context."""
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+    with forked_generators(device):
         yield

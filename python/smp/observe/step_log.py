@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from smp._device import device_module, is_accelerator
 from smp.observe import metrics, trackers
 from smp.observe.device_use import device_utilisation
 from smp.world import runtime
@@ -95,8 +95,10 @@ class _Stretch:
         if rank.world_size > 1:
             values["sent_mb"] = (after["bytes_sent"] - self._before["bytes_sent"]) / count * 1e-6
         values["rss_mb"] = metrics.resident_bytes() * 1e-6
-        if rank.device.type == "cuda":
-            values["device_mb"] = torch.cuda.max_memory_allocated(rank.device) * 1e-6
+        if is_accelerator(rank.device):
+            values["device_mb"] = (
+                device_module(rank.device).max_memory_allocated(rank.device) * 1e-6
+            )
             if (busy := device_utilisation(rank.device)) is not None:
                 values["device_util"] = busy
         return values

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from smp._device import device_module, is_accelerator
 from smp.config.schema import Config
 
 # The rest is for what the estimate leaves out: workspaces, fragments, the program itself.
@@ -23,8 +24,8 @@ def device_room_bytes(device: torch.device, local_size: int) -> int:
         device: device of this rank.
         local_size: number of ranks of this host, which share its memory if the device is the CPU.
     """
-    if device.type == "cuda":
-        return int(_USABLE * torch.cuda.get_device_properties(device).total_memory)
+    if is_accelerator(device):
+        return int(_USABLE * device_module(device).get_device_properties(device).total_memory)
     return int(_USABLE * _host_bytes() / local_size)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from smp._device import forked_generators
 from smp.modules.forwards import uncover
 from smp.partition.trace import empty_like, moved, ordinary, quiet
 from smp.partition.trace_guard import exchange_tensors, untouched
@@ -35,8 +36,7 @@ def stand_in(
         Exception: the model cannot run without values.
     """
     modules = tuple(root.modules())
-    devices = [device] if device.type == "cuda" else []
-    with untouched(modules, keep_values=False), torch.random.fork_rng(devices), quiet():
+    with untouched(modules, keep_values=False), forked_generators(device), quiet():
         for module in modules:
             uncover(module)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -63,8 +63,11 @@ def real_result(
     """
     parameters = root.parameters()
     home = next((parameter.device for parameter in parameters), device)
-    devices = [d for d in {home, device} if d.type == "cuda"]
-    with untouched(tuple(root.modules()), keep_values=True), torch.random.fork_rng(devices):
+    with (
+        untouched(tuple(root.modules()), keep_values=True),
+        forked_generators(home),
+        forked_generators(device),
+    ):
         call_args, call_kwargs = pytree.tree_map_only(
             Tensor, lambda t: moved(ordinary(t), home, copy=True), (tuple(args), dict(kwargs))
         )

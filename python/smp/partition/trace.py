@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import smp._C as _C
+from smp._device import device_module, forked_generators, is_accelerator
 from smp.modules.module_writes import ModuleWrites
 from smp.modules.tracing import tracing
 from smp.partition import trace_flops
@@ -91,11 +92,11 @@ def _traced(
     options: _Options,
 ) -> Trace:
     modules = tuple(root.modules())
-    devices = [device] if device.type == "cuda" and not options.fake else []
+    own = torch.device("cpu") if options.fake else device
     with (
         tracing(),
         untouched(modules, keep_values=not options.fake),
-        torch.random.fork_rng(devices),
+        forked_generators(own),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
@@ -110,7 +111,7 @@ def _traced(
             try:
                 with values:
                     result = run.real()
-                if options.measure_memory and device.type == "cuda":
+                if options.measure_memory and is_accelerator(device):
                     result = run.with_measured_memory(result)
                 return run.with_times(result) if options.measure_times else result
             finally:
@@ -283,8 +284,8 @@ class _Run:
         return meter.own
 
     def _now_ms(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if is_accelerator(self._device):
+            device_module(self._device).synchronize(self._device)
         return 1e3 * time.perf_counter()
 
     def with_times(self, traced: Trace) -> Trace:
@@ -303,7 +304,8 @@ class _Run:
         )
 
     def with_measured_memory(self, traced: Trace) -> Trace:
-        own_bytes = self._own(lambda: torch.cuda.memory_allocated(self._device))
+        module = device_module(self._device)
+        own_bytes = self._own(lambda: module.memory_allocated(self._device))
         costs = tuple(
             replace(cost, activation_bytes=int(num_bytes))
             for cost, num_bytes in zip(traced.costs, own_bytes, strict=True)

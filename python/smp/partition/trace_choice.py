@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp._device import device_module, is_accelerator
 from smp.partition import trace_flops
 from smp.partition.costs import Trace
 from smp.partition.trace import TraceError, trace
@@ -103,10 +104,10 @@ def _can_run(root: nn.Module, device: torch.device) -> bool:
             "smp: nothing can be measured on a model on the meta device; tracing shapes only"
         )
         return False
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return True
     needed = sum(trace_flops.num_bytes(p) for p in root.parameters() if p.device != device)
-    free, _ = torch.cuda.mem_get_info(device)
+    free, _ = device_module(device).mem_get_info(device)
     if needed <= _MAX_SHARE_OF_FREE_MEMORY * free:
         return True
     _log.warning(

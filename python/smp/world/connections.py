@@ -179,7 +179,7 @@ class Connections:
 
     def _channel_arguments(self, store: dist.Store) -> dict[str, Any]:
         """Returns the mailbox's arguments for copies between devices of different hosts."""
-        if self._device == "cpu" or not dist.is_nccl_available():
+        if not self._device.startswith("cuda") or not dist.is_nccl_available():
             return {}
 
         def make(src: int, dst: int, index: int) -> _C.Communicator:

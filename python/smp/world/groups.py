@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import smp._C as _C
+from smp._device import is_accelerator
 from smp._torch_releases import abort_of
 from smp.config.sources import ReadConfig
 from smp.world import nccl
@@ -324,16 +325,25 @@ def make_on_device(
 
     Args:
         device: device of the tensors; NCCL serves GPUs.
-        store: store for the connections of NCCL.
+        store: store for the connections of the accelerators' backend.
         on_cpu: makes communicators for the CPU.
         name: name of the group, for keys of the store and errors.
         ranks: global ranks of the group.
         global_rank: global rank of this process.
         timeout_s: time-out of the connections.
     """
+    if not is_accelerator(device):
+        return on_cpu(name, ranks)
     if device.type == "cuda":
         return _make_nccl(device, store, name, ranks, global_rank, timeout_s)
-    return on_cpu(name, ranks)
+    return _make_registered(device, store, name, ranks, global_rank, timeout_s)
+
+
+def backends_for(device: torch.device) -> str:
+    """Returns the backends of `torch.distributed` for tensors on the CPU and on ``device``."""
+    if not is_accelerator(device):
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
 
 
 def over_gloo(
@@ -404,3 +414,29 @@ def _make_nccl(
         nccl.group_options(timeout_s, max_ctas),
     )
     return _C.make_c10d_communicator(backend, f"nccl:{name}", str(device), abort_of(backend))
+
+
+def _make_registered(
+    device: torch.device,
+    store: dist.Store,
+    name: str,
+    ranks: Sequence[int],
+    global_rank: int,
+    timeout_s: float,
+) -> _C.Communicator:
+    """Makes a group by the backend that `torch.distributed` knows for a type of devices."""
+    kind = dist.get_default_backend_for_device(device.type)
+    plugin = dist.Backend._plugins[kind.upper()]
+    if plugin.extended_api:
+        raise RuntimeError(
+            f"smp: SMP_DEVICE={device.type}: the backend {kind!r} of torch.distributed is "
+            "registered with extended_api=True; smp needs one that takes store, rank, size and "
+            "time-out"
+        )
+    backend: Any = plugin.creator_fn(
+        dist.PrefixStore(f"{name}/{ranks[0]}", store),
+        list(ranks).index(global_rank),
+        len(ranks),
+        timedelta(seconds=timeout_s),
+    )
+    return _C.make_c10d_communicator(backend, f"{kind}:{name}", str(device), abort_of(backend))

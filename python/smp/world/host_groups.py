@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import smp._C as _C
+from smp._device import is_accelerator
 from smp.config.schema import Config, config_error
 
 # Makes the communicator of a group from a name and global ranks, for tensors on the CPU. Collective
@@ -39,14 +40,14 @@ def check_dist_backend(
         config: effective configuration.
         dp_groups: global ranks of each data-parallel group.
         hosts: host of each global rank.
-        device_type: "cpu" or "cuda".
+        device_type: type of the devices of all ranks.
 
     Raises:
         ValueError: the same text on every rank.
     """
     if config.ddp_dist_backend != "hierarchical":
         return
-    if device_type == "cuda":
+    if is_accelerator(device_type):
         raise config_error(
             "ddp_dist_backend",
             "hierarchical",

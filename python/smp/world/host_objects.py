@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from smp._device import is_accelerator
+
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -36,7 +38,7 @@ def unpack(data: bytes, device: torch.device) -> Any:
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> str | None:
         # A device of another rank means the receiver's own.
-        is_gpu = type(obj) is torch.device and obj.type == "cuda"
+        is_gpu = type(obj) is torch.device and is_accelerator(obj)
         return "gpu" if is_gpu else None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -51,7 +53,7 @@ class _Pickler(pickle.Pickler):
         if is_plain:
             is_parameter = type(obj) is torch.nn.Parameter
             return _rebuild, (*_elements(obj), obj.device, obj.requires_grad, is_parameter)
-        if obj.is_cuda:  # rare kinds are pickled by PyTorch, but from the CPU
+        if is_accelerator(obj.device):  # rare kinds are pickled by PyTorch, but from the CPU
             return _move, (obj.detach().cpu(), obj.device, obj.requires_grad)
         return NotImplemented
 

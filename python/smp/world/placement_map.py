@@ -33,7 +33,7 @@ def placement_words(
         coordinates: places of each rank on the axes pp, tp and rdp.
     """
     names = list(dict.fromkeys(hosts))
-    kind = "GPUs" if devices[0].startswith("cuda") else "CPU"
+    kind = "CPU" if devices[0] == "cpu" else "GPUs"
     counts = [len({place[axis] for place in coordinates}) for axis in range(len(_AXES))]
     sizes = [f"{n} {words}" for n, words in zip(counts, _AXIS_WORDS, strict=True) if n > 1]
     plural = "s" if len(names) > 1 else ""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import smp._C as _C
 from smp.world.connecting import until_a_rank_fails
-from smp.world.groups import all_groups, own_groups
+from smp.world.groups import all_groups, backends_for, own_groups
 from smp.world.rank import Rank
 
 
@@ -109,7 +109,7 @@ class TorchGroups:
         with _gloo_settings(loopback):
             if self._owns_default:
                 dist.init_process_group(
-                    "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                    backends_for(device),
                     store=dist.PrefixStore("torch", store),
                     rank=global_rank,
                     world_size=grid.world_size,

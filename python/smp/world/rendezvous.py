@@ -48,7 +48,7 @@ class Hello:
     machine: str
     """Equal on two ranks when loopback connects them."""
     device: str
-    """"cpu" or "cuda"."""
+    """Type of the device, such as "cpu" or "cuda"."""
     num_devices: int
     config: dict[str, Any] | None
     """Effective configuration; None when `error` is set."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 import smp._C as _C
+from smp._device import is_accelerator
 from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import connecting, failure, lanes, process_hooks, thread_device
@@ -135,7 +136,7 @@ class Runtime:
             first_rank_log.debug("smp: %s", text)
         if not loopback:
             first_rank_log.debug("smp: %s takes part as %s", own.host, HostAddress(**own.way))
-        if self.rank.device.type == "cuda" and self.rank.mailbox is not None:
+        if is_accelerator(self.rank.device) and self.rank.mailbox is not None:
             if text := lanes.describe(self.rank.mailbox.lanes()):
                 first_rank_log.info("smp: tensors between devices: %s", text)
 

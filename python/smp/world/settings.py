@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from smp._device import device_module, is_accelerator, registered_types
 from smp.world.fault_injection import InjectedFault, read_fault
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -27,7 +28,8 @@ class Settings:
     timeout_s: float = DEFAULT_TIMEOUT_S
     """`SMP_TIMEOUT_S`: bound of every wait."""
     device: str = "auto"
-    """`SMP_DEVICE`: cpu, cuda, or auto (CUDA when there is one)."""
+    """`SMP_DEVICE`: cpu, cuda, the name of a registered type of devices, or auto (CUDA when there
+    is one)."""
     share_gpu: bool = False
     """`SMP_SHARE_GPU`: several processes may use one GPU."""
     transport: str = "gloo"
@@ -73,7 +75,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
     """
     return Settings(
         timeout_s=_seconds(env, "SMP_TIMEOUT_S", DEFAULT_TIMEOUT_S),
-        device=_choice(env, "SMP_DEVICE", "auto", "cpu", "cuda"),
+        device=_choice(env, "SMP_DEVICE", "auto", *registered_types()),
         share_gpu=_choice(env, "SMP_SHARE_GPU", "0", "1") == "1",
         transport=_choice(env, "SMP_TRANSPORT", "gloo", "tcp", "mpi"),
         shared_memory=_choice(env, "SMP_SHM", "1", "0") == "1",
@@ -129,35 +131,41 @@ def _choice(env: Mapping[str, str], name: str, default: str, *others: str) -> st
     return value
 
 
-def choose_device_type(settings: Settings, *, cuda_available: bool) -> str:
-    """Returns "cpu" or "cuda".
+def choose_device_type(settings: Settings, *, is_available: bool) -> str:
+    """Returns the type of the devices: "cpu", "cuda" or another accelerator.
+
+    Args:
+        settings: settings of this process.
+        is_available: whether a device of the demanded type, or of CUDA for "auto", is visible.
 
     Raises:
-        RuntimeError: CUDA was demanded and is not available.
+        RuntimeError: an accelerator was demanded and is not available.
     """
     if settings.device == "auto":
-        return "cuda" if cuda_available else "cpu"
-    if settings.device == "cuda" and not cuda_available:
+        return "cuda" if is_available else "cpu"
+    if is_accelerator(settings.device) and not is_available:
         raise RuntimeError(
-            "smp: SMP_DEVICE=cuda, but torch sees no CUDA device; use SMP_DEVICE=cpu"
+            f"smp: SMP_DEVICE={settings.device}, but torch sees no {settings.device.upper()} "
+            "device; use SMP_DEVICE=cpu"
         )
     return settings.device
 
 
 def look_at_devices(settings: Settings) -> tuple[str, int]:
-    """Returns "cpu" or "cuda", and the number of visible GPUs."""
-    wants_cuda = settings.device != "cpu"
-    device_type = choose_device_type(
-        settings, cuda_available=wants_cuda and torch.cuda.is_available()
-    )
-    return device_type, torch.cuda.device_count() if device_type == "cuda" else 0
+    """Returns the type of the devices, and the number of visible accelerators."""
+    wanted = "cuda" if settings.device == "auto" else settings.device
+    is_available = is_accelerator(wanted) and device_module(wanted).is_available()
+    device_type = choose_device_type(settings, is_available=is_available)
+    if not is_accelerator(device_type):
+        return device_type, 0
+    return device_type, device_module(device_type).device_count()
 
 
 def device_of(device_type: str, local_rank: int, num_devices: int) -> torch.device:
     """Returns the device that a process works on."""
-    if device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % max(1, num_devices))
+    if not is_accelerator(device_type):
+        return torch.device(device_type)
+    return torch.device(device_type, local_rank % max(1, num_devices))
 
 
 def check_device_count(host: str, local_size: int, num_devices: int, share_gpu: bool) -> None:
@@ -181,7 +189,7 @@ def check_devices(
 
     Args:
         hosts: host name of each rank.
-        devices: "cpu" or "cuda" of each rank.
+        devices: type of the device of each rank.
         nums_devices: GPUs that each rank sees.
         share_gpu: whether `SMP_SHARE_GPU` is set.
 
@@ -194,7 +202,7 @@ def check_devices(
             f"smp: the ranks use different devices: {dict(sorted(ranks.items()))}; set SMP_DEVICE "
             "to the same value on every rank"
         )
-    if devices[0] != "cuda":
+    if not is_accelerator(devices[0]):
         return
     for rank, host in enumerate(hosts):
         check_device_count(host, hosts.count(host), nums_devices[rank], share_gpu)

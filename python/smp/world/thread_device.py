@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from smp._device import device_module, is_accelerator
+
 
 def enter(device: torch.device) -> None:
     """Makes ``device`` the current one of the calling thread, for good. Not collective.
@@ -16,8 +18,8 @@ def enter(device: torch.device) -> None:
     Args:
         device: device of this rank; nothing happens on the CPU.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if is_accelerator(device):
+        device_module(device).set_device(device)
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -26,4 +28,4 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     Args:
         device: device of this rank; nothing happens on the CPU.
     """
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return device_module(device).device(device) if is_accelerator(device) else nullcontext()

@@ -99,6 +99,12 @@ void bind_streams(py::module_& m) {
   m.def("stop", &stop);
 }
 
+// Other extensions cannot see the symbols of this one.
+py::tuple addresses() {
+  return py::make_tuple(reinterpret_cast<uintptr_t>(&enqueue),
+                        reinterpret_cast<uintptr_t>(&touchable));
+}
+
 void bind_memory(py::module_& m) {
   m.def("memory", [](c10::DeviceIndex index) {
     const MemoryStats stats = memory_stats(index);
@@ -122,6 +128,7 @@ PYBIND11_MODULE(smp_late_device, m) {
   bind_memory(m);
   m.def("process_group", &new_process_group, py::arg("gloo"),
         "Returns a c10d backend for tensors of the device, over one of Gloo.");
+  m.def("addresses", &addresses, "Returns those of enqueue and touchable.");
   m.def("counts", &counts);
   m.def("reset_counts", &reset_counts);
   m.def("default_generator",

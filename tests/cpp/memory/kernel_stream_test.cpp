@@ -18,10 +18,11 @@ namespace {
 void* handle_on(const c10::Stream& stream) {
   void* got = nullptr;
   const c10::StreamGuard guard(stream);
-  run_on_cuda("an operator", stream.device(), [&](void* handle) -> const char* {
-    got = handle;
-    return nullptr;
-  });
+  run_on_device("an operator", stream.device(),
+                [&](void* handle) -> const char* {
+                  got = handle;
+                  return nullptr;
+                });
   return got;
 }
 
@@ -39,7 +40,7 @@ TEST(KernelStream, a_launcher_gets_the_handle_of_the_current_stream) {
 TEST(KernelStream, the_device_is_the_current_one_while_kernels_are_launched) {
   const c10::impl::VirtualGuardImpl impl(fake_device::device(1).type());
   ASSERT_EQ(impl.getDevice().index(), 0);
-  run_on_cuda("op", fake_device::device(1), [&](void*) -> const char* {
+  run_on_device("op", fake_device::device(1), [&](void*) -> const char* {
     EXPECT_EQ(impl.getDevice().index(), 1);
     return nullptr;
   });
@@ -68,11 +69,11 @@ TEST(KernelStream, kernels_come_between_what_the_caller_asks_before_and_after) {
 
 TEST(KernelStream, what_went_wrong_is_raised_with_the_operator) {
   try {
-    run_on_cuda("norm", fake_device::device(0),
-                [](void*) { return "invalid configuration"; });
+    run_on_device("norm", fake_device::device(0),
+                  [](void*) { return "invalid configuration"; });
     FAIL() << "no error";
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("norm on CUDA: invalid config"),
+    EXPECT_NE(std::string(error.what()).find("norm on FAKE: invalid config"),
               std::string::npos)
         << error.what();
   }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import smp._C as _C
+from smp._device import forked_generators
 from smp.nn.layout import Layout
 from smp.nn.planned.calls import Call
 from smp.nn.planned.late import LateSum
@@ -148,6 +149,6 @@ def _own_samples(layout: Layout, where: str, x: Tensor, num_samples: int) -> Ten
 @contextmanager
 def draws_from(seed: int, device: torch.device) -> Iterator[None]:
     """Makes all ranks draw the same numbers inside, and restores the generators at the end."""
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+    with forked_generators(device):
         torch.manual_seed(seed)
         yield

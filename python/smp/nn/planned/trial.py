@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
+from smp._device import device_module, is_accelerator
 from smp.dropout import places
 from smp.modules.flat import tensors_in
 from smp.nn.experts import HoldsExperts
@@ -283,7 +284,9 @@ class _Column(_InPlace):
 def _generators(device: torch.device) -> list[Tensor]:
     """Returns the states of the generators that code on a device draws from."""
     states = [torch.get_rng_state()]
-    return states if device.type == "cpu" else [*states, torch.cuda.get_rng_state(device)]
+    if is_accelerator(device):
+        states.append(device_module(device).get_rng_state(device))
+    return states
 
 
 def _is_column(part: nn.Module) -> bool:

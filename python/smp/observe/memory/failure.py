@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import smp._C as _C
+from smp._device import device_module, is_accelerator
 
 _ON_HOST = re.compile(
     r"DefaultCPUAllocator: (?:can't|not enough memory).*?(?:allocate (\d+) bytes|$)"
@@ -63,17 +64,19 @@ class Failures:
 
     def _note(self, device: int, asked: int, in_use: int, free: int) -> None:
         if device == (self._device.index or 0):
-            held = torch.cuda.memory_allocated(device)
-            self._noted = Failure(asked, held, torch.cuda.memory_reserved(device) - held)
+            self._noted = self._now(asked)
+
+    def _now(self, asked: int) -> Failure:
+        """Returns what the allocator of the accelerator holds now."""
+        module = device_module(self._device)
+        held = module.memory_allocated(self._device)
+        return Failure(asked, held, module.memory_reserved(self._device) - held)
 
     def failure(self, error: BaseException) -> Failure:
         """Returns the failure of an error for which `is_out_of_memory` holds."""
-        if self._device.type == "cuda":
+        if is_accelerator(self._device):
             noted, self._noted = self._noted, None
-            if noted is not None:
-                return noted
-            held = torch.cuda.memory_allocated(self._device)
-            return Failure(0, held, torch.cuda.memory_reserved(self._device) - held)
+            return noted or self._now(asked=0)
         stats = _C.host_memory_stats()
         found = _ON_HOST.search(str(error))
         asked = int(next((text for text in found.groups() if text), 0)) if found else 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from smp._device import device_module, is_accelerator
 from smp.partition.costs import Trace
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -53,10 +54,11 @@ def reason_not_to_fit_again(device: torch.device, num_processes: int) -> str | N
         num_processes: number of processes of this host.
     """
     free = _free_bytes(device, num_processes)
-    if device.type == "cuda":
-        held = torch.cuda.memory_allocated(device)
-        needed = float(torch.cuda.max_memory_allocated(device) - held)
-        free += torch.cuda.memory_reserved(device) - held
+    if is_accelerator(device):
+        module = device_module(device)
+        held = module.memory_allocated(device)
+        needed = float(module.max_memory_allocated(device) - held)
+        free += module.memory_reserved(device) - held
     else:
         sizes = _sizes_in("/proc/self/status")
         needed = sizes.get("VmHWM", 0.0) - sizes.get("VmRSS", 0.0)
@@ -69,8 +71,8 @@ def reason_not_to_fit_again(device: torch.device, num_processes: int) -> str | N
 
 
 def _free_bytes(device: torch.device, num_processes: int) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+    if is_accelerator(device):
+        return float(device_module(device).mem_get_info(device)[0])
     free = _sizes_in("/proc/meminfo").get("MemAvailable", float("inf"))
     for limit, used in _LIMITS:
         try:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp._C as _C
+from smp._device import device_module, is_accelerator
 from smp.dropout import places
 from smp.dropout.others import others_kept, state_of_others
 from smp.modules import autocast
@@ -364,8 +365,8 @@ def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
 def random_state(device: torch.device) -> tuple[Any, ...]:
     """Returns the state of all generators that a model may draw from."""
     own = [bytes(torch.get_rng_state().tolist())]  # also without NumPy
-    if device.type == "cuda":
-        own.append(bytes(torch.cuda.get_rng_state(device).tolist()))
+    if is_accelerator(device):
+        own.append(bytes(device_module(device).get_rng_state(device).tolist()))
     return (*own, state_of_others())
 
 
