@@ -7,12 +7,14 @@
 
 #include <array>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <type_traits>
 #include <utility>
 
 #include "csrc/common/check.h"
+#include "csrc/common/log.h"
 #include "csrc/lanes/device_copies.h"
 #include "csrc/memory/device_scope.h"
 #include "csrc/memory/kernel_stream.h"
@@ -190,10 +192,8 @@ class CudaCopies final : public DeviceCopies {
         cudaIpcOpenMemHandle(&memory, handle_from<cudaIpcMemHandle_t>(handle),
                              cudaIpcMemLazyEnablePeerAccess),
         "cudaIpcOpenMemHandle");
-    return {static_cast<uint8_t*>(memory), [device = device_](uint8_t* opened) {
-              const c10::DeviceGuard closing(device);
-              (void)cudaIpcCloseMemHandle(opened);
-            }};
+    return {static_cast<uint8_t*>(memory),
+            [device = device_](uint8_t* opened) { close(device, opened); }};
   }
   SharedEventPtr new_event() override {
     const c10::DeviceGuard guard(device_);
@@ -242,6 +242,14 @@ class CudaCopies final : public DeviceCopies {
   void stop() override {}
 
  private:
+  // A destructor calls it, perhaps after the device has failed.
+  static void close(c10::Device device, uint8_t* opened) noexcept try {
+    const c10::DeviceGuard guard(device);
+    (void)cudaIpcCloseMemHandle(opened);
+  } catch (const std::exception& error) {
+    SMP_LOG(kError, "memory of another rank stays mapped: ", error.what());
+  }
+
   static std::string name_of(int device) {
     cudaDeviceProp properties;
     check_cuda(cudaGetDeviceProperties(&properties, device),

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "csrc/common/check.h"
+#include "csrc/common/log.h"
 #include "csrc/memory/device_scope.h"
 
 namespace smp::lanes {
@@ -134,7 +135,13 @@ class GroupCopies final : public MeetingCopies {
         }
       }
     }
-    for (const comm::CommunicatorPtr& group : in_flight) group->abort();
+    for (const comm::CommunicatorPtr& group : in_flight) {
+      try {
+        group->abort();
+      } catch (const std::exception& error) {  // a device that has failed
+        SMP_LOG(kError, group->name(), " could not be aborted: ", error.what());
+      }
+    }
   }
 
  private:

@@ -211,22 +211,29 @@ void IpcLane::stop() {
     if (std::exchange(stopped_, true)) return;
   }
   std::lock_guard lock(out_mutex_);
-  const Mark last_out = copies_->outgoing().end();
-  const Mark last_in = copies_->incoming().end();
-  const auto give_up = RingClock::now() + kLastCopies;
-  const auto is_over = [&] {
-    try {
-      return last_out.is_over() && last_in.is_over();
-    } catch (const std::exception&) {
-      return false;  // a device that has failed
-    }
-  };
-  while (!is_over() && !faults_->fault() && RingClock::now() < give_up) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  const bool can_free = is_over();
+  const bool can_free = end_copies();
   copies_->stop();
   if (!can_free) release();
+}
+
+// Gives copies in flight time to end. @return whether they have, so that the
+// device does not access their memory any more; throws nothing, since the
+// destructor calls it
+bool IpcLane::end_copies() {
+  try {
+    const Mark last_out = copies_->outgoing().end();
+    const Mark last_in = copies_->incoming().end();
+    const auto is_over = [&] {
+      return last_out.is_over() && last_in.is_over();
+    };
+    const auto give_up = RingClock::now() + kLastCopies;
+    while (!is_over() && !faults_->fault() && RingClock::now() < give_up) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return is_over();
+  } catch (const std::exception&) {
+    return false;  // a device that has failed
+  }
 }
 
 // Keeps memory that a device may still access until the process ends.

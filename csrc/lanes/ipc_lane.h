@@ -73,6 +73,7 @@ class IpcLane final : public DeviceLane {
 
   Events new_events();
   Peer& peer_of(int global_rank);
+  bool end_copies();
   void release();
 
   const std::unique_ptr<DeviceCopies> copies_;

@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -17,6 +18,7 @@
 #include "csrc/autograd/graph_begin.h"
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
+#include "csrc/common/log.h"
 #include "csrc/common/task_scope.h"
 #include "csrc/memory/activation_store.h"
 #include "csrc/memory/random_state.h"
@@ -45,8 +47,14 @@ class RecomputeScope {
     random_state->restore();
   }
   ~RecomputeScope() {
-    if (outside_) outside_->restore();
     recomputing = previous_;
+    if (!outside_) return;
+    try {
+      outside_->restore();
+    } catch (const std::exception& error) {  // a destructor must not throw
+      SMP_LOG(kError, "the state of random numbers before a recomputation was ",
+              "not restored: ", error.what());
+    }
   }
   RecomputeScope(const RecomputeScope&) = delete;
   RecomputeScope& operator=(const RecomputeScope&) = delete;
