@@ -186,8 +186,12 @@ class Connections:
             return make_channel(store, src, dst, index, self._global_rank, self._timeout_s)
 
         flights = _C.FlightWatch(self.board, timeout_s=self._timeout_s, report_after_s=self._hang_s)
-        host = os.environ.get("NCCL_HOSTID", "")
-        return {"make_channel": make, "flights": flights, "nccl_host": host}
+        return {
+            "make_channel": make,
+            "flights": flights,
+            "nccl_host": os.environ.get("NCCL_HOSTID", ""),
+            "launch_blocking": os.environ.get("CUDA_LAUNCH_BLOCKING", ""),
+        }
 
     def wait_for_all(self, what: str) -> None:
         """Waits until all ranks have made their connections. Collective.
