@@ -66,7 +66,7 @@ class CopyTurns {
 
   std::deque<Turn> waiting_;
   int num_begun_ = 0;
-  // Of the turns that have begun.
+  // The other rank and the direction of the turns that have begun.
   int peer_ = -1;
   bool is_send_ = false;
 };

@@ -42,7 +42,7 @@ std::string describe(const CopyChannel& channel) {
                         channel.src, " to global_rank ", channel.dst);
 }
 
-// The begin of a turn, for a message that leaves then.
+// The beginning of a turn, for a message that leaves then.
 class TurnBegin final : public Mark::Event {
  public:
   void begin() { has_begun_ = true; }

@@ -132,11 +132,11 @@ class ChannelEnd {
     const at::Tensor& tensor = work.tensor;
     const uint64_t number = ++num_copies_;
     if (work.has_turn) {
-      const auto is_next = [&] { return device_->num_over == work.turn; };
-      if (!wait_until(is_next)) return false;
       const auto delay = times_.next();
       if (!delay) return false;
       std::this_thread::sleep_for(*delay);
+      const auto is_next = [&] { return device_->num_over == work.turn; };
+      if (!wait_until(is_next)) return false;
     }
     const auto num_bytes = static_cast<int64_t>(tensor.nbytes());
     MeetingPlace::End& own = is_sender_ ? place_.sender : place_.receiver;

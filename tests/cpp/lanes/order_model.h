@@ -150,8 +150,8 @@ class OrderModel {
   std::map<Pair, std::deque<int>> without_turn_;  // sends to higher ranks
   std::map<Pair, std::deque<int>> late_sends_;
   std::map<int, Turns> turns_;  // by rank
-  // By sending and receiving rank of the receipt: copies that the sender of the
-  // receipt has asked for.
+  // Copies that the sender of the receipt has asked for, by sending and
+  // receiving rank of the receipt.
   std::map<Pair, std::deque<int>> receipts_;
   int num_over_lanes_ = 0;
   int num_through_hosts_ = 0;

@@ -122,8 +122,8 @@ TEST_P(OrderOfQueues, without_turns_a_copy_blocks_others_until_it_is_over) {
       << "three ranks that send in a ring";
 }
 
-// What a receiver asks for behind its receiving blocks a sending that it asks
-// for later, although the message about that has left.
+// Work that a receiver asks for behind its receiving blocks a sending that it
+// asks for later, although the message about that has left.
 TEST_P(OrderOfQueues, sends_that_follow_their_producers_can) {
   for (const bool head_blocks_until_over : {false, true}) {
     OrderRule rule = rule_with(head_blocks_until_over);
