@@ -290,9 +290,8 @@ LaneChoice choice_with(const std::string& launch_blocking) {
     if (rank == 0) options.launch_blocking = launch_blocking;
     LaneTable table(options, rank, std::make_shared<health::FaultBoard>(rank),
                     [](int, const Receipt&) {});
-    table.agree([&](const std::string& own) {
-      return meeting.exchange(rank, own);
-    });
+    table.agree(
+        [&](const std::string& own) { return meeting.exchange(rank, own); });
     return table.choices()[0][1];
   };
   auto other = std::async(std::launch::async, [&] { return choose(1); });
