@@ -62,7 +62,8 @@ std::shared_ptr<Mailbox> make_mailbox(
     const std::string& machine, int pipeline, const std::string& lane,
     int64_t slot_bytes, std::optional<py::function> make_channel,
     comm::FlightWatchPtr flights, const std::string& nccl_host,
-    double timeout_s, std::shared_ptr<comm::PeerSockets> sockets) {
+    const std::string& launch_blocking, double timeout_s,
+    std::shared_ptr<comm::PeerSockets> sockets) {
   lanes::LaneOptions options;
   options.device = c10::Device(device);
   options.mode = lane;
@@ -74,6 +75,7 @@ std::shared_ptr<Mailbox> make_mailbox(
                       .flights = std::move(flights)};
   }
   options.nccl_host = nccl_host;
+  options.launch_blocking = launch_blocking;
   options.timeout = to_ms(timeout_s);
   py::gil_scoped_release release;
   return end_without_gil(new Mailbox(std::move(world), std::move(board),
@@ -178,8 +180,8 @@ void bind_messages(py::module_& m) {
            py::arg("lane") = "auto",
            py::arg("slot_bytes") = lanes::RingOptions{}.slot_bytes,
            py::arg("make_channel") = py::none(), py::arg("flights") = nullptr,
-           py::arg("nccl_host") = "", py::arg("timeout_s") = 1800.0,
-           py::arg("sockets") = nullptr)
+           py::arg("nccl_host") = "", py::arg("launch_blocking") = "",
+           py::arg("timeout_s") = 1800.0, py::arg("sockets") = nullptr)
       .def("stats", &mailbox_stats)
       .def("lanes", &mailbox_lanes,
            "(source, destination, lane, why) of each pair of ranks that send "

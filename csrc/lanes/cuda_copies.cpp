@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "csrc/common/check.h"
+#include "csrc/common/without_throwing.h"
 #include "csrc/lanes/device_copies.h"
 #include "csrc/memory/device_scope.h"
 #include "csrc/memory/kernel_stream.h"
@@ -196,8 +197,10 @@ class CudaCopies final : public DeviceCopies {
                              cudaIpcMemLazyEnablePeerAccess),
         "cudaIpcOpenMemHandle");
     return {static_cast<uint8_t*>(memory), [device = device_](uint8_t* opened) {
-              const c10::DeviceGuard closing(device);
-              clear_error(cudaIpcCloseMemHandle(opened));
+              without_throwing("closing memory of another rank", [&] {
+                const c10::DeviceGuard guard(device);
+                clear_error(cudaIpcCloseMemHandle(opened));
+              });
             }};
   }
   SharedEventPtr new_event() override {

@@ -74,7 +74,7 @@ class DeviceCopies {
 
   virtual CopyQueue& outgoing() = 0;
   virtual CopyQueue& incoming() = 0;
-  /// Stops new work; work in flight need not end.
+  /// Stops new work; work in flight need not end. Throws nothing.
   virtual void stop() = 0;
 };
 

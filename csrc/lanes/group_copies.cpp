@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "csrc/common/check.h"
+#include "csrc/common/without_throwing.h"
 #include "csrc/memory/device_scope.h"
 
 namespace smp::lanes {
@@ -134,7 +135,9 @@ class GroupCopies final : public MeetingCopies {
         }
       }
     }
-    for (const comm::CommunicatorPtr& group : in_flight) group->abort();
+    for (const comm::CommunicatorPtr& group : in_flight) {
+      without_throwing("the abort of a group", [&] { group->abort(); });
+    }
   }
 
  private:

@@ -12,6 +12,7 @@ constexpr const char* kAuto = "auto";
 constexpr const char* kIpcWord = "ipc";
 constexpr const char* kNcclWord = "nccl";
 constexpr const char* kHostWord = "host";
+
 void check_same(const std::vector<LaneFacts>& all) {
   for (size_t rank = 0; rank < all.size(); ++rank) {
     const std::string& mode = all[rank].mode;
@@ -112,6 +113,15 @@ LaneChoice choose_lane(int a, int b, const std::vector<LaneFacts>& all) {
 }
 
 }  // namespace
+
+// A receiver tells the sender that it has enqueued its part, and would only get
+// there when the tensor has come.
+std::string why_no_nccl_with(const std::string& launch_blocking) {
+  if (launch_blocking.empty() || launch_blocking == "0") return {};
+  return detail::concat("with CUDA_LAUNCH_BLOCKING=", launch_blocking,
+                        " a rank that receives would wait for a tensor that "
+                        "the other rank sends afterwards");
+}
 
 const char* name_of(LaneKind kind) {
   switch (kind) {

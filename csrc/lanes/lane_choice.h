@@ -32,6 +32,10 @@ struct LaneChoice {
 /// The choices by sending rank, then by receiving rank.
 using LaneChoices = std::vector<std::vector<LaneChoice>>;
 
+/// Returns why a rank cannot use NCCL with this value of CUDA_LAUNCH_BLOCKING;
+/// empty: it can, also where the variable is not set.
+std::string why_no_nccl_with(const std::string& launch_blocking);
+
 /// Returns "host", "fake", "ipc" or "nccl".
 const char* name_of(LaneKind kind);
 

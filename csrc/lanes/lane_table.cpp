@@ -30,7 +30,7 @@ LaneTable::LaneTable(const LaneOptions& options, int global_rank,
   if (parts.meetings) {
     nccl_ =
         std::make_unique<NcclLane>(std::move(parts.meetings), parts.channels,
-                                   device_, global_rank, faults);
+                                   device_, global_rank, faults, receipts);
   }
   other_ = std::move(parts.other);
   why_no_ipc_ = std::move(parts.why_no_copies);
@@ -71,8 +71,22 @@ void LaneTable::agree(const LaneExchange& exchange) {
   } catch (const Error& error) {
     own.why_not = error.what();
   }
+  const std::string blocks = why_no_nccl_with(options_.launch_blocking);
+  if (own.why_no_nccl.empty()) own.why_no_nccl = blocks;
   choices_ =
       agree_on_lanes(own, global_rank_, {ipc_.get(), nccl_.get()}, exchange);
+  if (!blocks.empty() && nccl_) tell_launches_block(blocks);
+}
+
+void LaneTable::tell_launches_block(const std::string& reason) const {
+  for (const LaneChoice& choice : choices_[global_rank_]) {
+    if (choice.kind != LaneKind::kHost) continue;
+    SMP_LOG(kWarning,
+            "tensors for ranks whose device memory this rank cannot map go "
+            "through the host, which is slower, and not over NCCL: ",
+            reason, "; unset CUDA_LAUNCH_BLOCKING to use NCCL");
+    return;
+  }
 }
 
 bool LaneTable::takes(const at::Tensor& tensor) const {

@@ -47,10 +47,11 @@ struct LaneOptions {
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< of this rank
   /// Replacement of the device's lanes.
   std::optional<LaneSource> source = {};
-  std::string mode = "auto";   ///< SMP_LANE
-  GroupOptions groups = {};    ///< of NCCL
-  std::string nccl_host = {};  ///< NCCL_HOSTID
-  std::string machine = {};    ///< equal on ranks of one host
+  std::string mode = "auto";         ///< SMP_LANE
+  GroupOptions groups = {};          ///< of NCCL
+  std::string nccl_host = {};        ///< NCCL_HOSTID
+  std::string launch_blocking = {};  ///< CUDA_LAUNCH_BLOCKING
+  std::string machine = {};          ///< equal on ranks of one host
   int pipeline = 0;  ///< equal on ranks that send tensors to each other
   RingOptions ring = {};
   std::chrono::milliseconds timeout = std::chrono::minutes(30);  ///< to agree
@@ -102,6 +103,7 @@ class LaneTable {
   std::optional<Posted> post_to_device(int dst, const at::Tensor& data,
                                        bool is_stable);
   void tell_too_large(int64_t num_bytes);
+  void tell_launches_block(const std::string& reason) const;
 
   const LaneOptions options_;
   const c10::Device device_;

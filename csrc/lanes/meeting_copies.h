@@ -55,7 +55,7 @@ class MeetingCopies {
                                        at::ScalarType dtype) = 0;
 
   /// Cuts off copies in flight here, which then never end, and calls that are
-  /// blocked. Any thread may call it, also twice.
+  /// blocked. Any thread may call it, also twice. Throws nothing.
   virtual void stop() = 0;
 };
 

@@ -7,14 +7,14 @@ namespace smp::lanes {
 SlotRing::SlotRing(int num_slots) {
   SMP_CHECK_VALUE(num_slots > 0, "a lane needs at least one slot, got ",
                   num_slots);
-  for (int32_t slot = num_slots - 1; slot >= 0; --slot) free_.push_back(slot);
+  for (int32_t slot = 0; slot < num_slots; ++slot) free_.push_back(slot);
 }
 
 std::optional<SlotRing::Slot> SlotRing::take(int dst) {
   std::lock_guard lock(mutex_);
   if (free_.empty()) return std::nullopt;
-  const Slot slot{free_.back(), next_sequence_[dst]++};
-  free_.pop_back();
+  const Slot slot{free_.front(), next_sequence_[dst]++};
+  free_.pop_front();
   in_use_[slot.index] = {dst, slot.sequence};
   return slot;
 }

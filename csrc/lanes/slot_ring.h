@@ -1,18 +1,19 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <vector>
 
 #include "csrc/lanes/descriptor.h"
 
 namespace smp::lanes {
 
 /// The slots of a lane in use, on the sender's side. Each pair of ranks has its
-/// own sequence, so that neither side takes one tensor for another.
-/// Thread-safe.
+/// own sequence, so that neither side takes one tensor for another. The slot
+/// that has been free for longest is used next: the copy that read it last is
+/// the likeliest to be over. Thread-safe.
 class SlotRing {
  public:
   struct Slot {
@@ -37,7 +38,7 @@ class SlotRing {
   };
 
   mutable std::mutex mutex_;
-  std::vector<int32_t> free_;
+  std::deque<int32_t> free_;  // in the order of release
   std::map<int32_t, Use> in_use_;
   std::map<int, int64_t> next_sequence_;  // by destination
 };

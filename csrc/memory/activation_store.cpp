@@ -8,6 +8,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/common/task_scope.h"
+#include "csrc/common/without_throwing.h"
 
 namespace smp::memory {
 
@@ -238,19 +239,22 @@ std::vector<at::Tensor> ActivationStore::tensors_of(Kept& kept) {
   return tensors;
 }
 
+// Called by a destructor: throws nothing, also if the device has failed.
 void ActivationStore::release(Kept& kept) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = live_.find(kept.id_);
   if (found != live_.end() && found->second == &kept) live_.erase(found);
   for (auto& item : kept.items_) {
     if (!item || item.use_count() > 1) continue;  // another one has it too
-    // The next copy into the slot, and the next user of the device memory,
-    // must not overtake a copy that was never waited for.
-    if (item->back.defined() && !item->was_used) {
-      to_host_.wait(item->returned);
-      to_device_.let_caller_wait(item->returned);
-    }
-    pool_.give_back(std::move(item->slot));
+    without_throwing("giving back the host memory of an activation", [&] {
+      // The next copy into the slot, and the next user of the device memory,
+      // must not overtake a copy that was never waited for.
+      if (item->back.defined() && !item->was_used) {
+        to_host_.wait(item->returned);
+        to_device_.let_caller_wait(item->returned);
+      }
+      pool_.give_back(std::move(item->slot));
+    });
     item.reset();
   }
 }

@@ -18,6 +18,7 @@
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
 #include "csrc/common/task_scope.h"
+#include "csrc/common/without_throwing.h"
 #include "csrc/memory/activation_store.h"
 #include "csrc/memory/random_state.h"
 
@@ -45,8 +46,10 @@ class RecomputeScope {
     random_state->restore();
   }
   ~RecomputeScope() {
-    if (outside_) outside_->restore();
     recomputing = previous_;
+    if (!outside_) return;
+    without_throwing("restoring random numbers behind a recomputation",
+                     [&] { outside_->restore(); });
   }
   RecomputeScope(const RecomputeScope&) = delete;
   RecomputeScope& operator=(const RecomputeScope&) = delete;

@@ -55,6 +55,8 @@ class Share:
             # Several ranks that each use all cores are slower than with one thread each.
             "OMP_NUM_THREADS": str(max(1, usable_cores() // self.num_ranks)),
             "PYTHONUNBUFFERED": "1",
+            # As many hardware queues as a GPU has; see smp.world.nccl.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
             **self.environment,
             "SMP_RANK": str(rank),
             "SMP_WORLD_SIZE": str(self.world_size),

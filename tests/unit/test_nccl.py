@@ -60,6 +60,29 @@ def test_defaults_are_set_before_a_group_is_made(monkeypatch: pytest.MonkeyPatch
     assert [device for _, _, device, _ in made] == ["cuda:1", "cuda:1"]
 
 
+def test_a_device_gets_all_hardware_queues_unless_the_user_decides() -> None:
+    environ: dict[str, str] = {}
+    nccl.set_device_queues(environ, is_cuda_in_use=False)
+    assert environ == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    environ = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    nccl.set_device_queues(environ, is_cuda_in_use=False)
+    assert environ == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+@pytest.mark.parametrize(("given", "warns"), [(None, "8"), ("1", "1"), ("32", "")])
+def test_a_script_that_uses_cuda_before_init_is_warned(
+    given: str | None, warns: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    environ = {} if given is None else {"CUDA_DEVICE_MAX_CONNECTIONS": given}
+    before = dict(environ)
+    nccl.set_device_queues(environ, is_cuda_in_use=True)
+    assert environ == before
+    if warns:
+        assert f"with {warns} hardware queues" in caplog.text
+    else:
+        assert not caplog.records
+
+
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
 def test_collectives_run_on_streams_of_high_priority() -> None:
     options = nccl.group_options(12.0)

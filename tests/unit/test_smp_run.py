@@ -20,6 +20,7 @@ from smp_cli.main import COMMANDS, build_parser
 from smp_cli.supervisor import EXIT_RESUME
 
 import smp
+from smp.world import nccl
 from tests.installed import python_path
 from tests.patience import PATIENCE_S, wait_until
 
@@ -185,6 +186,15 @@ def test_threads_are_divided_unless_the_user_says_how_many(
 
     assert [threads(size, {}) for size in (1, 3, 8, 16)] == ["8", "2", "1", "1"]
     assert threads(16, {"OMP_NUM_THREADS": "5"}) == "5"
+
+
+def test_devices_get_all_hardware_queues_unless_the_user_says_how_many() -> None:
+    def queues(base: dict[str, str]) -> str:
+        env = Share(["a"], base, 1, 1).environment_of(0, 0, Path())
+        return env[nccl.DEVICE_QUEUES]
+
+    assert queues({}) == str(nccl.NUM_QUEUES)
+    assert queues({nccl.DEVICE_QUEUES: "1"}) == "1"
 
 
 def test_variables_of_an_outer_launcher_do_not_reach_the_ranks(

@@ -190,8 +190,12 @@ class Connections:
         flights = _C.FlightWatch(
             self.board, self._device, timeout_s=self._timeout_s, report_after_s=self._hang_s
         )
-        host = os.environ.get("NCCL_HOSTID", "")
-        return {"make_channel": make, "flights": flights, "nccl_host": host}
+        return {
+            "make_channel": make,
+            "flights": flights,
+            "nccl_host": os.environ.get("NCCL_HOSTID", ""),
+            "launch_blocking": os.environ.get("CUDA_LAUNCH_BLOCKING", ""),
+        }
 
     def wait_for_all(self, what: str) -> None:
         """Waits until all ranks have made their connections. Collective.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import MutableMapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from smp._torch_releases import limit_ctas
+
+logger = logging.getLogger("smp")
 
 # Kernels of several communicators then start on the device in the order in which the host issues
 # them. Without this variable two ranks may start them in opposite orders and block each other. All
@@ -33,6 +37,42 @@ def set_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault(LAUNCH_ORDER, "1")
     if _FORMER_ERROR_HANDLING not in environ:
         environ.setdefault(ERROR_HANDLING, "0")
+
+
+# Streams of a device share its hardware queues, where work that waits blocks all work behind it. A
+# rank has up to 30 streams. `smp run` sets the same value.
+DEVICE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+NUM_QUEUES = 32
+_NUM_QUEUES_OF_CUDA = 8
+
+
+def set_device_queues(
+    environ: MutableMapping[str, str] = os.environ, *, is_cuda_in_use: bool | None = None
+) -> None:
+    """Asks CUDA for as many hardware queues as it has, unless the user has decided.
+
+    CUDA reads the variable when it is first used. A later call changes nothing and logs a warning
+    if there are fewer queues.
+
+    Args:
+        environ: environment variables of this process.
+        is_cuda_in_use: whether this process has used CUDA; None: as torch has it.
+    """
+    if is_cuda_in_use is None:
+        is_cuda_in_use = torch.cuda.is_initialized()
+    if not is_cuda_in_use:
+        environ.setdefault(DEVICE_QUEUES, str(NUM_QUEUES))
+        return
+    given = environ.get(DEVICE_QUEUES, "")
+    num_queues = int(given) if given.isdecimal() else _NUM_QUEUES_OF_CUDA
+    if num_queues < NUM_QUEUES:
+        logger.warning(
+            "smp: the script has used CUDA before smp.init, with %d hardware queues: copies and "
+            "collectives may block each other; start it with smp run, set %s=%d, or use CUDA later",
+            num_queues,
+            DEVICE_QUEUES,
+            NUM_QUEUES,
+        )
 
 
 # Blocks of the device that a copy between two ranks may occupy: its kernel keeps them while it

@@ -17,7 +17,7 @@ import smp._C as _C
 from smp._device import is_accelerator
 from smp.config.schema import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
-from smp.world import connecting, failure, lanes, process_hooks, thread_device
+from smp.world import connecting, failure, lanes, nccl, process_hooks, thread_device
 from smp.world.attached import (
     Detection,
     Dropout,
@@ -246,6 +246,8 @@ def init(config: UserConfig = None) -> None:
     launch = read_launch(env, hostname, group)
     refuse_lonely_worker(launch)
     read = read_config(config, {}, env, launch.world_size)
+    if settings.device != "cpu":
+        nccl.set_device_queues()  # before the first look, which may load the driver
     device_type, num_devices = look_at_devices(settings)
     if launch.world_size == 1:
         if read.error is not None:

@@ -14,8 +14,10 @@
 
 #include "csrc/common/check.h"
 #include "csrc/lanes/byte_strings.h"
+#include "csrc/lanes/lane_table.h"
 #include "csrc/lanes/nccl_lane.h"
 #include "tests/cpp/lanes/fake_meeting.h"
+#include "tests/cpp/lanes/fake_source.h"
 #include "tests/cpp/lanes/lane_facts.h"
 #include "tests/cpp/lanes/meeting_pair.h"
 #include "tests/cpp/lanes/ring_pair.h"
@@ -103,11 +105,20 @@ constexpr int kNumAgreeing = 3;
 // Ranks of one host, all of which have a ring, and channels if `has_channels`.
 class Agreeing {
  public:
-  explicit Agreeing(bool has_channels) {
+  // The time to test channels suffices on a busy machine.
+  explicit Agreeing(bool has_channels, std::chrono::milliseconds timeout =
+                                           std::chrono::seconds(20))
+      : timeout_(timeout) {
     for (int rank = 0; rank < kNumAgreeing; ++rank) {
       break_ring(rank, Broken::What::kNothing);
       if (has_channels)
         set_channels(rank, make_fake_meeting(options_, rank, board_));
+    }
+  }
+
+  ~Agreeing() {
+    for (const auto& lane : channels_) {
+      if (lane) lane->stop();  // while the others still take receipts
     }
   }
 
@@ -121,9 +132,11 @@ class Agreeing {
   void set_channels(int rank, std::unique_ptr<MeetingCopies> copies) {
     channels_[rank] = std::make_unique<NcclLane>(
         std::move(copies),
-        ChannelOptions{.num_channels = 2,
-                       .timeout = std::chrono::milliseconds(200)},
-        c10::Device(c10::DeviceType::CPU), rank, board_);
+        ChannelOptions{.num_channels = 2, .timeout = timeout_},
+        c10::Device(c10::DeviceType::CPU), rank, board_,
+        [this, rank](int dst, const Receipt& receipt) {
+          channels_[dst]->acknowledge(rank, receipt);
+        });
   }
 
   // Runs the agreement on all ranks. Returns the choices of each.
@@ -166,6 +179,7 @@ class Agreeing {
   NcclLane& channels(int rank) { return *channels_[rank]; }
 
  private:
+  const std::chrono::milliseconds timeout_;
   const FakeOptions options_{.num_slots = 2, .slot_bytes = 1024};
   const std::shared_ptr<health::FaultBoard> board_ =
       std::make_shared<health::FaultBoard>(0);
@@ -267,12 +281,42 @@ TEST(LaneAgreement, a_rank_has_only_so_many_ways) {
   }
 }
 
+// Returns the choice of two ranks for each other, where one of them has this
+// value of CUDA_LAUNCH_BLOCKING.
+LaneChoice choice_with(const std::string& launch_blocking) {
+  Meeting meeting(2);
+  const auto choose = [&](int rank) {
+    LaneOptions options{.source = fake_source({.has_meeting = true})};
+    if (rank == 0) options.launch_blocking = launch_blocking;
+    LaneTable table(options, rank, std::make_shared<health::FaultBoard>(rank),
+                    [](int, const Receipt&) {});
+    table.agree(
+        [&](const std::string& own) { return meeting.exchange(rank, own); });
+    return table.choices()[0][1];
+  };
+  auto other = std::async(std::launch::async, [&] { return choose(1); });
+  const LaneChoice choice = choose(0);
+  EXPECT_EQ(other.get().kind, choice.kind);
+  return choice;
+}
+
+TEST(LaneAgreement, launches_that_block_choose_the_host_with_one_warning) {
+  EXPECT_EQ(choice_with("").kind, LaneKind::kNccl);
+  ::testing::internal::CaptureStderr();
+  const LaneChoice choice = choice_with("1");
+  const std::string told = ::testing::internal::GetCapturedStderr();
+  EXPECT_EQ(choice.kind, LaneKind::kHost);
+  expect_words(choice.reason, "CUDA_LAUNCH_BLOCKING=1");
+  expect_words(told, "unset CUDA_LAUNCH_BLOCKING to use NCCL");
+  EXPECT_EQ(told.find("through the host"), told.rfind("through the host"));
+}
+
 TEST(LaneAgreement, ways_that_cannot_be_made_are_given_up_on_all_ranks) {
   for (const auto& [what, words] :
        {std::pair{NoChannels::What::kOffer, "no channels left"},
         std::pair{NoChannels::What::kConnect, "no route"}}) {
     for (const std::string mode : {"auto", "nccl"}) {
-      Agreeing ranks(true);
+      Agreeing ranks(true, std::chrono::milliseconds(200));
       ranks.break_ring(0, Broken::What::kOpen);
       ranks.set_channels(0, std::make_unique<NoChannels>(what));
       if (mode == "nccl") {

@@ -116,6 +116,20 @@ TEST(LaneChoice, nccl_can_be_forced_where_it_can_be) {
   expect_words(text, "SMP_LANE=auto");
 }
 
+TEST(LaneChoice, launches_that_block_leave_out_nccl) {
+  EXPECT_EQ(why_no_nccl_with(""), "");
+  EXPECT_EQ(why_no_nccl_with("0"), "");
+  std::vector<LaneFacts> all = four_with_nccl();
+  all[3].why_no_nccl = why_no_nccl_with("1");
+  EXPECT_EQ(choose_lanes(all)[0][1].kind, LaneKind::kIpc);
+  EXPECT_EQ(choose_lanes(all)[0][2].kind, LaneKind::kNccl);
+  EXPECT_EQ(choose_lanes(all)[0][3].kind, LaneKind::kHost);
+  expect_words(choose_lanes(all)[0][3].reason,
+               "global_rank 3: with CUDA_LAUNCH_BLOCKING=1");
+  expect_words(refusal_of([&] { choose_lanes(with_mode(all, "nccl")); }),
+               "CUDA_LAUNCH_BLOCKING=1");
+}
+
 TEST(LaneChoice, ranks_that_share_a_device_have_no_nccl) {
   std::vector<LaneFacts> all(2, four_with_nccl()[0]);
   expect_words(refusal_of([&] { choose_lanes(with_mode(all, "nccl")); }),

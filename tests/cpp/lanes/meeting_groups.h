@@ -84,7 +84,7 @@ class MeetingWork final : public comm::Work {
 
 /// One rank of a group that looks like one of NCCL with two ranks: a send and a
 /// receive end together, in the order of calls.
-class MeetingGroup final : public comm::Communicator {
+class MeetingGroup : public comm::Communicator {
  public:
   MeetingGroup(std::shared_ptr<MeetingRoom> room, int group_rank,
                bool is_stream_ordered = true)

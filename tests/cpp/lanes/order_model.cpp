@@ -1,6 +1,7 @@
 #include "tests/cpp/lanes/order_model.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace smp::lanes {
 namespace {
@@ -10,6 +11,14 @@ constexpr int kCompute = -1;
 constexpr int kCopies = -2;
 constexpr int kCopiesOut = -3;
 constexpr int kCopiesIn = -4;
+constexpr int kHostOut = -5;
+constexpr int kHostIn = -6;
+constexpr int kNumOthers = 6;
+
+// Returns the number of a rank's stream in the order in which it makes them.
+int number_of(int stream) {
+  return stream < 0 ? -1 - stream : kNumOthers + stream;
+}
 
 template <typename T>
 void add_once(std::vector<T>& to, T value) {
@@ -55,6 +64,10 @@ void OrderModel::ask(int work, Pair stream, std::vector<int> waits_for) {
   if (!is_first) waits_for.push_back(std::exchange(last->second, work));
   works_[work].waits_for = std::move(waits_for);
   works_[work].is_asked = true;
+  if (rule_.num_queues == 0) return;
+  const Pair queue{stream.first, number_of(stream.second) % rule_.num_queues};
+  const auto [last_there, is_empty] = last_of_queue_.try_emplace(queue, work);
+  if (!is_empty) works_[work].ahead = std::exchange(last_there->second, work);
 }
 
 OrderModel::Pair OrderModel::send_stream(Pair pair) const {
@@ -71,8 +84,9 @@ OrderModel::Pair OrderModel::receive_stream(Pair pair) const {
 }
 
 // Registers work that a host has asked for and that needs the other rank.
-void OrderModel::ask_to_meet(int work, int rank) {
+void OrderModel::ask_to_meet(int work, int rank, int peer) {
   works_[work].needs_partner = true;
+  works_[work].peer = peer;
   if (!rule_.has_launch_order) return;
   const auto [last, is_first] = last_meeting_.try_emplace(rank, work);
   if (!is_first) works_[work].begins_after = std::exchange(last->second, work);
@@ -88,18 +102,29 @@ bool OrderModel::has_free_slot(Pair pair) const {
   return found == last_sent_.end() || works_[found->second].is_done;
 }
 
-bool OrderModel::can_run(const Work& work) const {
-  return work.is_asked && !work.is_done &&
+// Returns whether work behind this one in its hardware queue may begin.
+bool OrderModel::lets_pass(int idx, int peer) const {
+  for (; idx >= 0; idx = works_[idx].ahead) {
+    const Work& work = works_[idx];
+    if (work.is_done) return true;
+    if (!rule_.head_blocks_until_over && work.has_begun) return true;
+    const bool is_joined =
+        rule_.joins_copies_of_pair && peer >= 0 && work.peer == peer;
+    if (!is_joined) return false;
+  }
+  return true;
+}
+
+bool OrderModel::can_begin(const Work& work) const {
+  return work.is_asked && !work.has_begun && lets_pass(work.ahead, work.peer) &&
+         (work.begins_after < 0 || works_[work.begins_after].has_begun) &&
          std::all_of(work.waits_for.begin(), work.waits_for.end(),
                      [this](int other) { return works_[other].is_done; });
 }
 
-bool OrderModel::begin_meeting() {
+bool OrderModel::begin_work() {
   for (Work& work : works_) {
-    if (!work.needs_partner || work.has_begun || !can_run(work)) continue;
-    if (work.begins_after >= 0 && !works_[work.begins_after].has_begun) {
-      continue;
-    }
+    if (!can_begin(work)) continue;
     work.has_begun = true;
     return true;
   }
@@ -107,9 +132,9 @@ bool OrderModel::begin_meeting() {
 }
 
 bool OrderModel::can_end(const Work& work) const {
-  if (!can_run(work)) return false;
-  if (!work.needs_partner) return true;
-  return work.has_begun && work.partner >= 0 && works_[work.partner].has_begun;
+  if (!work.has_begun || work.is_done) return false;
+  return !work.needs_partner ||
+         (work.partner >= 0 && works_[work.partner].has_begun);
 }
 
 bool OrderModel::end_work() {
@@ -171,6 +196,7 @@ void OrderModel::post_results(int idx, int work) {
   for (const int consumer : tasks_[idx].consumers) {
     const Pair pair{rank, consumer};
     const int copy = new_work();
+    works_[copy].producer = work;
     std::vector<int> waits_for{work};
     Message message{idx, copy, has_free_slot(pair)};
     if (message.is_on_lane) {
@@ -179,14 +205,102 @@ void OrderModel::post_results(int idx, int work) {
       const auto reader = read_by_.find(pair);
       if (reader != read_by_.end()) waits_for.push_back(reader->second);
       last_sent_[pair] = copy;
-      if (rule_.has_rendezvous) ask_to_meet(copy, rank);
-      ask(copy, send_stream(pair), std::move(waits_for));
+      if (rule_.has_rendezvous) {
+        post_send(pair, copy);
+      } else {
+        ask(copy, send_stream(pair), std::move(waits_for));
+      }
     } else {
       ++num_through_hosts_;
-      ask(copy, {rank, kCopiesOut - 100}, std::move(waits_for));
+      ask(copy, {rank, kHostOut}, std::move(waits_for));
     }
     leaving_[pair].push_back(message);
   }
+}
+
+// Asks for a send, or leaves that for later.
+void OrderModel::post_send(Pair pair, int copy) {
+  if (rule_.has_turns) {
+    if (pair.first < pair.second) without_turn_[pair].push_back(copy);
+  } else if (rule_.send_follows_producer) {
+    late_sends_[pair].push_back(copy);
+  } else {
+    ask_for_send(pair, copy);
+  }
+}
+
+void OrderModel::ask_for_send(Pair pair, int copy) {
+  ask_to_meet(copy, pair.first, pair.second);
+  ask(copy, send_stream(pair), {works_[copy].producer});
+}
+
+bool OrderModel::ask_for_late_send() {
+  for (auto& [pair, sends] : late_sends_) {
+    const auto [src, dst] = pair;
+    if (sends.empty()) continue;
+    const int copy = sends.front();
+    if (rule_.send_follows_producer && !works_[works_[copy].producer].is_done) {
+      continue;
+    }
+    if (src > dst && !may_begin_turn(src, dst, true)) continue;
+    sends.pop_front();
+    ask_for_send(pair, copy);
+    if (!rule_.has_turns) return true;
+    if (src < dst) {
+      --turns_[src].num;
+    } else {
+      receipts_[pair].push_back(copy);
+    }
+    return true;
+  }
+  return false;
+}
+
+// Returns whether the turn of a copy may begin at a rank: no other copy has its
+// turn, or only copies with this peer in this direction.
+bool OrderModel::may_begin_turn(int rank, int peer, bool is_send) const {
+  if (!rule_.has_turns) return true;
+  const auto found = turns_.find(rank);
+  if (found == turns_.end() || found->second.num == 0) return true;
+  return found->second.peer == peer && found->second.are_sends == is_send;
+}
+
+void OrderModel::begin_turn(int rank, int peer, bool is_send) {
+  Turns& turns = turns_[rank];
+  turns = {peer, is_send, turns.num + 1};
+}
+
+bool OrderModel::begin_turn_of_send() {
+  for (auto& [pair, sends] : without_turn_) {
+    const auto [src, dst] = pair;
+    if (sends.empty() || !may_begin_turn(src, dst, true)) continue;
+    begin_turn(src, dst, true);
+    works_[sends.front()].has_turn = true;
+    sends.pop_front();
+    return true;
+  }
+  return false;
+}
+
+bool OrderModel::take_receipt() {
+  for (auto& [pair, receipts] : receipts_) {
+    if (receipts.empty()) continue;
+    const auto [from, to] = pair;
+    const int copy = receipts.front();
+    receipts.pop_front();
+    if (works_[copy].is_asked) {
+      --turns_[to].num;
+    } else {
+      late_sends_[{to, from}].push_back(copy);
+    }
+    return true;
+  }
+  return false;
+}
+
+bool OrderModel::may_leave(Pair pair, const Work& send) const {
+  if (rule_.has_turns) return pair.first > pair.second || send.has_turn;
+  return !rule_.header_follows_send || send.is_asked;
 }
 
 // In order; what the message carries itself has to be there.
@@ -197,6 +311,7 @@ bool OrderModel::let_message_leave() {
     if (first.task >= 0 && !first.is_on_lane && !works_[first.copy].is_done) {
       continue;
     }
+    if (first.is_on_lane && !may_leave(pair, works_[first.copy])) continue;
     coming_[pair].push_back(first);
     queue.pop_front();
     return true;
@@ -207,7 +322,12 @@ bool OrderModel::let_message_leave() {
 bool OrderModel::take_message() {
   std::vector<Pair> pairs;
   for (const auto& [pair, queue] : coming_) {
-    if (!queue.empty()) pairs.push_back(pair);
+    if (queue.empty()) continue;
+    if (queue.front().is_on_lane &&
+        !may_begin_turn(pair.second, pair.first, false)) {
+      continue;
+    }
+    pairs.push_back(pair);
   }
   if (pairs.empty()) return false;
   const Pair pair = pairs[pick(static_cast<int>(pairs.size()))];
@@ -225,12 +345,16 @@ void OrderModel::take(Pair pair, const Message& message) {
   }
   const int copy = new_work();
   if (!message.is_on_lane) {
-    ask(copy, {dst, kCopiesIn - 100}, {});
+    ask(copy, {dst, kHostIn}, {});
   } else if (rule_.has_rendezvous) {
-    ask_to_meet(copy, dst);
+    ask_to_meet(copy, dst, src);
     works_[copy].partner = message.copy;
     works_[message.copy].partner = copy;
     ask(copy, receive_stream(pair), {});
+    if (rule_.has_turns) {
+      if (dst < src) begin_turn(dst, src, false);
+      receipts_[{dst, src}].push_back(message.copy);
+    }
   } else {
     ask(copy, receive_stream(pair), {message.copy});
   }
@@ -249,32 +373,23 @@ void OrderModel::arrive(int idx, int rank, int work) {
 }
 
 bool OrderModel::run() {
-  constexpr int kNumKinds = 6;
-  while (true) {
+  using Step = bool (OrderModel::*)();
+  constexpr Step kSteps[] = {&OrderModel::choose_task,
+                             &OrderModel::ask_for_late_task,
+                             &OrderModel::begin_turn_of_send,
+                             &OrderModel::ask_for_late_send,
+                             &OrderModel::let_message_leave,
+                             &OrderModel::take_message,
+                             &OrderModel::take_receipt,
+                             &OrderModel::begin_work,
+                             &OrderModel::end_work};
+  constexpr int kNumKinds = std::size(kSteps);
+  for (bool has_moved = true; has_moved;) {
     const int first = pick(kNumKinds);
-    bool has_moved = false;
+    has_moved = false;
     for (int i = 0; i < kNumKinds && !has_moved; ++i) {
-      switch ((first + i) % kNumKinds) {
-        case 0:
-          has_moved = choose_task();
-          break;
-        case 1:
-          has_moved = ask_for_late_task();
-          break;
-        case 2:
-          has_moved = let_message_leave();
-          break;
-        case 3:
-          has_moved = take_message();
-          break;
-        case 4:
-          has_moved = begin_meeting();
-          break;
-        default:
-          has_moved = end_work();
-      }
+      has_moved = (this->*kSteps[(first + i) % kNumKinds])();
     }
-    if (!has_moved) break;
   }
   return std::all_of(tasks_.begin(), tasks_.end(),
                      [](const Task& task) { return task.is_chosen; }) &&

@@ -26,6 +26,22 @@ struct OrderRule {
   bool has_endless_slots = false;
   /// A message leaves when its task is chosen; devices are asked for it later.
   bool header_before_producer = false;
+  /// Hardware queues of each device, where stream i uses queue i modulo this
+  /// number, and the head of a queue blocks all work behind it; 0: each stream
+  /// has its own.
+  int num_queues = 0;
+  /// A head blocks its queue until it is over, since CUDA does not promise that
+  /// two streams progress independently; else until it has begun.
+  bool head_blocks_until_over = false;
+  /// A send is asked for when its producer is over.
+  bool send_follows_producer = false;
+  /// A message leaves when its send has been asked for.
+  bool header_follows_send = false;
+  /// A send is asked for when the receiver has asked, and copies have turns
+  /// (csrc/lanes/copy_turns.h).
+  bool has_turns = false;
+  /// Copies of one pair do not block each other, as if they shared a kernel.
+  bool joins_copies_of_pair = false;
 };
 
 /// Ranks whose hosts run ahead of their devices, without a line of the library:
@@ -33,8 +49,9 @@ struct OrderRule {
 /// random graph lie on random ranks. A host asks its device for a task when the
 /// messages of all its inputs have come. Results travel over lanes of one slot,
 /// and through the host, which waits for their copy before the message leaves,
-/// while the slot is in use. Streams do what they were asked for in order.
-/// Hosts and devices take their steps in a random order, until none can.
+/// while the slot is in use. Streams do what they were asked for in order, and
+/// several of them may share a hardware queue. Hosts and devices take their
+/// steps in a random order, until none can.
 class OrderModel {
  public:
   OrderModel(uint64_t seed, OrderRule rule);
@@ -49,11 +66,15 @@ class OrderModel {
   // Work that a device is asked for.
   struct Work {
     bool is_asked = false;
+    bool has_begun = false;
     bool is_done = false;
+    int ahead = -1;         // in its hardware queue
+    bool has_turn = false;  // a send whose turn it is
     // State of copies that meet.
     bool needs_partner = false;
-    bool has_begun = false;
     int partner = -1;
+    int peer = -1;      // rank
+    int producer = -1;  // work
     int begins_after = -1;
     std::vector<int> waits_for;
   };
@@ -70,6 +91,12 @@ class OrderModel {
     int task = -1;  // -1: the slot is free again
     int copy = -1;  // the sender's work
     bool is_on_lane = false;
+  };
+  // The copies with a higher rank that have their turn.
+  struct Turns {
+    int peer = -1;
+    bool are_sends = false;
+    int num = 0;
   };
   using Pair = std::pair<int, int>;  // of ranks: from, to
 
@@ -89,11 +116,20 @@ class OrderModel {
   bool let_message_leave();
   bool take_message();
   void take(Pair pair, const Message& message);
+  void post_send(Pair pair, int copy);
+  void ask_for_send(Pair pair, int copy);
+  bool ask_for_late_send();
+  bool may_begin_turn(int rank, int peer, bool is_send) const;
+  void begin_turn(int rank, int peer, bool is_send);
+  bool begin_turn_of_send();
+  bool take_receipt();
   void arrive(int task, int rank, int work);
-  void ask_to_meet(int work, int rank);
+  void ask_to_meet(int work, int rank, int peer);
   bool has_free_slot(Pair pair) const;
-  bool can_run(const Work& work) const;
-  bool begin_meeting();
+  bool may_leave(Pair pair, const Work& send) const;
+  bool lets_pass(int work, int peer) const;
+  bool can_begin(const Work& work) const;
+  bool begin_work();
   bool can_end(const Work& work) const;
   bool end_work();
 
@@ -103,13 +139,20 @@ class OrderModel {
   std::vector<Task> tasks_;
   std::vector<Work> works_;
   std::map<Pair, int> last_of_stream_;
-  std::map<int, int> last_meeting_;  // that the host of a rank has asked for
+  std::map<Pair, int> last_of_queue_;  // by rank and queue
+  std::map<int, int> last_meeting_;    // that the host of a rank has asked for
   std::map<Pair, bool> is_full_;
   std::map<Pair, int> last_sent_;  // over the lane
   std::map<Pair, int> read_by_;    // who was the last to read a slot
   std::map<Pair, std::deque<Message>> leaving_;
   std::map<Pair, std::deque<Message>> coming_;
-  std::vector<std::pair<int, int>> late_;  // tasks and their work
+  std::vector<std::pair<int, int>> late_;         // tasks and their work
+  std::map<Pair, std::deque<int>> without_turn_;  // sends to higher ranks
+  std::map<Pair, std::deque<int>> late_sends_;
+  std::map<int, Turns> turns_;  // by rank
+  // Copies that the sender of the receipt has asked for, by sending and
+  // receiving rank of the receipt.
+  std::map<Pair, std::deque<int>> receipts_;
   int num_over_lanes_ = 0;
   int num_through_hosts_ = 0;
 };

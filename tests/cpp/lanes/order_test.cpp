@@ -16,9 +16,9 @@ struct Tally {
   int64_t num_through_hosts = 0;
 };
 
-Tally run_graphs(const OrderRule& rule) {
+Tally run_graphs(const OrderRule& rule, int num_graphs = kNumGraphs) {
   Tally tally;
-  for (int seed = 0; seed < kNumGraphs; ++seed) {
+  for (int seed = 0; seed < num_graphs; ++seed) {
     OrderModel model(static_cast<uint64_t>(seed), rule);
     if (!model.run()) ++tally.num_stuck;
     tally.num_over_lanes += model.num_over_lanes();
@@ -77,6 +77,65 @@ TEST(OrderOfLaunches, a_copy_behind_one_that_is_not_over_can) {
       run_graphs({.has_rendezvous = true, .has_endless_slots = true}).num_stuck,
       0);
 }
+
+// Devices whose streams share queues, by the number of queues. The last two
+// tests show what is not enough.
+class OrderOfQueues : public ::testing::TestWithParam<int> {
+ protected:
+  // More queues than the model has streams make no difference.
+  static constexpr int kManyQueues = 32;
+
+  // Copies as NcclLane makes them, but for `has_turns`.
+  static OrderRule rule_with(bool head_blocks_until_over) {
+    return {.has_rendezvous = true,
+            .has_launch_order = true,
+            .waits_for_last_copy = true,
+            .num_queues = GetParam(),
+            .head_blocks_until_over = head_blocks_until_over};
+  }
+  static int num_stuck(const OrderRule& rule) {
+    return run_graphs(rule, kNumGraphs / 10).num_stuck;
+  }
+};
+
+TEST_P(OrderOfQueues, no_graph_gets_stuck_where_copies_have_turns) {
+  for (const bool head_blocks_until_over : {false, true}) {
+    OrderRule rule = rule_with(head_blocks_until_over);
+    rule.has_turns = true;
+    const Tally tally = run_graphs(rule);
+    EXPECT_EQ(tally.num_stuck, 0);
+    EXPECT_GT(tally.num_over_lanes, kNumGraphs);
+    EXPECT_GT(tally.num_through_hosts, kNumGraphs / 2);
+    rule.has_launch_order = false;
+    EXPECT_EQ(num_stuck(rule), 0);
+  }
+}
+
+TEST_P(OrderOfQueues, without_turns_a_copy_blocks_others_until_it_is_over) {
+  EXPECT_EQ(num_stuck(rule_with(false)), 0)
+      << "here a copy that has begun lets others begin";
+  OrderRule rule = rule_with(true);
+  // With more queues too few streams of the model share one.
+  EXPECT_EQ(num_stuck(rule) > 0, GetParam() <= 2);
+  rule.joins_copies_of_pair = true;
+  EXPECT_EQ(num_stuck(rule) > 0, GetParam() <= 2)
+      << "three ranks that send in a ring";
+}
+
+// Work that a receiver asks for behind its receiving blocks a sending that it
+// asks for later, although the message about that has left.
+TEST_P(OrderOfQueues, sends_that_follow_their_producers_can) {
+  for (const bool head_blocks_until_over : {false, true}) {
+    OrderRule rule = rule_with(head_blocks_until_over);
+    rule.send_follows_producer = true;
+    EXPECT_EQ(num_stuck(rule) > 0, GetParam() < kManyQueues);
+    rule.header_follows_send = true;
+    EXPECT_EQ(num_stuck(rule) > 0, head_blocks_until_over && GetParam() <= 2);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Queues, OrderOfQueues, ::testing::Values(1, 2, 8, 32),
+                         ::testing::PrintToStringParamName());
 
 INSTANTIATE_TEST_SUITE_P(Copies, Order, ::testing::Bool(),
                          [](const auto& info) {

@@ -24,6 +24,18 @@ TEST(SlotRing, gives_no_slot_while_all_are_in_use) {
   EXPECT_EQ(third->index, second->index);
 }
 
+// The last reader of a slot that was just freed may still be reading it.
+TEST(SlotRing, uses_the_slot_that_was_freed_first) {
+  SlotRing ring(3);
+  const auto first = ring.take(1);
+  const auto second = ring.take(1);
+  ring.give_back(1, receipt_of(*second));
+  ring.give_back(1, receipt_of(*first));
+  EXPECT_EQ(ring.take(1)->index, 2) << "never used";
+  EXPECT_EQ(ring.take(1)->index, second->index);
+  EXPECT_EQ(ring.take(1)->index, first->index);
+}
+
 TEST(SlotRing, numbers_what_goes_to_each_rank) {
   SlotRing ring(4);
   EXPECT_EQ(ring.take(1)->sequence, 0);
