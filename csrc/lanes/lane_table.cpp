@@ -30,7 +30,7 @@ LaneTable::LaneTable(const LaneOptions& options, int global_rank,
   if (parts.meetings) {
     nccl_ =
         std::make_unique<NcclLane>(std::move(parts.meetings), parts.channels,
-                                   device_, global_rank, faults, receipts);
+                                   device_, global_rank, faults);
   }
   other_ = std::move(parts.other);
   why_no_ipc_ = std::move(parts.why_no_copies);

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, run_to_the_end
 from tests.dist.scripts.checkpoint_memory import BLOCKS, HIDDEN, MICROBATCHES, TOKENS

@@ -137,7 +137,7 @@ def test_equal_hyperparameters_train_as_in_one_process(pool: Pool, layout: str) 
 
 
 def exchange_params(rank: int) -> list[int]:
-    """The script exchanges the parameter of a group for one that another stage owns."""
+    """The script exchanges the parameter of a group for a parameter of the other stage."""
     import smp
     from smp.world import runtime
 

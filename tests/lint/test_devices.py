@@ -19,6 +19,7 @@ _OWNERS = {
     "python/smp/observe/metrics.py": "a figure of CUDA by its documentation",
     "python/smp/v1/smddp_backend.py": "NCCL",
     "python/smp/world/groups.py": "NCCL",
+    "python/smp/world/nccl.py": "its queues, which are set before CUDA is used",
     "python/smp/world/rendezvous.py": "NCCL",
     "python/smp/world/settings.py": "the default, and NCCL",
 }

@@ -9,19 +9,14 @@
 
 namespace smp::lanes {
 
-/// A rank with channels, without messages; receipts are passed to `other`.
+/// A rank with channels, without messages.
 struct MeetingRank {
   MeetingRank(FakeOptions options, int the_rank,
               std::chrono::milliseconds timeout = std::chrono::seconds(20))
-      : lane(make_fake_meeting(options, the_rank, board, device),
+      : lane(make_fake_meeting(options, the_rank, board),
              {.num_channels = options.num_slots, .timeout = timeout},
-             c10::Device(c10::DeviceType::CPU), the_rank, board,
-             [this, the_rank](int /*dst*/, const Receipt& receipt) {
-               if (other != nullptr) other->acknowledge(the_rank, receipt);
-             }) {}
+             c10::Device(c10::DeviceType::CPU), the_rank, board) {}
 
-  std::shared_ptr<FakeDevice> device = std::make_shared<FakeDevice>();
-  NcclLane* other = nullptr;
   std::shared_ptr<health::FaultBoard> board =
       std::make_shared<health::FaultBoard>(1);
   NcclLane lane;
@@ -31,8 +26,6 @@ struct MeetingRank {
 struct MeetingPair {
   MeetingPair(FakeOptions options_of_0, FakeOptions options_of_1)
       : first(options_of_0, 0), second(options_of_1, 1) {
-    first.other = &second.lane;
-    second.other = &first.lane;
     const std::string of_first = first.lane.offer({1});
     const std::string of_second = second.lane.offer({0});
     auto other = std::async(std::launch::async, [&] {
@@ -49,8 +42,6 @@ struct MeetingPair {
     for (MeetingRank* const rank : {&first, &second}) {
       rank->board->report({.global_rank = 0, .text = "the test is over"});
     }
-    first.lane.stop();  // both while the other one still takes receipts
-    second.lane.stop();
   }
 
   MeetingRank first;

@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "tests/cpp/memory/fake_device_streams.h"
@@ -33,6 +34,7 @@ std::vector<Use> all_uses;
 // after those of this source, and LeakSanitizer looks for blocks at the end.
 auto& blocks = *new std::map<void*, std::pair<int, size_t>>;  // device, size
 auto& free_blocks = *new std::map<std::pair<int, size_t>, std::vector<void*>>;
+std::set<c10::StreamId> of_pool;
 int64_t in_use = 0;
 int64_t peak = 0;
 
@@ -105,7 +107,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::DEFAULT, device(index_of(of)));
   }
   c10::Stream getStreamFromGlobalPool(c10::Device of, bool) const override {
-    return new_stream(index_of(of));
+    const c10::Stream stream = new_stream(index_of(of));
+    const std::lock_guard lock(mutex);
+    of_pool.insert(stream.id());
+    return stream;
   }
   c10::Stream exchangeStream(c10::Stream to) const noexcept override {
     auto& current = streams_of_thread.at(to.device_index());
@@ -181,6 +186,11 @@ c10::Device device(int index) {
 c10::Stream new_stream(int device_index) {
   static std::atomic<c10::StreamId> last_id{0};
   return c10::Stream(c10::Stream::UNSAFE, device(device_index), ++last_id);
+}
+
+bool is_from_pool(int64_t stream_id) {
+  const std::lock_guard lock(mutex);
+  return of_pool.count(stream_id) > 0;
 }
 
 void* handle_of(const c10::Stream& stream) {

@@ -21,6 +21,8 @@ inline constexpr int kNumDevices = 4;
 c10::Device device(int index);
 /// Returns a stream that has no other user.
 c10::Stream new_stream(int device_index);
+/// Returns whether a stream comes from the pool, as those of copies do.
+bool is_from_pool(int64_t stream_id);
 /// Returns what a launcher of kernels would get as the handle of a stream.
 void* handle_of(const c10::Stream& stream);
 

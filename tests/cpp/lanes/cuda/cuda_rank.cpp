@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <iterator>
@@ -30,6 +31,8 @@ constexpr std::array kDtypes = {at::kFloat, at::kBFloat16, at::kDouble,
                                 at::kInt,   at::kBool,     at::kComplexFloat};
 const std::vector<std::vector<int64_t>> kSizes = {
     {1}, {}, {7}, {3, 5}, {64, 31}, {2, 3, 4, 5}, {1000}, {40, 50}, {1, 333}};
+
+constexpr microseconds kWait{200};  // for letters
 
 bool is_transposed(int index) { return index % 7 == 4; }
 
@@ -87,21 +90,46 @@ CudaRank::CudaRank(Links& links, const CudaRankOptions& options,
       });
   table_->agree(
       [this](const std::string& own) { return links_.exchange(own); });
+  receiver_ = std::thread([this] { run([this] { receive(); }); });
+  if (options.places != nullptr) {
+    taker_ = std::thread([this] { run([this] { take_tensors(); }); });
+  }
 }
 
-CudaRank::~CudaRank() { table_->stop(); }
+// As the mailbox: receipts are handled until the lanes have stopped.
+CudaRank::~CudaRank() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_ending_ = true;
+  }
+  changed_.notify_all();
+  table_->stop();  // ends a `take` that is blocked
+  {
+    const std::lock_guard lock(mutex_);
+    has_stopped_ = true;
+  }
+  receiver_.join();
+  if (taker_.joinable()) taker_.join();
+}
 
 LaneKind CudaRank::post(int dst, const at::Tensor& data, bool is_stable) {
   Posted posted = table_->post(dst, data, is_stable);
   const LaneKind lane = posted.descriptor.lane;
-  leaving_[dst].push_back(std::move(posted));
+  {
+    const std::lock_guard lock(leaving_mutex_);
+    leaving_[dst].push_back(std::move(posted));
+  }
   send_what_may_leave();
   return lane;
 }
 
 void CudaRank::send_what_may_leave() {
+  const auto may_leave = [](const Posted& one) {
+    return one.payload.mark.is_over();
+  };
+  const std::lock_guard lock(leaving_mutex_);
   for (auto& [dst, posts] : leaving_) {
-    while (!posts.empty() && posts.front().payload.mark.is_over()) {
+    while (!posts.empty() && may_leave(posts.front())) {
       const Posted& first = posts.front();
       Letter letter{.kind = Letter::Kind::kTensor,
                     .descriptor = first.descriptor};
@@ -115,7 +143,17 @@ void CudaRank::send_what_may_leave() {
   }
 }
 
-void CudaRank::take(int src, Letter letter) {
+bool CudaRank::are_leaving() {
+  const std::lock_guard lock(leaving_mutex_);
+  return std::any_of(leaving_.begin(), leaving_.end(),
+                     [](const auto& one) { return !one.second.empty(); });
+}
+
+void CudaRank::flush() {
+  while (are_leaving()) turn();
+}
+
+CudaRank::Arrival CudaRank::take(int src, Letter letter) {
   const Descriptor& what = letter.descriptor;
   at::Tensor payload = table_->new_payload(what);
   if (payload.defined()) {
@@ -124,32 +162,105 @@ void CudaRank::take(int src, Letter letter) {
     std::memcpy(payload.mutable_data_ptr(), letter.bytes.data(),
                 letter.bytes.size());
   }
-  came[src].push_back(table_->take(src, what, std::move(payload)));
+  return {src, table_->take(src, what, std::move(payload))};
 }
 
 bool CudaRank::turn() {
-  links_.board()->raise_if_faulted();
+  raise_if_failed();
   send_what_may_leave();
-  auto letter = links_.next(microseconds(200));
-  if (!letter) return false;
-  auto& [src, content] = *letter;
-  if (content.kind == Letter::Kind::kReceipt) {
-    const Descriptor& what = content.descriptor;
-    table_->acknowledge(src, {what.lane, what.slot, what.sequence});
+  std::unique_lock lock(mutex_);
+  const auto has_come = [this] {
+    return taker_.joinable() ? !arrivals_.empty() : !letters_.empty();
+  };
+  if (!changed_.wait_for(lock, kWait, has_come)) return false;
+  Arrival arrival;
+  if (taker_.joinable()) {
+    arrival = std::move(arrivals_.front());
+    arrivals_.pop_front();
   } else {
-    take(src, std::move(content));
+    auto [src, letter] = std::move(letters_.front());
+    letters_.pop_front();
+    lock.unlock();
+    arrival = take(src, std::move(letter));
   }
+  came[arrival.src].push_back(std::move(arrival.tensor));
   return true;
 }
 
-void CudaRank::flush() {
-  const auto is_leaving = [this] {
-    for (const auto& [dst, posts] : leaving_) {
-      if (!posts.empty()) return true;
+void CudaRank::raise_if_failed() const {
+  {
+    const std::lock_guard lock(mutex_);
+    if (error_) std::rethrow_exception(error_);
+  }
+  links_.board()->raise_if_faulted();
+}
+
+int CudaRank::num_receipts() const {
+  const std::lock_guard lock(mutex_);
+  return num_receipts_;
+}
+
+// ------------------------------------------------------------------- threads
+
+void CudaRank::run(const std::function<void()>& body) {
+  try {
+    memory::enter_device(device_);
+    body();
+  } catch (const std::exception&) {
+    const std::lock_guard lock(mutex_);
+    // A `take` ends because its lane ends, and threads see faults as well.
+    if (!is_ending_ && !links_.board()->fault()) {
+      error_ = std::current_exception();
     }
-    return false;
-  };
-  while (is_leaving()) turn();
+  }
+}
+
+// Ends when no letter is left, so that the next lanes get none of these.
+void CudaRank::receive() {
+  while (true) {
+    bool is_ending = false;
+    bool has_stopped = false;
+    {
+      const std::lock_guard lock(mutex_);
+      is_ending = is_ending_;
+      has_stopped = has_stopped_;
+    }
+    if (!is_ending) send_what_may_leave();
+    auto letter = links_.next(kWait);
+    if (!letter && has_stopped) return;
+    if (!letter) continue;
+    const Letter& content = letter->second;
+    const bool is_receipt = content.kind == Letter::Kind::kReceipt;
+    if (is_receipt) {
+      const Descriptor& what = content.descriptor;
+      table_->acknowledge(letter->first, {what.lane, what.slot, what.sequence});
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      if (is_receipt) {
+        ++num_receipts_;
+      } else {
+        letters_.push_back(*std::move(letter));
+      }
+    }
+    changed_.notify_all();
+  }
+}
+
+// Takes tensors in the order of their letters.
+void CudaRank::take_tensors() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return is_ending_ || !letters_.empty(); });
+    if (is_ending_) return;
+    auto [src, letter] = std::move(letters_.front());
+    letters_.pop_front();
+    lock.unlock();
+    Arrival arrival = take(src, std::move(letter));
+    lock.lock();
+    arrivals_.push_back(std::move(arrival));
+    changed_.notify_all();
+  }
 }
 
 // ------------------------------------------------------------------- tensors
@@ -178,7 +289,7 @@ void expect_bytes(const CudaRank& rank, MarkedTensor came,
   host.copy_(data, /*non_blocking=*/true);
   const auto end = memory::Mark::record(*memory::current_stream(data.device()));
   while (!end.is_over()) {
-    rank.links().board()->raise_if_faulted();
+    rank.raise_if_failed();
     std::this_thread::sleep_for(microseconds(50));
   }
   EXPECT_EQ(std::memcmp(host.const_data_ptr(), expected.const_data_ptr(),
@@ -249,7 +360,8 @@ void exchange_tensors(CudaRank& rank, int num_tensors, uint64_t seed) {
     for (int step = 1; step < size; ++step) {
       post_and_reuse(rank, (own + step) % size, index, seed);
     }
-    // Letters are handled at once and late, by turns.
+    // Tensors are looked at, and taken if that cannot block, at once and late,
+    // by turns.
     while (rank.turn() && index % 4 < 2) {
     }
     read(kNumLate);
@@ -328,8 +440,6 @@ void run_exchange(Links& links, const CudaRankOptions& options, int num_tensors,
       expect_lane(rank, lane_of(options));
       exchange_tensors(rank, num_tensors, options.seed + time);
       links.exchange("all have come");
-      while (rank.turn()) {  // the last receipts
-      }
       EXPECT_EQ(rank.table().counters().tensors_received,
                 num_tensors * (links.size() - 1));
     }

@@ -4,11 +4,16 @@
 #include <c10/core/Device.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <exception>
+#include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -37,7 +42,9 @@ struct CudaRankOptions {
 c10::Device begin_rank(const Links& links, const CudaRankOptions& options);
 
 /// A rank with the lanes of the library over the stand-in for CUDA, and letters
-/// in place of the mailbox.
+/// in place of the mailbox. As there, a thread receives letters, handles
+/// receipts and sends what may leave, and another one takes tensors if that may
+/// block. Other tensors are taken by `turn`, so that tests can be late.
 class CudaRank {
  public:
   CudaRank(Links& links, const CudaRankOptions& options, c10::Device device);
@@ -47,26 +54,54 @@ class CudaRank {
 
   /// Posts a tensor; its letter leaves in this order, once it may.
   LaneKind post(int dst, const at::Tensor& data, bool is_stable);
-  /// Handles letters for a while. @return whether one came
+  /// Waits a moment for a tensor that comes. @return whether one came
+  /// @throws what a thread of this rank has thrown; PeerFailure when there is a
+  ///         fault
   bool turn();
   /// Works until all that was posted has left.
   void flush();
 
-  /// Tensors that came, by rank and in their order.
+  /// Throws as `turn` does.
+  void raise_if_failed() const;
+  /// Returns how many receipts were handled.
+  int num_receipts() const;
+
+  /// Tensors that came before the last turn ended, by rank and in their order.
   std::map<int, std::deque<memory::MarkedTensor>> came;
   LaneTable& table() { return *table_; }
   Links& links() const { return links_; }
   c10::Device device() const { return device_; }
 
  private:
+  struct Arrival {
+    int src = -1;
+    memory::MarkedTensor tensor = {};
+  };
+
   void send_what_may_leave();
-  void take(int src, Letter letter);
+  bool are_leaving();
+  Arrival take(int src, Letter letter);
+  void run(const std::function<void()>& body);
+  void receive();
+  void take_tensors();
 
   Links& links_;
   const c10::Device device_;
   comm::FlightWatchPtr flights_;
   std::unique_ptr<LaneTable> table_;
+  std::mutex leaving_mutex_;
   std::map<int, std::deque<Posted>> leaving_;  // by destination
+
+  mutable std::mutex mutex_;  // guards all that follows
+  std::condition_variable changed_;
+  std::deque<std::pair<int, Letter>> letters_;  // with tensors to take
+  std::deque<Arrival> arrivals_;                // taken by the thread
+  std::exception_ptr error_;                    // of a thread
+  int num_receipts_ = 0;
+  bool is_ending_ = false;    // nothing is sent or taken any more
+  bool has_stopped_ = false;  // the lanes
+  std::thread receiver_;
+  std::thread taker_;  // if there are channels
 };
 
 /// The n-th tensor from one rank to another one: its dtype, sizes and bytes.

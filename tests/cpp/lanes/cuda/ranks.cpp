@@ -171,9 +171,10 @@ std::vector<std::string> Links::exchange(const std::string& own) {
       continue;
     }
     auto& coming = exchanged_[src];
-    changed_.wait(
-        lock, [&] { return !coming.empty() || board_->fault().has_value(); });
-    if (coming.empty()) board_->raise_if_faulted();
+    while (coming.empty()) {
+      board_->raise_if_faulted();  // no one may tell that there is a fault
+      changed_.wait_for(lock, std::chrono::milliseconds(10));
+    }
     all[src] = std::move(coming.front());
     coming.pop_front();
   }

@@ -26,7 +26,8 @@ struct Letter {
 };
 
 /// The connections of a rank, with a thread that receives. A peer whose
-/// connection ends without a goodbye becomes a fault of the board.
+/// connection ends without a goodbye becomes a fault of the board. Thread-safe,
+/// apart from `exchange`, which has letters of its own: one at a time.
 class Links {
  public:
   Links(int rank, std::vector<int> sockets);

@@ -43,7 +43,7 @@ std::string who_finds_it() {
       }
     }
   }
-  for (const RankEnd& end : run_with_injected_errors({}, false, 10)) {
+  for (const RankEnd& end : run_with_injected_errors({}, false, 100)) {
     if (!end.is_good()) return "injected errors";
   }
   return {};
