@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPO
+from tests.installed import python_path
 
 CHECKS = sorted(path.name for path in (Path(__file__).parent / "checks").glob("check_*.py"))
 needs_device = pytest.mark.skipif(
@@ -29,7 +30,6 @@ def test_there_are_checks() -> None:
 @pytest.mark.sample(keep=len(CHECKS))
 @pytest.mark.parametrize("name", CHECKS)
 def test_late_device(name: str) -> None:
-    path = os.pathsep.join((str(REPO / "python"), str(REPO)))
     ended = subprocess.run(
         [
             sys.executable,
@@ -42,7 +42,12 @@ def test_late_device(name: str) -> None:
         ],
         cwd=REPO,
         # A check fills the memory of a device.
-        env={**os.environ, "PYTHONPATH": path, "SMP_SAMPLES": "all", "SMP_LATE_MEMORY_MB": "64"},
+        env={
+            **os.environ,
+            "PYTHONPATH": python_path(REPO),
+            "SMP_SAMPLES": "all",
+            "SMP_LATE_MEMORY_MB": "64",
+        },
         capture_output=True,
         text=True,
     )

@@ -96,7 +96,7 @@ CudaRank::CudaRank(Links& links, const CudaRankOptions& options,
   }
 }
 
-// As the mailbox: receipts are handled until the lanes have stopped.
+// Handles receipts until the lanes have stopped, like the mailbox.
 CudaRank::~CudaRank() {
   {
     const std::lock_guard lock(mutex_);
