@@ -55,7 +55,7 @@ class Share:
             # Several ranks that each use all cores are slower than with one thread each.
             "OMP_NUM_THREADS": str(max(1, usable_cores() // self.num_ranks)),
             "PYTHONUNBUFFERED": "1",
-            # As many hardware queues as a GPU has; see smp.world.nccl.
+            # Asks for all hardware queues of a GPU; see smp.world.nccl.
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",
             **self.environment,
             "SMP_RANK": str(rank),

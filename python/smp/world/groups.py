@@ -426,12 +426,12 @@ def _make_registered(
 ) -> _C.Communicator:
     """Makes a group by the backend that `torch.distributed` knows for a type of devices."""
     kind = dist.get_default_backend_for_device(device.type)
-    plugin = dist.Backend._plugins[kind.upper()]
-    if plugin.extended_api:
+    plugin = dist.Backend._plugins.get(kind.upper())
+    if plugin is None or plugin.extended_api:
         raise RuntimeError(
-            f"smp: SMP_DEVICE={device.type}: the backend {kind!r} of torch.distributed is "
-            "registered with extended_api=True; smp needs one that takes store, rank, size and "
-            "time-out"
+            f"smp: SMP_DEVICE={device.type}: smp needs a backend that was registered by "
+            "torch.distributed.Backend.register_backend and takes store, rank, size and time-out "
+            f"(without extended_api=True); got {kind!r}"
         )
     backend: Any = plugin.creator_fn(
         dist.PrefixStore(f"{name}/{ranks[0]}", store),
