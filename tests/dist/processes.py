@@ -104,7 +104,10 @@ def stacks_of(started: Started, *, removes: bool = False) -> dict[int, str]:
     own = failure.file_of(f"file:{started.folder}/rendezvous#0 size {len(started.pids)}")
     found: dict[int, str] = {}
     for file in own.parent.glob("errors-*.txt"):
-        text = file.read_text()
+        try:
+            text = file.read_text()
+        except FileNotFoundError:
+            continue  # of another job, which has ended since the folder was listed
         processes = {int(pid) for pid in re.findall(r"^====.* process (\d+)$", text, re.MULTILINE)}
         if file != own and not processes & set(started.pids):
             continue  # of another job

@@ -143,6 +143,18 @@ def test_folder_is_for_this_user_alone_and_old_files_go(file: FailureFile) -> No
     assert young.exists() and not old.exists()
 
 
+def test_file_that_another_process_removes_first_is_passed_over(
+    file: FailureFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of a host start together, and each of them removes old files."""
+    gone = file.path.parent / "errors-gone.txt"
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([gone]))
+    another = FailureFile("another")
+    another.open()
+    _C.set_details_file("")
+    assert another.append("text") and another.path.parent == file.path.parent
+
+
 def test_folder_that_others_may_enter_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

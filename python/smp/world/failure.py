@@ -6,6 +6,7 @@ or, if that cannot print, the first other one.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -94,8 +95,10 @@ class FailureFile:
         try:
             make_private(str(self.path.parent))
             for old in self.path.parent.glob("errors-*.txt"):
-                if old.stat().st_mtime < self._since - _OLD_S:
-                    old.unlink(missing_ok=True)
+                # Another process that starts may remove the same file meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    if old.stat().st_mtime < self._since - _OLD_S:
+                        old.unlink()
         except (OSError, RuntimeError):
             self.path = Path(os.devnull, "errors")  # cannot be opened
         else:
