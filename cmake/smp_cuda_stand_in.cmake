@@ -62,9 +62,11 @@ list(TRANSFORM original_sources REPLACE "(.+)"
   "${CMAKE_SOURCE_DIR}/csrc/lanes/\\1.cpp")
 list(REMOVE_ITEM other_sources ${original_sources})
 add_custom_command(OUTPUT ${mutated_sources} ${written}/mutation_list.h
-  COMMAND ${Python_EXECUTABLE} ${mutants}/mutations.py
+  COMMAND ${CMAKE_COMMAND} -E env PYTHONPATH=${CMAKE_SOURCE_DIR}
+    ${Python_EXECUTABLE} ${mutants}/mutations.py
     ${CMAKE_SOURCE_DIR}/csrc/lanes ${written}
-  DEPENDS ${mutants}/mutations.py ${original_sources} VERBATIM)
+  DEPENDS ${mutants}/mutations.py ${CMAKE_SOURCE_DIR}/tests/mutation.py
+    ${original_sources} VERBATIM)
 add_executable(smp_cuda_mutants_test ${mutated_sources} ${other_sources}
   ${mutants}/mutants_test.cpp ${written}/mutation_list.h)
 target_include_directories(smp_cuda_mutants_test PRIVATE ${written})

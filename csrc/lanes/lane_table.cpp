@@ -42,11 +42,11 @@ LaneParts LaneTable::parts_of_device(
   LaneParts parts{.ring = options_.ring};
   parts.why_no_meetings = "this build of torch has no NCCL";
   if (options_.mode == "host") return parts;
-  if (!device_.is_cuda()) {
-    parts.why_no_copies = parts.why_no_meetings = "the devices are not CUDA's";
-    return parts;
+  parts.why_no_copies = "the devices are not CUDA's";
+  if (device_.is_cpu()) parts.why_no_meetings = parts.why_no_copies;
+  if (device_.is_cuda()) {
+    parts.copies = make_cuda_copies(device_, parts.why_no_copies);
   }
-  parts.copies = make_cuda_copies(device_, parts.why_no_copies);
   if (options_.groups.make) {
     parts.meetings =
         make_group_copies(device_, global_rank_, options_.groups, faults);

@@ -63,7 +63,7 @@ struct LaneOptions {
   }
   /// Returns whether ranks have to agree on the lanes (`LaneTable::agree`).
   bool needs_agreement() const {
-    return source ? source->needs_agreement : device.is_cuda();
+    return source ? source->needs_agreement : is_accelerator(device);
   }
 };
 

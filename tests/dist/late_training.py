@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from dataclasses import dataclass, field
@@ -10,17 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.reference.expert_families import build_experts, make_expert_batch
+
 WIDTH, VOCABULARY, LENGTH, SAMPLES = 16, 32, 6, 8
+#: With these, what passes between stages is large enough for lanes between devices.
+LARGE_WIDTH, LARGE_LENGTH, LARGE_SAMPLES = 64, 33, 32
 
 
 class Block(nn.Module):
     """A residual block with a norm, products, a shape that depends on no data, and dropout."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,12 +36,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """An embedding, four blocks and a head that returns the mean loss."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Block(width, dropout) for _ in range(4))
+        self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens[:, :-1])
@@ -58,6 +63,12 @@ class Layout:
         optimizer: "adam" or "lamb" of smp (fused), or "sgd" of PyTorch.
         clips: whether gradients are clipped by their norm.
         resumes: whether a checkpoint is saved and loaded after the first step.
+        has_experts: whether the model is a Mixtral, whose experts are spread over the ranks.
+        scales: whether the loss is scaled by `smp.amp.GradScaler`.
+        is_large: whether activations are large enough for lanes between devices.
+        has_own_stream: whether the script trains inside of a stream of its own.
+        num_hosts: number of hosts that the ranks take themselves to be on.
+        world_size: number of ranks.
     """
 
     config: tuple[tuple[str, Any], ...] = ()
@@ -66,6 +77,12 @@ class Layout:
     optimizer: str = "adam"
     clips: bool = False
     resumes: bool = False
+    has_experts: bool = False
+    scales: bool = False
+    is_large: bool = False
+    has_own_stream: bool = False
+    num_hosts: int = 1
+    world_size: int = 2
 
     @property
     def is_automatic(self) -> bool:
@@ -86,6 +103,9 @@ class Trained:
         losses: losses of microbatches, by step.
         gradients: gradients after the last step, by name, of parameters that this rank has.
         parameters: values of the whole model after the last step, by name.
+        lanes: lanes of all pairs of ranks.
+        copied_bytes: bytes of tensors that lanes have taken from this rank.
+        message_bytes: bytes of messages of this rank, with what the host lane carries.
         late: numbers of calls that ran late, by operator; empty on the CPU.
         device: device of the parameters.
     """
@@ -93,13 +113,27 @@ class Trained:
     losses: list[Tensor] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    lanes: set[str] = field(default_factory=set)
+    copied_bytes: int = 0
+    message_bytes: int = 0
     late: dict[str, int] = field(default_factory=dict)
     device: str = ""
 
 
-def tokens_of(step: int, replica: int) -> Tensor:
+def tokens_of(step: int, replica: int, is_large: bool) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + replica)
-    return torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+    shape = (LARGE_SAMPLES, LARGE_LENGTH) if is_large else (SAMPLES, LENGTH)
+    return torch.randint(VOCABULARY, shape, generator=generator)
+
+
+def batch_of(layout: Layout, step: int) -> tuple[Tensor, ...]:
+    """Returns the arguments of a step function of this rank."""
+    import smp
+
+    if layout.has_experts:
+        batch = make_expert_batch(smp.dp_rank(), step)
+        return batch["input_ids"], batch["labels"]
+    return (tokens_of(step, smp.rdp_rank(), layout.is_large),)
 
 
 def is_late() -> bool:
@@ -108,12 +142,15 @@ def is_late() -> bool:
 
 def wrapped(layout: Layout) -> Any:
     """Starts smp on the device of the environment, and wraps the model."""
-    if is_late():
-        import tests.dist.on_late  # noqa: F401
     import smp
 
     smp.init({"ddp": True, "microbatches": 4, "auto_partition": False, **dict(layout.config)})
-    net = Net(layout.dropout)
+    if layout.has_experts:
+        with smp.tensor_parallelism():
+            experts: Any = build_experts("mixtral", torch.float32)
+            experts.set_attn_implementation("eager")  # SDPA takes another kernel on the CPU
+        return smp.DistributedModel(experts)
+    net = Net(LARGE_WIDTH if layout.is_large else WIDTH, layout.dropout)
     if smp.tp_size() > 1:
         for layer in net.layers[1:3]:
             smp.set_tensor_parallelism(layer)
@@ -147,6 +184,23 @@ def _resume(model: Any, optimizer: Any) -> None:
 
 def train(rank: int, layout: Layout, steps: int = 3) -> Trained:
     """Trains for some steps."""
+    if is_late():
+        import tests.dist.on_late  # noqa: F401
+    os.environ["SMP_HOSTNAME"] = f"host{rank * layout.num_hosts // layout.world_size}"
+    try:
+        with own_stream() if layout.has_own_stream and is_late() else contextlib.nullcontext():
+            return _train(layout, steps)
+    finally:
+        del os.environ["SMP_HOSTNAME"]
+
+
+def own_stream() -> Any:
+    """Returns a context with a stream that is not the default one."""
+    device = torch.get_device_module("late")
+    return device.stream(device.Stream())
+
+
+def _train(layout: Layout, steps: int) -> Trained:
     import smp
     from smp.world import runtime
 
@@ -159,30 +213,43 @@ def train(rank: int, layout: Layout, steps: int = 3) -> Trained:
     inner = optimizers[layout.optimizer](model.parameters())
     optimizer: Any = smp.DistributedOptimizer(inner)
 
+    scaler = smp.amp.GradScaler(2.0**8, enabled=layout.scales)
+
     @smp.step
-    def train_step(tokens: Tensor) -> Tensor:
-        loss: Tensor = model(tokens)
-        model.backward(loss)
+    def train_step(tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        found = model(tokens) if labels is None else model(input_ids=tokens, labels=labels)
+        loss: Tensor = found if labels is None else found["loss"]
+        model.backward(scaler.scale(loss) if layout.scales else loss)
         return loss
 
     result = Trained()
     device = runtime.current().rank.device
     for step in range(steps):
         optimizer.zero_grad()
-        tokens = tokens_of(step, smp.rdp_rank())
-        output = train_step(tokens.to(device))
+        output = train_step(*(tensor.to(device) for tensor in batch_of(layout, step)))
+        if layout.scales:
+            scaler.unscale_(optimizer)
         if layout.clips:
             optimizer.clip_master_grads(0.1)
         if step == steps - 1:
             result.gradients = {
                 name: p.grad.cpu() for name, p in own_parameters(model) if p.grad is not None
             }
-        optimizer.step()
+        if layout.scales:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
         if layout.resumes and step == 0:
             _resume(model, optimizer)
         result.losses.append(torch.stack([loss.detach().cpu() for loss in output.outputs]))
     result.parameters = {name: p.cpu().clone() for name, p in model.state_dict().items()}
     result.device = device.type
+    mailbox = runtime.current().rank.mailbox
+    if mailbox is not None:
+        result.lanes = {lane for _, _, lane, _ in mailbox.lanes()}
+        stats = mailbox.stats()
+        result.copied_bytes, result.message_bytes = stats["lane_bytes_sent"], stats["bytes_sent"]
     if is_late():
         import tests.device
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from tests.conftest import REPO
@@ -32,9 +32,26 @@ OTHERS = {
     "fp16 replicas": Layout((("fp16", True),), clips=True),
     "lamb": Layout(optimizer="lamb"),
     "sgd": Layout(optimizer="sgd"),
+    "experts": Layout(
+        (("tensor_parallel_degree", 2), ("expert_parallel_degree", 2)),
+        optimizer="sgd",
+        has_experts=True,
+    ),
+    "scaled loss": Layout((PIPELINE,), optimizer="sgd", scales=True),
+    "pipeline over groups": Layout((PIPELINE, OFFLOAD), checkpointed=True, is_large=True),
+    "zero bubble over groups": Layout((PIPELINE, ("pipeline", "zero_bubble")), is_large=True),
+    "sharded on two hosts": Layout(
+        (("sharded_data_parallel_degree", 4),), num_hosts=2, world_size=4
+    ),
+    "pipeline on a stream": Layout((PIPELINE, OFFLOAD), checkpointed=True, has_own_stream=True),
+    "replicas on a stream": Layout(has_own_stream=True),
+    "sharded on a stream": Layout((("sharded_data_parallel_degree", 2),), has_own_stream=True),
     "resumed pipeline": Layout((PIPELINE,), 0.1, resumes=True),
     "resumed shards": Layout((("shard_optimizer_state", True),), resumes=True),
 }
+#: Operators that have to run late.
+MODEL_RUNS = ("aten::addmm", "aten::native_layer_norm_backward")
+EXPERTS_RUN = ("aten::mm", "aten::_index_put_impl_")
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +64,18 @@ def late_pool() -> Iterator[Pool]:
     pool.close()
 
 
-def assert_equal_bits(got: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+#: Roundings where the device decides about the order of sums: over more than two ranks (Gloo, or
+#: shared memory), and in grouped products of experts.
+TOLERANCE = 2e-6
+
+
+def assert_equal_values(
+    got: dict[Any, Tensor], expected: dict[Any, Tensor], what: str, tolerance: float
+) -> None:
     assert got.keys() == expected.keys(), what
     for name, value in expected.items():
-        assert torch.equal(got[name], value), (
-            f"{what} {name}: largest difference {(got[name] - value).abs().max()}"
-        )
+        difference = (got[name] - value).abs().max().item() if value.numel() else 0.0
+        assert difference <= tolerance, f"{what} {name}: largest difference {difference}"
 
 
 def gradients_of(ranks: list[Trained], layout: Layout) -> dict[str, Tensor]:
@@ -66,20 +89,28 @@ def gradients_of(ranks: list[Trained], layout: Layout) -> dict[str, Tensor]:
 
 def assert_equal(layout: Layout, late: list[Trained], cpu: list[Trained]) -> None:
     gradients = gradients_of(cpu, layout)
+    tolerance = TOLERANCE if layout.world_size > 2 or layout.has_experts else 0.0
     assert layout.is_sharded or gradients
     for rank, (got, expected) in enumerate(zip(late, cpu, strict=True)):
         assert (got.device, expected.device) == ("late", "cpu")
-        assert [t.tolist() for t in got.losses] == [t.tolist() for t in expected.losses], rank
-        assert_equal_bits(got.parameters, expected.parameters, f"value on rank {rank} of")
-        for operator in ("aten::addmm", "aten::native_layer_norm_backward"):
+        losses = (dict(enumerate(trained.losses)) for trained in (got, expected))
+        assert_equal_values(*losses, f"loss on rank {rank} of step", tolerance)
+        assert_equal_values(got.parameters, expected.parameters, f"rank {rank}:", tolerance)
+        assert not got.lanes or got.lanes == {"nccl"}, got.lanes
+        if layout.is_large:
+            assert got.copied_bytes > 4 * got.message_bytes > 0
+        for operator in EXPERTS_RUN if layout.has_experts else MODEL_RUNS:
             assert got.late.get(operator, 0) > 0, (rank, operator, got.late)
-    assert_equal_bits(gradients_of(late, layout), gradients, "gradient of")
+    assert_equal_values(gradients_of(late, layout), gradients, "gradient of", tolerance)
 
 
 def check(layout: Layout, pool: Pool, late_pool: Pool, folder: Path) -> None:
     """Trains on both devices, and compares."""
+    environments = {
+        kind: {**WITHOUT_CHECKS, "SMP_TEST_FOLDER": str(folder / kind)} for kind in ("late", "cpu")
+    }
     trained = [
-        which.run(2, train, layout, env={**WITHOUT_CHECKS, "SMP_TEST_FOLDER": str(folder / kind)})
+        which.run(layout.world_size, train, layout, env=environments[kind])
         for kind, which in (("late", late_pool), ("cpu", pool))
     ]
     assert_equal(layout, *trained)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import smp._C as _C
 from smp.world import process_hooks
-from smp.world.groups import make_channel, over_gloo, over_sockets
+from smp.world.groups import can_make_channels, make_channel, over_gloo, over_sockets
 from smp.world.host_groups import CpuGroups
 from smp.world.presence import await_key
 from smp.world.sockets import open_sockets
@@ -179,7 +179,7 @@ class Connections:
 
     def _channel_arguments(self, store: dist.Store) -> dict[str, Any]:
         """Returns the mailbox's arguments for copies between devices of different hosts."""
-        if not self._device.startswith("cuda") or not dist.is_nccl_available():
+        if not can_make_channels(self._device):
             return {}
 
         def make(src: int, dst: int, index: int) -> _C.Communicator:

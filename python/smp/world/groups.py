@@ -297,7 +297,9 @@ def make_channel(
     global_rank: int,
     timeout_s: float,
 ) -> _C.Communicator:
-    """Makes a group of NCCL for tensors from one rank to another one. Collective over both.
+    """Makes a group for tensors from one rank to another one. Collective over both.
+
+    The group is NCCL's for GPUs, and that of the registered backend for other accelerators.
 
     Args:
         device: device of the tensors.
@@ -308,8 +310,17 @@ def make_channel(
         global_rank: global rank of this process.
         timeout_s: time-out of the connection, and of a copy.
     """
-    name = f"channel{index}to{dst}"
-    return _make_nccl(device, store, name, [src, dst], global_rank, timeout_s, nccl.CHANNEL_CTAS)
+    name, ranks = f"channel{index}to{dst}", [src, dst]
+    device = torch.device(device)
+    if device.type == "cuda":
+        return _make_nccl(device, store, name, ranks, global_rank, timeout_s, nccl.CHANNEL_CTAS)
+    return _make_registered(device, store, name, ranks, global_rank, timeout_s)
+
+
+def can_make_channels(device: torch.device | str) -> bool:
+    """Returns whether `make_channel` can make groups for tensors of a device."""
+    device = torch.device(device)
+    return is_accelerator(device) and (device.type != "cuda" or dist.is_nccl_available())
 
 
 def make_on_device(

@@ -5,6 +5,8 @@
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/is_set_to_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -87,6 +89,24 @@ at::Scalar late_item(const at::Tensor& self) {
 
 void late_record_stream(at::Tensor& self, c10::Stream stream) {
   record_use(self.storage().data_ptr(), stream);
+}
+
+// Counts integers, too, as CUDA does and the CPU does not.
+at::Tensor late_histc(const at::Tensor& self, int64_t bins,
+                      const at::Scalar& min, const at::Scalar& max) {
+  const c10::DeviceGuard guard(self.device());
+  count_call("aten::histc", "late");
+  const bool is_integral = at::isIntegralType(self.scalar_type(), false);
+  const at::Tensor numbers = is_integral ? self.to(at::kFloat) : self;
+  at::Tensor counts = at::empty({bins}, numbers.options());
+  Twins twins(c10::kCPU);
+  enqueue(current_stream(self.device().index()),
+          [from = twins.of(numbers), to = twins.of(counts), bins, min,
+           max]() mutable {
+            const at::NoGradGuard no_grad;
+            at::histc_out(to, from, bins, min, max);
+          });
+  return is_integral ? counts.to(self.scalar_type()) : counts;
 }
 
 // ------------------------------------------------------------------- copies
@@ -194,6 +214,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("is_set_to", &at::native::is_set_to);
   m.impl("_local_scalar_dense", &late_item);
   m.impl("record_stream", &late_record_stream);
+  m.impl("histc", &late_histc);
   m.impl("_copy_from", &late_copy);
   m.impl("_copy_from_and_resize", &late_copy_and_resize);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);

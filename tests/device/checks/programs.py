@@ -157,3 +157,4 @@ def abort(rank: int) -> None:
             torch.late.synchronize()
         assert not work.is_success()
         assert "was aborted" in late.take_error()
+    dist.all_reduce(torch.zeros(1))  # over the group of the CPU: no rank leaves before

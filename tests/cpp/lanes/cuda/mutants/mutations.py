@@ -9,26 +9,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
-
-class Mutation(NamedTuple):
-    """A fault: texts of one file and their replacements, in which ``@`` is the switch.
-
-    Attributes:
-        is_found: whether the tests find it. ``why_not`` has the reason if they do not.
-    """
-
-    name: str
-    file: str
-    changes: tuple[tuple[str, str], ...]
-    is_found: bool = True
-    why_not: str = ""
-
-
-def without(statement: str) -> tuple[str, str]:
-    """Returns the change that leaves a statement out."""
-    return statement, f"if (!@) {statement}"
+from tests.mutation import Mutation, mutate, without
 
 
 def before(statement: str, added: str) -> tuple[str, str]:
@@ -150,21 +132,12 @@ MUTATIONS = (
 )
 
 
-def mutate(source: str, mutation: Mutation) -> str | None:
-    """Returns the source with the mutation behind its switch; None: it does not fit any more."""
-    switch = f'::smp::lanes::is_mutated("{mutation.name}")'
-    for text, replacement in mutation.changes:
-        if source.count(text) != 1:
-            return None
-        source = source.replace(text, replacement.replace("@", switch))
-    return source
-
-
 def main(folder: Path, written: Path) -> None:
     lines = []
     sources = {name: (folder / f"{name}.cpp").read_text() for name in {m.file for m in MUTATIONS}}
     for mutation in MUTATIONS:
-        mutated = mutate(sources[mutation.file], mutation)
+        switch = f'::smp::lanes::is_mutated("{mutation.name}")'
+        mutated = mutate(sources[mutation.file], mutation, switch)
         sources[mutation.file] = mutated or sources[mutation.file]
         flags = f"{str(mutation.is_found).lower()}, {str(mutated is None).lower()}"
         lines.append(f'    {{"{mutation.name}", {flags}}},\n')
