@@ -67,11 +67,14 @@ test: transformers  ## every claim: C++, lint rules, one process, several proces
 # One of ZOO models of the zoo, on two ranks; those of `make zoo` are all.
 ZOO ?= 32
 
+# SHARE=k/n runs the k-th of n shares of its Python tests.
+SHARE ?= 1/1
+
 .PHONY: test-all
 test-all: transformers  ## what `make test` leaves out: larger samples of the same claims
 	$(WITH_VENV) scripts/build.sh $(BUILD) $(PY) --target all --target smp_fuzzers
 	$(WITH_VENV) ctest --test-dir $(BUILD) --output-on-failure -L others --parallel 2
-	$(RUN) SMP_SAMPLES=others scripts/pytest.sh $(PY) $(PYTEST_ARGS)
+	$(RUN) SMP_SAMPLES=others SMP_SHARE=$(SHARE) scripts/pytest.sh $(PY) $(PYTEST_ARGS)
 	$(RUN) OMP_NUM_THREADS=1 $(PY) -m tests.zoo --mode pp2 --sample $(ZOO) --jobs 2 --check
 
 # One class of each family on two ranks, then a sample in the other modes.

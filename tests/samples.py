@@ -7,6 +7,9 @@ with ``SMP_GRID=all`` only. With ``covering(times=t)`` both together show each v
 with ``sample`` alone divides its work by itself and runs in both. A test without parameters runs in
 `some`, or in `others` with ``sample(keep=0)``: it takes long, and quicker tests show its claim.
 
+``SMP_SHARE=k/n`` keeps the k-th of n shares of the `others`, and n runs with all k keep everything.
+CI takes another third with each commit.
+
 A file in tests/dist is about one claim, which its first tests show, and its tests start processes:
 `some` runs the first NUM_OF_A_FILE of those that are left, and those with ``sample(keep=n)``.
 """
@@ -14,6 +17,8 @@ A file in tests/dist is about one claim, which its first tests show, and its tes
 from __future__ import annotations
 
 import os
+import re
+import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
@@ -30,6 +35,17 @@ RUNS_GRID = os.environ.get("SMP_GRID") == "all"
 SAMPLES = "all" if RUNS_GRID else os.environ.get("SMP_SAMPLES", "some")
 if SAMPLES not in ("some", "others", "all"):
     raise ValueError(f"SMP_SAMPLES is '{SAMPLES}'; expected some, others or all")
+
+
+def _share(text: str) -> tuple[int, int]:
+    """Returns k and n of ``k/n``."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"SMP_SHARE is '{text}'; expected k/n with 1 <= k <= n, such as 1/3")
+    return int(found[1]), int(found[2])
+
+
+SHARE = _share(os.environ.get("SMP_SHARE", "1/1"))
 
 
 def part_of(items: Sequence[T], num_some: int) -> list[T]:
@@ -73,7 +89,12 @@ def to_run(items: list[pytest.Item]) -> set[pytest.Item]:
     if SAMPLES == "all":
         return chosen
     itself = {i for i in some if (m := i.get_closest_marker("sample")) and "keep" not in m.kwargs}
-    return chosen - some | itself
+    return {item for item in chosen - some | itself if is_in(SHARE, item.nodeid)}
+
+
+def is_in(share: tuple[int, int], name: str) -> bool:
+    """Returns whether a test is in share k of n, by its name."""
+    return zlib.crc32(name.encode()) % share[1] == share[0] - 1
 
 
 def _by_row(

@@ -31,6 +31,21 @@ def test_the_others_are_what_some_leave_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert parts == {"some": [0, 1, 2], "others": [3, 4, 5, 6], "all": list(range(7))}
 
 
+def test_each_test_is_in_one_share() -> None:
+    names = [f"tests/unit/test_some.py::test_one[{i}]" for i in range(300)]
+    for num_shares in (1, 3):
+        shares = [(k, num_shares) for k in range(1, num_shares + 1)]
+        numbers = [sum(samples.is_in(share, name) for name in names) for share in shares]
+        assert sum(numbers) == len(names) and min(numbers) > len(names) / num_shares / 2
+        assert all(sum(samples.is_in(share, name) for share in shares) == 1 for name in names)
+
+
+@pytest.mark.parametrize("text", ["", "0/3", "4/3", "3", "a/b"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="SMP_SHARE is .*expected k/n"):
+        samples._share(text)
+
+
 def test_some_of_a_file_of_several_processes_are_its_first_and_those_with_a_number() -> None:
     def item(nodeid: str, *, marked: bool = False) -> Any:
         item = Mock(get_closest_marker=lambda name: marked or None)
