@@ -25,17 +25,23 @@ void CopyLog::start(size_t capacity,
   on_.store(true, std::memory_order_relaxed);
 }
 
-// Adds a copy. Its end is an event of the lane, which may have no time (events
-// between processes have none). An otherwise idle stream therefore waits for
-// the event, and the clock marks a point on that stream.
+// Adds a copy, once streams can wait for its end.
 void CopyLog::add(bool is_sent, int peer, const Descriptor& what,
                   int64_t asked_ns, const memory::Mark& end) {
+  const LaneCopy copy{.is_sent = is_sent,
+                      .peer = peer,
+                      .lane = what.lane,
+                      .num_bytes = what.num_bytes,
+                      .begin_ns = asked_ns};
+  end.when_recorded([this, copy, end] { add_recorded(copy, end); });
+}
+
+// The end of a copy is an event of the lane, which may have no time (events
+// between processes have none). An otherwise idle stream therefore waits for
+// the event, and the clock marks a point on that stream.
+void CopyLog::add_recorded(const LaneCopy& copy, const memory::Mark& end) {
   Entry entry;
-  entry.copy = {.is_sent = is_sent,
-                .peer = peer,
-                .lane = what.lane,
-                .num_bytes = what.num_bytes,
-                .begin_ns = asked_ns};
+  entry.copy = copy;
   const std::lock_guard lock(mutex_);
   if (!is_on()) return;  // it was just handed over
   if (!end) {
@@ -83,6 +89,10 @@ CopyLog::Recording CopyLog::take() {
     }
     if (copy.end_ns > 0) recording.copies.push_back(copy);
   }
+  std::stable_sort(recording.copies.begin(), recording.copies.end(),
+                   [](const LaneCopy& a, const LaneCopy& b) {
+                     return a.begin_ns < b.begin_ns;
+                   });
   recording.num_dropped = std::exchange(num_dropped_, 0);
   entries_.clear();
   return recording;

@@ -75,6 +75,7 @@ class CopyLog {
   bool is_on() const { return on_.load(std::memory_order_relaxed); }
   void add(bool is_sent, int peer, const Descriptor& what, int64_t asked_ns,
            const memory::Mark& end);
+  void add_recorded(const LaneCopy& copy, const memory::Mark& end);
   const c10::Stream& stream_locked(const LaneCopy& copy);
 
   const c10::Device device_;

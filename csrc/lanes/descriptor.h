@@ -21,6 +21,10 @@ inline bool is_in_messages(LaneKind kind) {
   return kind == LaneKind::kHost || kind == LaneKind::kFake;
 }
 
+/// Returns whether copies of the lane have turns (CopyTurns). Receipts then
+/// make copies end.
+inline bool has_turns(LaneKind kind) { return kind == LaneKind::kNccl; }
+
 /// Returns the words for people.
 inline const char* to_string(LaneKind kind) {
   switch (kind) {
@@ -48,7 +52,8 @@ struct Descriptor {
   std::vector<int64_t> sizes = {};
 };
 
-/// A message of the receiver that a slot is free.
+/// A message of the receiver that a slot is free, or that its part of a copy
+/// over NCCL is enqueued; there also a message of a sender to a lower rank.
 struct Receipt {
   LaneKind lane = LaneKind::kHost;
   int32_t slot = -1;

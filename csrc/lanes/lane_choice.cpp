@@ -114,13 +114,13 @@ LaneChoice choose_lane(int a, int b, const std::vector<LaneFacts>& all) {
 
 }  // namespace
 
-// The call that sends would return when the receiver has the tensor, which the
-// receiver asks for when the message has come, and that leaves after the call.
+// The call that receives would return when the tensor has come, and the receipt
+// that makes the other rank send leaves after the call.
 std::string why_no_nccl_with(const std::string& launch_blocking) {
   if (launch_blocking.empty() || launch_blocking == "0") return {};
   return detail::concat("with CUDA_LAUNCH_BLOCKING=", launch_blocking,
-                        " a rank would wait for the end of its copy before the "
-                        "message that makes the other rank receive it");
+                        " a rank that receives would wait for a tensor that "
+                        "the other rank sends afterwards");
 }
 
 const char* name_of(LaneKind kind) {

@@ -30,7 +30,7 @@ LaneTable::LaneTable(const LaneOptions& options, int global_rank,
   if (parts.meetings) {
     nccl_ =
         std::make_unique<NcclLane>(std::move(parts.meetings), parts.channels,
-                                   device_, global_rank, faults);
+                                   device_, global_rank, faults, receipts);
   }
   other_ = std::move(parts.other);
   why_no_ipc_ = std::move(parts.why_no_copies);
@@ -129,6 +129,11 @@ std::optional<Posted> LaneTable::post_to_device(int dst, const at::Tensor& data,
   std::optional<Posted> posted = lane->post(dst, data, is_stable);
   if (!posted) ++times_full_;
   return posted;
+}
+
+memory::Mark LaneTable::ask_to_leave(int dst, int num_turns) {
+  SMP_ASSERT(nccl_, "copies have turns over NCCL only");
+  return nccl_->ask_to_leave(dst, num_turns);
 }
 
 void LaneTable::tell_too_large(int64_t num_bytes) {

@@ -87,6 +87,10 @@ class LaneTable {
   /// Posts a tensor; see DeviceLane. Without a free slot the host lane takes
   /// it.
   Posted post(int dst, const at::Tensor& data, bool is_stable);
+  /// Asks whether a message may leave that has `num_turns` tensors whose copies
+  /// have turns. Call it once the rest of the message may, in the order of
+  /// messages. @return when it may leave
+  memory::Mark ask_to_leave(int dst, int num_turns);
   at::Tensor new_payload(const Descriptor& descriptor);
   bool take_may_block(const Descriptor& descriptor);
   memory::MarkedTensor take(int src, const Descriptor& descriptor,

@@ -11,8 +11,10 @@
 #include <utility>
 
 #include "csrc/common/check.h"
+#include "csrc/health/thread_name.h"
 #include "csrc/lanes/never_event.h"
 #include "csrc/lanes/plain_tensor.h"
+#include "csrc/memory/device_scope.h"
 
 namespace smp::lanes {
 namespace {
@@ -25,6 +27,7 @@ constexpr int64_t kNumTestNumbers = 16;
 // Time for copies in flight when a run ends without a fault.
 constexpr std::chrono::seconds kLastMeetings{2};
 constexpr std::chrono::milliseconds kPollEvery{1};
+constexpr std::chrono::milliseconds kLookForFaultEvery{20};
 
 // Returns numbers to send over a channel as a test; no other channel carries
 // them.
@@ -40,17 +43,95 @@ std::string describe(const CopyChannel& channel) {
                         channel.src, " to global_rank ", channel.dst);
 }
 
+// The beginning of a turn, for a message that leaves then.
+class TurnBegin final : public Mark::Event {
+ public:
+  void begin() { has_begun_ = true; }
+  void block(const c10::Stream& /*stream*/) const override {
+    SMP_ASSERT(false, "a turn is no work of a stream");
+  }
+  bool is_over() const override { return has_begun_; }
+
+ private:
+  std::atomic<bool> has_begun_{false};
+};
+
 }  // namespace
+
+// The end of a sending that is enqueued later.
+class NcclLane::SendEnd final : public Mark::Event {
+ public:
+  explicit SendEnd(std::shared_ptr<health::FaultBoard> faults)
+      : faults_(std::move(faults)) {}
+
+  /// Forgets all callers of `when_recorded`.
+  void drop() {
+    const std::lock_guard lock(mutex_);
+    calls_.clear();
+  }
+  void set(const Mark& end) {
+    std::vector<std::function<void()>> calls;
+    {
+      const std::lock_guard lock(mutex_);
+      end_ = end;
+      calls.swap(calls_);
+    }
+    for (const auto& call : calls) call();
+  }
+
+  // Waits on the host until the sending is enqueued.
+  void block(const c10::Stream& stream) const override {
+    std::optional<Mark> end = get();
+    for (; !end; end = get()) {
+      faults_->raise_if_faulted();
+      std::this_thread::sleep_for(kPollEvery);
+    }
+    end->block(stream);
+  }
+  bool is_over() const override {
+    const std::optional<Mark> end = get();
+    return end && end->is_over();
+  }
+  int64_t over_ns() const override {
+    const std::optional<Mark> end = get();
+    return end ? end->over_ns() : 0;
+  }
+  void when_recorded(const std::function<void()>& call) const override {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!end_) {
+        calls_.push_back(call);
+        return;
+      }
+    }
+    call();
+  }
+
+ private:
+  std::optional<Mark> get() const {
+    const std::lock_guard lock(mutex_);
+    return end_;
+  }
+
+  const std::shared_ptr<health::FaultBoard> faults_;
+  mutable std::mutex mutex_;  // guards all that follows
+  std::optional<Mark> end_;   // none: not enqueued
+  mutable std::vector<std::function<void()>> calls_;
+};
 
 NcclLane::NcclLane(std::unique_ptr<MeetingCopies> copies,
                    ChannelOptions options, c10::Device device, int global_rank,
-                   std::shared_ptr<health::FaultBoard> faults)
+                   std::shared_ptr<health::FaultBoard> faults,
+                   SendReceipt receipts)
     : copies_(std::move(copies)),
       options_(options),
       device_(device),
       global_rank_(global_rank),
       faults_(std::move(faults)),
-      num_channels_(options.num_channels) {
+      num_channels_(options.num_channels),
+      receipts_(std::move(receipts)),
+      sending_(device),
+      turns_(global_rank) {
   SMP_CHECK_VALUE(options.num_channels > 0,
                   "a pair of ranks needs at least one channel, got ",
                   options.num_channels);
@@ -120,47 +201,105 @@ void NcclLane::use_only(const std::vector<int>& peers) {
 
 // ------------------------------------------------------------------- tensors
 
-// Reserves a channel whose last copy is over, for this thread.
-std::optional<CopyChannel> NcclLane::reserve_channel(int dst,
-                                                     int64_t& sequence) {
-  const std::lock_guard lock(mutex_);
+// Returns a channel whose last copy is over.
+std::optional<CopyChannel> NcclLane::find_channel_locked(int dst) {
   for (int index = 0; index < num_channels_; ++index) {
     const CopyChannel channel{global_rank_, dst, index};
-    State& state = channels_[channel];
-    if (state.is_enqueuing || !state.end.is_over()) continue;
-    state.is_enqueuing = true;
-    sequence = next_sequence_[dst]++;
-    return channel;
+    if (channels_[channel].end.is_over()) return channel;
   }
   return std::nullopt;
-}
-
-void NcclLane::set_end(const CopyChannel& channel, const Mark& end) {
-  const std::lock_guard lock(mutex_);
-  channels_[channel] = {end, false};
 }
 
 std::optional<Posted> NcclLane::post(int dst, const at::Tensor& source,
                                      bool is_stable) {
   const at::AutoGradMode no_grad(false);
   if (!reaches(dst) || stopped_) return std::nullopt;
-  Posted posted;
-  int64_t sequence = 0;
-  const std::optional<CopyChannel> channel = reserve_channel(dst, sequence);
+  std::unique_lock lock(mutex_);
+  const std::optional<CopyChannel> channel = find_channel_locked(dst);
   if (!channel) return std::nullopt;
+  const auto end = std::make_shared<SendEnd>(faults_);
+  State& state = channels_[*channel];
+  state = {.end = Mark(end), .sequence = next_sequence_[dst]++};
+  lock.unlock();  // reserved by an end that is not over
   const at::Tensor data = own_plain_tensor(source, is_stable);
-  // The message does not wait for this mark, which ends after the message has
-  // come.
-  posted.end = copies_->send(*channel, data);
-  set_end(*channel, posted.end);
+  Posted posted;
+  posted.end = state.end;
   posted.descriptor = {.lane = LaneKind::kNccl,
                        .slot = channel->index,
-                       .sequence = sequence,
+                       .sequence = state.sequence,
                        .num_bytes = static_cast<int64_t>(data.nbytes()),
                        .dtype = data.scalar_type(),
                        .sizes = data.sizes().vec()};
+  const auto stream = memory::current_stream(device_);
+  const Mark made = stream ? Mark::record(*stream) : Mark::none();
+  lock.lock();
+  if (stopped_) return std::nullopt;
+  state.sending = {data, made, end};
+  if (!sender_.joinable()) sender_ = std::thread([this] { send_asked(); });
   return posted;
 }
+
+Mark NcclLane::ask_to_leave(int dst, int num_tensors) {
+  const auto turn = std::make_shared<TurnBegin>();
+  const std::lock_guard lock(mutex_);
+  turns_.add_message(dst, num_tensors, [turn] { turn->begin(); });
+  return turn->is_over() ? Mark::none() : Mark(turn);
+}
+
+// ----------------------------------------------------- the thread that sends
+
+void NcclLane::send_asked() {
+  health::name_this_thread("smp-sends");
+  memory::enter_device(device_);
+  const at::AutoGradMode no_grad(false);
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return is_ending_ || !ready_.empty(); });
+    if (is_ending_) return;
+    const CopyChannel channel = ready_.front();
+    ready_.pop_front();
+    lock.unlock();
+    try {
+      send_now(channel);
+    } catch (const std::exception& error) {
+      lock.lock();
+      if (is_ending_) return;  // `stop` has cut it off
+      faults_->report({.kind = health::Fault::Kind::kRaised,
+                       .global_rank = global_rank_,
+                       .where = "the sending thread of NCCL's lane",
+                       .text = error.what()});
+      return;
+    }
+    lock.lock();
+  }
+}
+
+void NcclLane::send_now(const CopyChannel& channel) {
+  Sending sending;
+  int64_t sequence = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    State& state = channels_[channel];
+    sending = std::exchange(state.sending, {});
+    sequence = state.sequence;
+  }
+  sending_.wait(sending.made);
+  Mark end;
+  sending_.run_alone([&] { end = copies_->send(channel, sending.data); });
+  // The receipt leaves before the channel is free, whose next message must not
+  // overtake it.
+  if (channel.dst < global_rank_) {
+    receipts_(channel.dst, {LaneKind::kNccl, channel.index, sequence});
+  }
+  sending.end->set(end);
+  {
+    const std::lock_guard lock(mutex_);
+    turns_.sent();
+  }
+  changed_.notify_all();
+}
+
+// --------------------------------------------------------- the receiver's side
 
 at::Tensor NcclLane::new_payload(const Descriptor& /*descriptor*/) const {
   return {};
@@ -178,20 +317,58 @@ MarkedTensor NcclLane::take(int src, const Descriptor& descriptor,
   arrivals_.check(src, descriptor);
   const CopyChannel channel{src, global_rank_, descriptor.slot};
   // A copy that was cut off never ends, so its tensor gets a mark that throws.
-  if (stopped_) {
+  if (!begin_receive(src)) {
     return {at::empty(descriptor.sizes,
                       at::TensorOptions(descriptor.dtype).device(device_)),
             never()};
   }
   MarkedTensor result =
       copies_->receive(channel, descriptor.sizes, descriptor.dtype);
-  set_end(channel, result.mark);
+  {
+    const std::lock_guard lock(mutex_);
+    channels_[channel] = {.end = result.mark, .sequence = descriptor.sequence};
+  }
+  receipts_(src, {LaneKind::kNccl, descriptor.slot, descriptor.sequence});
+  {
+    const std::lock_guard lock(mutex_);
+    turns_.received(src);
+  }
+  changed_.notify_all();
   return result;
 }
 
+// Waits for this rank's turn. @return false if the lane was stopped
+bool NcclLane::begin_receive(int src) {
+  std::unique_lock lock(mutex_);
+  if (stopped_) return false;
+  const auto turn = std::make_shared<TurnBegin>();
+  turns_.add_receive(src, [turn] { turn->begin(); });
+  while (!turn->is_over() && !stopped_) {
+    changed_.wait_for(lock, kLookForFaultEvery);
+    if (!turn->is_over()) faults_->raise_if_faulted();
+  }
+  return turn->is_over();
+}
+
 void NcclLane::acknowledge(int src, const Receipt& receipt) {
-  SMP_CHECK(false, "global_rank ", src, " gave back channel ", receipt.slot,
-            " of NCCL, which nobody gives back");
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_ending_) return;
+    const auto found =
+        channels_.find(turns_.is_sent_receipt(src)
+                           ? CopyChannel{src, global_rank_, receipt.slot}
+                           : CopyChannel{global_rank_, src, receipt.slot});
+    SMP_CHECK(found != channels_.end() &&
+                  found->second.sequence == receipt.sequence &&
+                  !std::exchange(found->second.has_receipt, true),
+              "global_rank ", src, " sent a receipt of tensor ",
+              receipt.sequence, " of channel ", receipt.slot,
+              " of NCCL, which is not expected; ranks that run different "
+              "versions of smp cannot work together");
+    turns_.add_receipt(
+        src, [this, channel = found->first] { ready_.push_back(channel); });
+  }
+  changed_.notify_all();
 }
 
 // ------------------------------------------------------------------- the end
@@ -200,7 +377,7 @@ bool NcclLane::all_over() const {
   const std::lock_guard lock(mutex_);
   try {
     return std::all_of(channels_.begin(), channels_.end(), [](const auto& one) {
-      return !one.second.is_enqueuing && one.second.end.is_over();
+      return one.second.end.is_over();
     });
   } catch (const std::exception&) {
     return false;  // a device that has failed
@@ -208,12 +385,28 @@ bool NcclLane::all_over() const {
 }
 
 void NcclLane::stop() {
-  if (stopped_.exchange(true)) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_.exchange(true)) return;
+    turns_.drop_own();
+  }
+  changed_.notify_all();  // a `take` that waits for its turn
   const auto give_up = MeetingClock::now() + kLastMeetings;
   while (!all_over() && !faults_->fault() && MeetingClock::now() < give_up) {
     std::this_thread::sleep_for(kPollEvery);
   }
-  copies_->stop();
+  {
+    const std::lock_guard lock(mutex_);
+    is_ending_ = true;
+  }
+  changed_.notify_all();
+  copies_->stop();  // ends a `send` that is blocked
+  if (sender_.joinable()) sender_.join();
+  const std::lock_guard lock(mutex_);
+  for (auto& [channel, state] : channels_) {
+    if (state.sending.end) state.sending.end->drop();
+    state.sending = {};
+  }
 }
 
 }  // namespace smp::lanes

@@ -68,7 +68,7 @@ void LanePosts::post(int dst, Message message) {
   }
   Peer& peer = peers_.at(dst);
   std::lock_guard order(peer.order);
-  Waiting waiting{std::move(message), {}};
+  Waiting waiting{std::move(message)};
   for (MessageTensor& tensor : waiting.message.tensors) {
     if (!has_lanes(waiting.message.channel)) break;
     if (!tensor.data.defined() || !table_.takes(tensor.data)) continue;
@@ -80,14 +80,14 @@ void LanePosts::post(int dst, Message message) {
     // The lane's memory has no other user, or the lane marks when writes end.
     tensor.data = std::move(posted.payload.data);
     tensor.is_stable = true;
-    if (posted.payload.mark) waiting.copies.push_back(posted.payload.mark);
+    if (posted.payload.mark) waiting.marks.push_back(posted.payload.mark);
   }
   bool is_first = false;
   {
     std::lock_guard lock(mutex_);
     is_first = peer.waiting.empty();
   }
-  if (is_first && waiting.is_ready()) {
+  if (is_first && may_leave(dst, waiting)) {
     send_(dst, std::move(waiting.message));
   } else {
     copy_tensors(waiting.message);
@@ -96,8 +96,24 @@ void LanePosts::post(int dst, Message message) {
 }
 
 bool LanePosts::Waiting::is_ready() const {
-  return std::all_of(copies.begin(), copies.end(),
-                     [](const memory::Mark& copy) { return copy.is_over(); });
+  return std::all_of(marks.begin(), marks.end(),
+                     [](const memory::Mark& mark) { return mark.is_over(); });
+}
+
+// Returns whether the first message to `dst` may leave. It asks for its turn
+// when it is ready otherwise: until it has left, other copies of this rank wait
+// for the end of the turn.
+bool LanePosts::may_leave(int dst, Waiting& first) {
+  if (!first.is_ready()) return false;
+  if (std::exchange(first.has_asked, true)) return true;
+  const auto& tensors = first.message.tensors;
+  const auto num_turns = std::count_if(
+      tensors.begin(), tensors.end(), [](const MessageTensor& tensor) {
+        return tensor.lane && lanes::has_turns(tensor.lane->lane);
+      });
+  if (num_turns == 0) return true;
+  first.marks = {table_.ask_to_leave(dst, static_cast<int>(num_turns))};
+  return first.is_ready();
 }
 
 void LanePosts::keep(int dst, Waiting waiting) {
@@ -129,7 +145,7 @@ void LanePosts::send_waiting() {
 // the queue until its link has it, so that no other overtakes it.
 bool LanePosts::send_first(std::unique_lock<std::mutex>& lock, int dst) {
   std::deque<Waiting>& waiting = peers_[dst].waiting;
-  if (waiting.empty() || !waiting.front().is_ready()) return false;
+  if (waiting.empty() || !may_leave(dst, waiting.front())) return false;
   Message message = std::move(waiting.front().message);
   lock.unlock();
   try {
@@ -148,7 +164,7 @@ bool LanePosts::send_first(std::unique_lock<std::mutex>& lock, int dst) {
 }
 
 void LanePosts::send_receipt(int dst, const lanes::Receipt& receipt) {
-  if (closing_) return;
+  if (closing_ && !lanes::has_turns(receipt.lane)) return;
   Message message;
   message.channel = Channel::kLane;
   message.source_rank = owner_.global_rank;

@@ -53,7 +53,8 @@ class LanePosts {
   /// Returns how many messages wait for copies.
   int64_t num_unsent() const { return num_unsent_; }
 
-  /// Called when no post follows: no receipts of free slots are sent any more.
+  /// Called when no post follows: no receipts of free slots are sent any more,
+  /// only those for which copies wait.
   void begin_close() { closing_ = true; }
   /// Gives up waiting messages and ends all threads. Called once, before the
   /// links end.
@@ -62,7 +63,8 @@ class LanePosts {
  private:
   struct Waiting {
     Message message;
-    std::vector<memory::Mark> copies;
+    std::vector<memory::Mark> marks;  // for which the message waits
+    bool has_asked = false;           // for its turn
 
     bool is_ready() const;
   };
@@ -74,6 +76,7 @@ class LanePosts {
 
   void keep(int dst, Waiting waiting);
   void send_waiting();
+  bool may_leave(int dst, Waiting& first);
   bool send_first(std::unique_lock<std::mutex>& lock, int dst);
   void send_receipt(int dst, const lanes::Receipt& receipt);
   bool may_block(const Message& message);

@@ -53,6 +53,7 @@ struct Mailbox::Impl {
   void set_handler(Channel channel, Handler handler);
   Stats stats() const;
   int64_t num_unsent() const;
+  void wait_until_sent(milliseconds timeout) const;
   void close(milliseconds timeout);
 
   const comm::CommunicatorPtr world;
@@ -240,6 +241,17 @@ int64_t Mailbox::Impl::num_unsent() const {
   return total;
 }
 
+void Mailbox::Impl::wait_until_sent(milliseconds timeout) const {
+  const Clock::time_point begin = Clock::now();
+  while (num_unsent() > 0) {
+    // After a fault other ranks may be lost, and waiting for them is useless.
+    const milliseconds limit =
+        faults->fault() ? std::min(timeout, kFaultGrace) : timeout;
+    if (Clock::now() - begin >= limit) break;
+    std::this_thread::sleep_for(kLookEvery);
+  }
+}
+
 void Mailbox::Impl::close(milliseconds timeout) {
   std::lock_guard close_lock(close_mutex);
   if (std::exchange(stopped, true)) return;
@@ -249,15 +261,11 @@ void Mailbox::Impl::close(milliseconds timeout) {
   }
   if (lane_posts) lane_posts->begin_close();
   for (const auto& link : links) link->begin_close();
-  const Clock::time_point begin = Clock::now();
-  while (num_unsent() > 0) {
-    // After a fault other ranks may be lost, and waiting for them is useless.
-    const milliseconds limit =
-        faults->fault() ? std::min(timeout, kFaultGrace) : timeout;
-    if (Clock::now() - begin >= limit) break;
-    std::this_thread::sleep_for(kLookEvery);
+  wait_until_sent(timeout);
+  if (lane_posts) {
+    lane_posts->stop();
+    wait_until_sent(std::min(timeout, kFaultGrace));  // the last receipts
   }
-  if (lane_posts) lane_posts->stop();
   for (const auto& link : links) link->stop();
 }
 

@@ -5,6 +5,7 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -26,6 +27,11 @@ class Mark {
     /// Returns when the host ended it (`monotonic_ns`); 0: not yet, or a
     /// device's.
     virtual int64_t over_ns() const { return 0; }
+    /// Calls `call` once streams can wait for the event, which may be at once;
+    /// never if the event will not come.
+    virtual void when_recorded(const std::function<void()>& call) const {
+      call();
+    }
   };
 
   Mark() = default;
@@ -43,6 +49,10 @@ class Mark {
   }
   bool is_over() const { return !event_ || event_->is_over(); }
   int64_t over_ns() const { return event_ ? event_->over_ns() : 0; }
+  /// See `Event::when_recorded`; an empty mark calls at once.
+  void when_recorded(const std::function<void()>& call) const {
+    event_ ? event_->when_recorded(call) : call();
+  }
 
  private:
   std::shared_ptr<const Event> event_;

@@ -48,13 +48,15 @@ class ChannelEnd {
  public:
   ChannelEnd(const CopyChannel& channel, bool is_sender, DeviceMemory memory,
              const FakeOptions& options, int global_rank,
-             std::shared_ptr<health::FaultBoard> faults)
+             std::shared_ptr<health::FaultBoard> faults,
+             std::shared_ptr<FakeDevice> device)
       : channel_(channel),
         is_sender_(is_sender),
         memory_(std::move(memory)),
         place_(*reinterpret_cast<MeetingPlace*>(memory_.get())),
         global_rank_(global_rank),
         faults_(std::move(faults)),
+        device_(std::move(device)),
         times_(options, 64 * global_rank + 8 * channel.src + 2 * channel.index +
                             (is_sender ? 1 : 0)),
         thread_([this] { run(); }) {}
@@ -66,7 +68,9 @@ class ChannelEnd {
       const std::lock_guard lock(mutex_);
       SMP_CHECK(!is_stopping_,
                 "a copy was asked for after its lane was closed");
-      works_.push_back({tensor, end});
+      const bool is_first = std::exchange(is_first_, false);
+      works_.push_back(
+          {tensor, end, !is_first, is_first ? 0 : device_->num_asked++});
     }
     changed_.notify_one();
     return Mark(end);
@@ -91,6 +95,8 @@ class ChannelEnd {
   struct Work {
     at::Tensor tensor;
     std::shared_ptr<LateEvent> end;
+    bool has_turn;
+    uint64_t turn;  // on the device
   };
 
   void run() {
@@ -101,7 +107,8 @@ class ChannelEnd {
       if (is_stopping_) return;
       Work& work = works_.front();  // stays where it is
       lock.unlock();
-      const bool has_come = copy(work.tensor);
+      const bool has_come = copy(work);
+      if (has_come && work.has_turn) ++device_->num_over;
       if (has_come) work.end->end();
       lock.lock();
       if (!has_come) {
@@ -121,12 +128,15 @@ class ChannelEnd {
   }
 
   // Returns whether the copy is over; after false there are no more copies.
-  bool copy(const at::Tensor& tensor) {
+  bool copy(const Work& work) {
+    const at::Tensor& tensor = work.tensor;
     const uint64_t number = ++num_copies_;
-    if (number > 1) {
+    if (work.has_turn) {
       const auto delay = times_.next();
       if (!delay) return false;
       std::this_thread::sleep_for(*delay);
+      const auto is_next = [&] { return device_->num_over == work.turn; };
+      if (!wait_until(is_next)) return false;
     }
     const auto num_bytes = static_cast<int64_t>(tensor.nbytes());
     MeetingPlace::End& own = is_sender_ ? place_.sender : place_.receiver;
@@ -178,22 +188,26 @@ class ChannelEnd {
   MeetingPlace& place_;
   const int global_rank_;
   const std::shared_ptr<health::FaultBoard> faults_;
+  const std::shared_ptr<FakeDevice> device_;
   CopyTimes times_;                       // of the thread
   uint64_t num_copies_ = 0;               // likewise
   std::atomic<bool> is_stopping_{false};  // set with `mutex_`
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Work> works_;
+  bool is_first_ = true;
   std::thread thread_;
 };
 
 class FakeMeeting final : public MeetingCopies {
  public:
   FakeMeeting(const FakeOptions& options, int global_rank,
-              std::shared_ptr<health::FaultBoard> faults)
+              std::shared_ptr<health::FaultBoard> faults,
+              std::shared_ptr<FakeDevice> device)
       : options_(options),
         global_rank_(global_rank),
-        faults_(std::move(faults)) {}
+        faults_(std::move(faults)),
+        device_(std::move(device)) {}
 
   // The receiver has the places.
   std::string offer(const std::vector<CopyChannel>& channels) override {
@@ -214,8 +228,9 @@ class FakeMeeting final : public MeetingCopies {
         is_sender ? find(channel, offer_of_peer) : places_.at(channel).memory();
     const std::lock_guard lock(mutex_);
     SMP_CHECK(!is_stopped_, "the lane is closed");
-    ends_[channel] = std::make_unique<ChannelEnd>(
-        channel, is_sender, std::move(memory), options_, global_rank_, faults_);
+    ends_[channel] =
+        std::make_unique<ChannelEnd>(channel, is_sender, std::move(memory),
+                                     options_, global_rank_, faults_, device_);
   }
 
   Mark send(const CopyChannel& channel, const at::Tensor& data) override {
@@ -224,7 +239,11 @@ class FakeMeeting final : public MeetingCopies {
 
   MarkedTensor receive(const CopyChannel& channel, at::IntArrayRef sizes,
                        at::ScalarType dtype) override {
-    MarkedTensor result{at::empty(sizes, dtype)};
+    MarkedTensor result;
+    {
+      const std::lock_guard lock(device_->allocator);
+      result.data = at::empty(sizes, dtype);
+    }
     fill_with_nonsense(result.data);
     result.mark = end_of(channel).ask(result.data);
     return result;
@@ -263,6 +282,7 @@ class FakeMeeting final : public MeetingCopies {
   const FakeOptions options_;
   const int global_rank_;
   const std::shared_ptr<health::FaultBoard> faults_;
+  const std::shared_ptr<FakeDevice> device_;
   std::map<CopyChannel, SharedFile> places_;  // does not change after `offer`
   std::mutex mutex_;
   bool is_stopped_ = false;
@@ -272,10 +292,22 @@ class FakeMeeting final : public MeetingCopies {
 
 }  // namespace
 
+bool FakeDevice::find_memory(std::chrono::milliseconds patience) {
+  const std::lock_guard lock(allocator);
+  const uint64_t goal = num_asked;
+  const auto end = std::chrono::steady_clock::now() + patience;
+  while (num_over < goal && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(kLookForPeerEvery);
+  }
+  return num_over >= goal;
+}
+
 std::unique_ptr<MeetingCopies> make_fake_meeting(
     const FakeOptions& options, int global_rank,
-    std::shared_ptr<health::FaultBoard> faults) {
-  return std::make_unique<FakeMeeting>(options, global_rank, std::move(faults));
+    std::shared_ptr<health::FaultBoard> faults,
+    std::shared_ptr<FakeDevice> device) {
+  return std::make_unique<FakeMeeting>(options, global_rank, std::move(faults),
+                                       std::move(device));
 }
 
 }  // namespace smp::lanes

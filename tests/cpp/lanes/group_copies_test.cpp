@@ -15,6 +15,7 @@
 
 #include "csrc/common/check.h"
 #include "csrc/lanes/nccl_lane.h"
+#include "tests/cpp/common/expectations.h"
 #include "tests/cpp/lanes/meeting_groups.h"
 #include "tests/cpp/memory/fake_device.h"
 
@@ -79,10 +80,18 @@ class GroupCopiesTest : public ::testing::Test {
 };
 
 TEST_F(GroupCopiesTest, carry_any_dtype_and_size_under_the_lane) {
+  NcclLane* lanes[2];
+  const auto receipts_of = [&lanes](int rank) {
+    return [&lanes, rank](int dst, const Receipt& receipt) {
+      lanes[dst]->acknowledge(rank, receipt);
+    };
+  };
   NcclLane first(std::move(sender.copies), {.num_channels = 2}, kCpu, 0,
-                 sender.board);
+                 sender.board, receipts_of(0));
   NcclLane second(std::move(receiver.copies), {.num_channels = 2}, kCpu, 1,
-                  receiver.board);
+                  receiver.board, receipts_of(1));
+  lanes[0] = &first;
+  lanes[1] = &second;
   auto other = std::async(std::launch::async, [&] {
     second.open(0, 1, "");
     second.open(1, 0, "");
@@ -98,11 +107,15 @@ TEST_F(GroupCopiesTest, carry_any_dtype_and_size_under_the_lane) {
          {std::tuple{&first, &second, 0}, std::tuple{&second, &first, 1}}) {
       const auto posted = from->post(1 - src, data, false);
       ASSERT_TRUE(posted);
+      const memory::Mark turn = from->ask_to_leave(1 - src, 1);
+      EXPECT_TRUE(becomes_true([&] { return turn.is_over(); }));
       const at::Tensor came = to->take(src, posted->descriptor, {}).use();
       EXPECT_EQ(came.scalar_type(), data.scalar_type());
       EXPECT_TRUE(at::equal(came, data));
     }
   }
+  first.stop();  // both while the other one still takes receipts
+  second.stop();
 }
 
 TEST_F(GroupCopiesTest, keep_a_tensor_until_its_copy_is_over) {

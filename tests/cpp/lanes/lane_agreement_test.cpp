@@ -116,6 +116,12 @@ class Agreeing {
     }
   }
 
+  ~Agreeing() {
+    for (const auto& lane : channels_) {
+      if (lane) lane->stop();  // while the others still take receipts
+    }
+  }
+
   void break_ring(int rank, Broken::What what) {
     rings_[rank] = std::make_unique<IpcLane>(
         std::make_unique<Broken>(make_fake_copies(options_, rank, board_),
@@ -127,7 +133,10 @@ class Agreeing {
     channels_[rank] = std::make_unique<NcclLane>(
         std::move(copies),
         ChannelOptions{.num_channels = 2, .timeout = timeout_},
-        c10::Device(c10::DeviceType::CPU), rank, board_);
+        c10::Device(c10::DeviceType::CPU), rank, board_,
+        [this, rank](int dst, const Receipt& receipt) {
+          channels_[dst]->acknowledge(rank, receipt);
+        });
   }
 
   // Runs the agreement on all ranks. Returns the choices of each.

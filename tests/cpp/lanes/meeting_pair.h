@@ -1,7 +1,9 @@
 #pragma once
 
+#include <functional>
 #include <future>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "csrc/lanes/nccl_lane.h"
@@ -9,14 +11,29 @@
 
 namespace smp::lanes {
 
-/// A rank with channels, without messages.
+/// A rank with channels, without messages; receipts are passed to `other`.
 struct MeetingRank {
   MeetingRank(FakeOptions options, int the_rank,
               std::chrono::milliseconds timeout = std::chrono::seconds(20))
-      : lane(make_fake_meeting(options, the_rank, board),
+      : lane(make_fake_meeting(options, the_rank, board, device),
              {.num_channels = options.num_slots, .timeout = timeout},
-             c10::Device(c10::DeviceType::CPU), the_rank, board) {}
+             c10::Device(c10::DeviceType::CPU), the_rank, board,
+             [this, the_rank](int /*dst*/, const Receipt& receipt) {
+               if (before_receipt) before_receipt();
+               if (other != nullptr) other->acknowledge(the_rank, receipt);
+             }) {}
 
+  /// Posts a tensor as one message, which may leave when the mark of the
+  /// payload is over.
+  std::optional<Posted> post(int dst, const at::Tensor& data) {
+    auto posted = lane.post(dst, data, false);
+    if (posted) posted->payload.mark = lane.ask_to_leave(dst, 1);
+    return posted;
+  }
+
+  std::shared_ptr<FakeDevice> device = std::make_shared<FakeDevice>();
+  NcclLane* other = nullptr;
+  std::function<void()> before_receipt = {};
   std::shared_ptr<health::FaultBoard> board =
       std::make_shared<health::FaultBoard>(1);
   NcclLane lane;
@@ -26,6 +43,8 @@ struct MeetingRank {
 struct MeetingPair {
   MeetingPair(FakeOptions options_of_0, FakeOptions options_of_1)
       : first(options_of_0, 0), second(options_of_1, 1) {
+    first.other = &second.lane;
+    second.other = &first.lane;
     const std::string of_first = first.lane.offer({1});
     const std::string of_second = second.lane.offer({0});
     auto other = std::async(std::launch::async, [&] {
@@ -42,6 +61,8 @@ struct MeetingPair {
     for (MeetingRank* const rank : {&first, &second}) {
       rank->board->report({.global_rank = 0, .text = "the test is over"});
     }
+    first.lane.stop();  // both while the other one still takes receipts
+    second.lane.stop();
   }
 
   MeetingRank first;

@@ -34,6 +34,14 @@ double front_of(const at::Tensor& tensor) {
   return tensor.const_data_ptr<double>()[0];
 }
 
+void wait_until_over(const memory::Mark& mark) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::minutes(2);
+  while (!mark.is_over() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  ASSERT_TRUE(mark.is_over());
+}
+
 void wait_for_end(const memory::Mark& mark) {
   MarkedTensor{meeting_number(0), mark}.use();
 }
@@ -60,9 +68,7 @@ class ManyMessages {
   }
 
  private:
-  NcclLane& lane(int rank) {
-    return rank == 0 ? pair_.first.lane : pair_.second.lane;
-  }
+  MeetingRank& rank(int rank) { return rank == 0 ? pair_.first : pair_.second; }
   void step(int number) {
     const int dst = static_cast<int>(random_() % 2);
     switch (random_() % 4) {
@@ -81,7 +87,7 @@ class ManyMessages {
     // Some larger than what two ends exchange at a time.
     const int64_t size = number % 11 == 0 ? 9'000 : 1 + number % 50;
     at::Tensor data = meeting_number(number, size);
-    const auto posted = lane(1 - dst).post(dst, data, false);
+    const auto posted = rank(1 - dst).post(dst, data);
     data.fill_(-1);
     if (!posted) {
       ++num_refused_;
@@ -89,13 +95,17 @@ class ManyMessages {
       return;
     }
     ++num_sent_;
-    EXPECT_FALSE(posted->payload.mark || posted->payload.data.defined());
+    EXPECT_FALSE(posted->payload.data.defined());
+    wait_until_over(posted->payload.mark);
     headers_[dst].emplace_back(number, posted->descriptor);
   }
   void take(int dst) {
+    // Rank 0 receives when what it sends has been asked for.
+    while (dst == 0 && !headers_[1].empty()) take(1);
     const auto [number, descriptor] = headers_[dst].front();
     headers_[dst].pop_front();
-    came_[dst].emplace_back(number, lane(dst).take(1 - dst, descriptor, {}));
+    came_[dst].emplace_back(number,
+                            rank(dst).lane.take(1 - dst, descriptor, {}));
   }
   void read(int dst) {
     const at::Tensor data = std::move(came_[dst].front().second).use();
@@ -123,7 +133,7 @@ TEST(NcclLane, numbers_arrive_whatever_is_late) {
 
 TEST(NcclLane, a_copy_moves_when_both_have_asked) {
   MeetingPair pair({.num_slots = 2});
-  const auto posted = pair.first.lane.post(1, meeting_number(3), false);
+  const auto posted = pair.first.post(1, meeting_number(3));
   std::this_thread::sleep_for(kAMoment);
   EXPECT_FALSE(posted->end.is_over()) << "the receiver has not asked";
   MarkedTensor came = pair.second.lane.take(0, posted->descriptor, {});
@@ -134,7 +144,7 @@ TEST(NcclLane, a_copy_moves_when_both_have_asked) {
 // The message that makes the receiver ask would wait for what it asks for.
 TEST(NcclLane, a_message_does_not_wait_for_its_copy) {
   MeetingPair pair({.num_slots = 1});
-  const auto posted = pair.first.lane.post(1, meeting_number(3), false);
+  const auto posted = pair.first.post(1, meeting_number(3));
   EXPECT_FALSE(posted->payload.mark);
   EXPECT_FALSE(posted->payload.data.defined());
   EXPECT_TRUE(posted->end) << "whoever records copies wants to know";
@@ -148,7 +158,7 @@ TEST(NcclLane, data_are_nonsense_until_their_mark_is_over) {
     const FakeOptions prompt{.num_slots = 2};
     MeetingPair pair(is_sender_late ? late : prompt,
                      is_sender_late ? prompt : late);
-    const auto posted = pair.first.lane.post(1, meeting_number(3), false);
+    const auto posted = pair.first.post(1, meeting_number(3));
     const auto came = pair.second.lane.take(0, posted->descriptor, {});
     std::this_thread::sleep_for(kAMoment);
     EXPECT_FALSE(came.mark.is_over() || posted->end.is_over());
@@ -158,26 +168,26 @@ TEST(NcclLane, data_are_nonsense_until_their_mark_is_over) {
 
 TEST(NcclLane, a_way_is_taken_again_when_its_copy_is_over) {
   MeetingPair pair({.num_slots = 2});
-  NcclLane& sender = pair.first.lane;
-  const auto first = sender.post(1, meeting_number(1), false);
-  const auto second = sender.post(1, meeting_number(2), false);
+  MeetingRank& sender = pair.first;
+  const auto first = sender.post(1, meeting_number(1));
+  const auto second = sender.post(1, meeting_number(2));
   EXPECT_NE(first->descriptor.slot, second->descriptor.slot);
-  EXPECT_FALSE(sender.post(1, meeting_number(3), false)) << "both are in use";
-  EXPECT_TRUE(pair.second.lane.post(0, meeting_number(4), false))
+  EXPECT_FALSE(sender.post(1, meeting_number(3))) << "both are in use";
+  EXPECT_TRUE(pair.second.post(0, meeting_number(4)))
       << "the other direction has its own";
   pair.second.lane.take(0, first->descriptor, {});
   wait_for_end(first->end);
-  const auto third = sender.post(1, meeting_number(3), false);
+  const auto third = sender.post(1, meeting_number(3));
   ASSERT_TRUE(third);
   EXPECT_EQ(third->descriptor.slot, first->descriptor.slot);
   EXPECT_EQ(third->descriptor.sequence, 2);
-  EXPECT_THROW(sender.acknowledge(1, {LaneKind::kNccl, 0, 0}), Error);
+  EXPECT_THROW(sender.lane.acknowledge(1, {LaneKind::kNccl, 0, 0}), Error);
 }
 
 TEST(NcclLane, what_comes_out_of_order_is_refused) {
   MeetingPair pair({.num_slots = 2});
-  const auto first = pair.first.lane.post(1, meeting_number(1), false);
-  const auto second = pair.first.lane.post(1, meeting_number(2), false);
+  const auto first = pair.first.post(1, meeting_number(1));
+  const auto second = pair.first.post(1, meeting_number(2));
   NcclLane& receiver = pair.second.lane;
   EXPECT_THROW(receiver.take(0, second->descriptor, {}), Error);
   Descriptor wrong = first->descriptor;
@@ -190,7 +200,7 @@ TEST(NcclLane, what_comes_out_of_order_is_refused) {
 
 TEST(NcclLane, ends_that_do_not_fit_are_a_fault) {
   MeetingPair pair({.num_slots = 1});
-  const auto posted = pair.first.lane.post(1, meeting_number(1, 40), false);
+  const auto posted = pair.first.post(1, meeting_number(1, 40));
   Descriptor other = posted->descriptor;
   other.sizes = {39};
   MarkedTensor came = pair.second.lane.take(0, other, {});
@@ -203,7 +213,7 @@ TEST(NcclLane, ends_that_do_not_fit_are_a_fault) {
 
 TEST(NcclLane, a_fault_ends_waits_and_names_the_culprit) {
   MeetingPair pair({.num_slots = 1});
-  const auto posted = pair.first.lane.post(1, meeting_number(1), false);
+  const auto posted = pair.first.post(1, meeting_number(1));
   auto text = std::async(std::launch::async, [&]() -> std::string {
     try {
       wait_for_end(posted->end);
@@ -224,8 +234,8 @@ TEST(NcclLane, a_fault_ends_waits_and_names_the_culprit) {
 
 TEST(NcclLane, its_end_ends_waits_and_what_comes_later_never_comes) {
   MeetingPair pair({.num_slots = 2}, {.num_slots = 2, .num_ending = 0});
-  const auto first = pair.first.lane.post(1, meeting_number(1), false);
-  const auto second = pair.first.lane.post(1, meeting_number(2), false);
+  const auto first = pair.first.post(1, meeting_number(1));
+  const auto second = pair.first.post(1, meeting_number(2));
   const auto came = pair.second.lane.take(0, first->descriptor, {});
   pair.second.board->report({.global_rank = 0, .text = "failed"});
   pair.second.lane.stop();
@@ -233,14 +243,14 @@ TEST(NcclLane, its_end_ends_waits_and_what_comes_later_never_comes) {
   const auto late = pair.second.lane.take(0, second->descriptor, {});
   EXPECT_FALSE(late.mark.is_over());
   EXPECT_THROW(MarkedTensor(late).use(), Error);
-  EXPECT_FALSE(pair.second.lane.post(0, meeting_number(1), false));
+  EXPECT_FALSE(pair.second.post(0, meeting_number(1)));
 }
 
 TEST(NcclLane, what_is_asked_for_ends_before_the_lane_does) {
   MeetingPair pair({.max_us = 30'000, .num_slots = 4});
   std::vector<MarkedTensor> came;
   for (int i = 0; i < 4; ++i) {
-    const auto posted = pair.first.lane.post(1, meeting_number(i), false);
+    const auto posted = pair.first.post(1, meeting_number(i));
     came.push_back(pair.second.lane.take(0, posted->descriptor, {}));
   }
   pair.second.lane.stop();
@@ -249,13 +259,135 @@ TEST(NcclLane, what_is_asked_for_ends_before_the_lane_does) {
   }
 }
 
+// Takes the tensors of a rank, as the thread of arrivals does.
+MarkedTensor take_at(MeetingRank& rank, int src, const Posted& posted) {
+  wait_until_over(posted.payload.mark);
+  return rank.lane.take(src, posted.descriptor, {});
+}
+
+// Each rank is asked for its sending first. A device that makes one copy at a
+// time would then wait with it for the other device, which does the same.
+TEST(NcclLane, ranks_that_send_to_each_other_need_one_copy_at_a_time) {
+  MeetingPair pair({.num_slots = 2});
+  for (int round = 0; round < 30; ++round) {
+    const auto up = pair.first.post(1, meeting_number(round));
+    const auto down = pair.second.post(0, meeting_number(-round));
+    ASSERT_TRUE(up && down);
+    auto at_first = std::async(std::launch::async, [&] {
+      MarkedTensor came = take_at(pair.first, 1, *down);
+      wait_until_over(came.mark);
+      return front_of(came.data);
+    });
+    const MarkedTensor came = take_at(pair.second, 0, *up);
+    wait_until_over(came.mark);
+    EXPECT_EQ(front_of(came.data), round);
+    EXPECT_EQ(at_first.get(), -round);
+    wait_until_over(up->end);
+    wait_until_over(down->end);
+  }
+}
+
+// The allocator of each rank waits for its device, and holds the lock that the
+// other rank's sending needs for the memory at its destination.
+TEST(NcclLane, ranks_without_memory_left_go_on) {
+  MeetingPair pair({.num_slots = 1});
+  const auto up = pair.first.post(1, meeting_number(1));
+  const auto down = pair.second.post(0, meeting_number(2));
+  std::vector<std::future<bool>> allocators;
+  for (MeetingRank* const rank : {&pair.first, &pair.second}) {
+    allocators.push_back(std::async(std::launch::async, [rank] {
+      return rank->device->find_memory(std::chrono::seconds(10));
+    }));
+  }
+  std::this_thread::sleep_for(kAMoment);
+  auto at_first = std::async(std::launch::async,
+                             [&] { return take_at(pair.first, 1, *down); });
+  MarkedTensor at_second = take_at(pair.second, 0, *up);
+  for (auto& allocator : allocators) {
+    EXPECT_TRUE(allocator.get()) << "the device waits for the other rank";
+  }
+  EXPECT_EQ(front_of(std::move(at_second).use()), 1);
+  EXPECT_EQ(front_of(at_first.get().use()), 2);
+}
+
+TEST(NcclLane, tensors_of_one_message_leave_together) {
+  MeetingPair pair({.num_slots = 2});
+  NcclLane& sender = pair.first.lane;
+  const auto back = pair.second.post(0, meeting_number(0));
+  const auto first = sender.post(1, meeting_number(1), false);
+  const auto second = sender.post(1, meeting_number(2), false);
+  const memory::Mark turn = sender.ask_to_leave(1, 2);
+  EXPECT_TRUE(turn.is_over());
+  auto waiting = std::async(std::launch::async,
+                            [&] { return take_at(pair.first, 1, *back); });
+  EXPECT_EQ(front_of(take_at(pair.second, 0, *first).use()), 1);
+  EXPECT_EQ(waiting.wait_for(kAMoment), std::future_status::timeout)
+      << "the second one has not been asked for";
+  EXPECT_EQ(front_of(take_at(pair.second, 0, *second).use()), 2);
+  EXPECT_EQ(front_of(waiting.get().use()), 0);
+}
+
+// The other copies of a rank would wait until such a message has left.
+TEST(NcclLane, a_tensor_whose_message_has_not_asked_keeps_no_turn) {
+  MeetingPair pair({.num_slots = 1});
+  const auto waiting = pair.first.lane.post(1, meeting_number(1), false);
+  ASSERT_TRUE(waiting);
+  const auto back = pair.second.post(0, meeting_number(2));
+  EXPECT_EQ(front_of(take_at(pair.first, 1, *back).use()), 2);
+  wait_until_over(pair.first.lane.ask_to_leave(1, 1));
+  EXPECT_EQ(front_of(take_at(pair.second, 0, *waiting).use()), 1);
+}
+
+TEST(NcclLane, a_fault_ends_the_wait_for_a_turn) {
+  MeetingPair pair({.num_slots = 1});
+  const auto up = pair.first.post(1, meeting_number(1));
+  const auto down = pair.second.post(0, meeting_number(2));
+  auto text = std::async(std::launch::async, [&]() -> std::string {
+    try {
+      take_at(pair.first, 1, *down);
+    } catch (const PeerFailure& failure) {
+      return failure.what();
+    }
+    return "no failure";
+  });
+  EXPECT_EQ(text.wait_for(kAMoment), std::future_status::timeout);
+  pair.first.board->report(
+      {.kind = health::Fault::Kind::kDied, .global_rank = 1, .text = "gone"});
+  EXPECT_NE(text.get().find("global_rank 1"), std::string::npos);
+}
+
+// The next tensor of the channel must not overtake the receipt.
+TEST(NcclLane, the_receipt_of_a_sender_leaves_before_its_channel_is_free) {
+  MeetingPair pair({.num_slots = 1});
+  const auto posted = pair.second.post(0, meeting_number(1));
+  std::promise<bool> is_free;
+  pair.second.before_receipt = [&] {
+    std::this_thread::sleep_for(kAMoment);
+    is_free.set_value(posted->end.is_over());
+  };
+  EXPECT_EQ(front_of(take_at(pair.first, 1, *posted).use()), 1);
+  EXPECT_FALSE(is_free.get_future().get());
+  wait_until_over(posted->end);
+}
+
+TEST(NcclLane, receipts_that_are_not_expected_are_refused) {
+  MeetingPair pair({.num_slots = 1});
+  const auto posted = pair.first.post(1, meeting_number(1));
+  NcclLane& sender = pair.first.lane;
+  EXPECT_THROW(sender.acknowledge(1, {LaneKind::kNccl, 0, 1}), Error);
+  EXPECT_THROW(sender.acknowledge(1, {LaneKind::kNccl, 1, 0}), Error);
+  pair.second.lane.take(0, posted->descriptor, {});
+  EXPECT_THROW(sender.acknowledge(1, {LaneKind::kNccl, 0, 0}), Error)
+      << "twice";
+}
+
 TEST(NcclLane, ranks_that_did_not_open_each_other_have_no_way) {
   MeetingPair pair({.num_slots = 1});
   EXPECT_TRUE(pair.first.lane.reaches(1));
-  EXPECT_FALSE(pair.first.lane.post(2, meeting_number(1), false));
+  EXPECT_FALSE(pair.first.post(2, meeting_number(1)));
   pair.first.lane.use_only({});
   EXPECT_FALSE(pair.first.lane.reaches(1));
-  EXPECT_FALSE(pair.first.lane.post(1, meeting_number(1), false));
+  EXPECT_FALSE(pair.first.post(1, meeting_number(1)));
 }
 
 TEST(NcclLane, a_way_that_carries_nothing_is_refused_in_time) {
@@ -304,7 +436,8 @@ TEST(NcclLane, a_way_that_carries_other_numbers_is_refused) {
   const auto board = std::make_shared<health::FaultBoard>(0);
   NcclLane crossed(
       std::make_unique<Crossed>(make_fake_meeting(options, 0, board)),
-      {.num_channels = 1}, c10::Device(c10::DeviceType::CPU), 0, board);
+      {.num_channels = 1}, c10::Device(c10::DeviceType::CPU), 0, board,
+      [](int, const Receipt&) {});
   MeetingRank receiver(options, 1);
   const std::string offer = receiver.lane.offer({0});
   auto sending =

@@ -38,7 +38,7 @@ struct OrderRule {
   /// A message leaves when its send has been asked for.
   bool header_follows_send = false;
   /// A send is asked for when the receiver has asked, and copies have turns
-  /// (docs/design/device_lanes.md, what is left).
+  /// (csrc/lanes/copy_turns.h).
   bool has_turns = false;
   /// Copies of one pair do not block each other, as if they shared a kernel.
   bool joins_copies_of_pair = false;

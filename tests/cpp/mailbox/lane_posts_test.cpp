@@ -235,6 +235,38 @@ INSTANTIATE_TEST_SUITE_P(Transports, LanePostsOver, ::testing::Bool(),
                            return info.param ? "Memory" : "Communicator";
                          });
 
+// The receipt of rank 2 ends a turn of rank 0, which else takes nothing more.
+TEST(LanePosts, a_rank_that_closes_still_sends_what_it_has_posted) {
+  const FakeOptions fake{.num_slots = 1, .has_meeting = true};
+  comm::run_ranks(
+      3,
+      [&](int self, const comm::CommunicatorPtr& world) {
+        LaneRank rank(self, world, fake);
+        const auto post_to_first = [&] {
+          rank.mailbox.post(0, with_tensors(self, {{.data = filled(self)}}));
+        };
+        if (self == 2) {
+          post_to_first();
+          return;
+        }
+        if (self == 1) {
+          rank.wait_for(1);
+          post_to_first();
+          return;
+        }
+        const auto expect_tensor = [&](const Message& message) {
+          const MessageTensor& tensor = message.tensors.at(0);
+          EXPECT_TRUE(
+              at::equal(MarkedTensor{tensor.data, tensor.mark}.use(),
+                        filled(static_cast<double>(message.fields[0]))));
+        };
+        expect_tensor(rank.wait_for(1).at(0));
+        rank.mailbox.post(1, with_tensors(0));
+        expect_tensor(rank.wait_for(2).at(1));
+      },
+      std::chrono::seconds(150));
+}
+
 TEST(LanePosts, a_rank_without_lanes_says_so) {
   comm::run_ranks(2, [&](int self, const comm::CommunicatorPtr& world) {
     std::optional<FakeOptions> fake;

@@ -117,20 +117,28 @@ LaneKind CudaRank::post(int dst, const at::Tensor& data, bool is_stable) {
   const LaneKind lane = posted.descriptor.lane;
   {
     const std::lock_guard lock(leaving_mutex_);
-    leaving_[dst].push_back(std::move(posted));
+    const memory::Mark mark = posted.payload.mark;
+    leaving_[dst].push_back({std::move(posted), mark});
   }
   send_what_may_leave();
   return lane;
 }
 
+// A letter asks for its turn when it could leave otherwise, like a message.
+bool CudaRank::may_leave(int dst, Leaving& first) {
+  if (!first.mark.is_over()) return false;
+  if (!std::exchange(first.has_asked, true) &&
+      has_turns(first.posted.descriptor.lane)) {
+    first.mark = table_->ask_to_leave(dst, 1);
+  }
+  return first.mark.is_over();
+}
+
 void CudaRank::send_what_may_leave() {
-  const auto may_leave = [](const Posted& one) {
-    return one.payload.mark.is_over();
-  };
   const std::lock_guard lock(leaving_mutex_);
   for (auto& [dst, posts] : leaving_) {
-    while (!posts.empty() && may_leave(posts.front())) {
-      const Posted& first = posts.front();
+    while (!posts.empty() && may_leave(dst, posts.front())) {
+      const Posted& first = posts.front().posted;
       Letter letter{.kind = Letter::Kind::kTensor,
                     .descriptor = first.descriptor};
       if (const at::Tensor& payload = first.payload.data; payload.defined()) {

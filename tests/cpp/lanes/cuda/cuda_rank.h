@@ -78,6 +78,13 @@ class CudaRank {
     memory::MarkedTensor tensor = {};
   };
 
+  struct Leaving {
+    Posted posted = {};
+    memory::Mark mark = {};  // for which the letter waits
+    bool has_asked = false;  // for its turn
+  };
+
+  bool may_leave(int dst, Leaving& first);
   void send_what_may_leave();
   bool are_leaving();
   Arrival take(int src, Letter letter);
@@ -90,7 +97,7 @@ class CudaRank {
   comm::FlightWatchPtr flights_;
   std::unique_ptr<LaneTable> table_;
   std::mutex leaving_mutex_;
-  std::map<int, std::deque<Posted>> leaving_;  // by destination
+  std::map<int, std::deque<Leaving>> leaving_;  // by destination
 
   mutable std::mutex mutex_;  // guards all that follows
   std::condition_variable changed_;
