@@ -22,6 +22,8 @@ GATHERED = {
     "h.*.attn.c_attn": "colwise_gather_output",
     "h.*.attn.c_proj": "rowwise_split_input",
 }
+FOUND = {**FUSED, "h.*.attn.c_attn": "colwise"}  # the order is found
+NEOX = {"layers.*.attention.query_key_value": "colwise", "layers.*.attention.dense": "rowwise"}
 OWN = {"qkv": "qkv_colwise", "proj": "rowwise"}
 
 
@@ -68,6 +70,14 @@ def make(case: str) -> nn.Module:
     if case == "own":
         return randomise_(Loss(Attention()).double(), 1)
     transformers = pytest.importorskip("transformers")
+    if case == "neox":
+        config = transformers.GPTNeoXConfig(
+            hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=2, vocab_size=11,
+            intermediate_size=16, rotary_pct=1.0, max_position_embeddings=8,
+        )  # fmt: skip
+        model = transformers.GPTNeoXModel(config)
+        model.embed_in.requires_grad_(False)
+        return randomise_(Features(model).double(), 1)
     config = transformers.GPT2Config(
         n_embd=WIDTH, n_head=HEADS, n_layer=2, vocab_size=11, n_positions=8,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -101,7 +111,10 @@ def train(rank: int, case: str, plan: dict[str, str], tp: int, prescaled: bool, 
         ("gpt2", FUSED, 2, 1),
         ("gpt2", FUSED, 3, 1),
         ("gpt2", FUSED, 2, 2),
+        ("gpt2", FOUND, 2, 1),
+        ("gpt2", FOUND, 2, 2),
         ("gpt2", GATHERED, 2, 1),
+        ("neox", NEOX, 3, 1),
         ("own", OWN, 2, 1),
     ],
     ids=lambda value: "" if isinstance(value, dict) else str(value),
@@ -123,18 +136,11 @@ def test_fused_queries_keys_and_values_have_the_gradients_of_one_process(
         shape
         for _, _, shapes in results
         for name, shape in shapes.items()
-        if name.endswith(("c_attn.weight", "qkv.weight"))
+        if name.endswith(("c_attn.weight", "qkv.weight", "query_key_value.weight"))
     }
     assert fused and all(max(shape) < 3 * WIDTH for shape in fused), "nothing was split"
     for _, state, _ in results:
         assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
-
-
-def test_fused_parts_of_gpt2_that_are_split_as_one_are_refused(pool: Pool) -> None:
-    plan = {**FUSED, "h.*.attn.c_attn": "colwise"}
-    text = r"plan does not fit 'model.h.0.attn'.*'model.h.0.attn.c_attn' is colwise.*qkv_colwise"
-    with pytest.raises(RankFailure, match=text):
-        pool.run(2, train, "gpt2", plan, 2, True)
 
 
 def split_other(rank: int, word: str, out: int, knows_heads: bool) -> None:

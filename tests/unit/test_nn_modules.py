@@ -16,6 +16,10 @@ from torch.utils import _pytree as pytree
 import smp
 from smp import _C
 from smp.initial.initialise import initialise_delayed
+from smp.nn import attention
+from smp.nn import layout as layouts
+from smp.nn.attention import rotary_tables
+from smp.nn.linear import RowLinear
 from smp.partition.tree import kind_of
 from tests.reference.split_modules import CASES, Case, compare, float64
 
@@ -181,6 +185,73 @@ def test_a_model_with_fp32_residuals_keeps_its_dtype(pre: bool) -> None:
     output.loss.backward()
     assert output.loss.dtype == torch.float32
     assert output.logits.dtype == output.hidden_states.dtype == torch.bfloat16
+
+
+# ---- what layers share, and sums in products ------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["model", "model with positions", "stack"])
+def test_layers_of_a_stack_share_rotary_tables(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    options: dict[str, Any] = {**_LM, "num_layers": 3, "rotary_dim": 4}
+    inputs: tuple[Tensor | None, ...]
+    module: nn.Module
+    if kind == "stack":
+        del options["vocab_size"], options["num_positions"]
+        module = smp.nn.DistributedTransformer(**options)
+        inputs = (torch.randn(2, 5, 8), None)
+    else:
+        module = smp.nn.DistributedTransformerLMHead(**options, use_position_embedding=False)
+        positions = torch.tensor([[3, 1, 4, 1, 5]]).repeat(2, 1) if "with" in kind else None
+        inputs = (torch.arange(10).view(2, 5), None, None, positions, None)
+    module.eval()
+    made: list[Tensor] = []
+
+    def run() -> Tensor:
+        output = module(inputs)
+        return output[0] if kind == "stack" else output
+
+    def counted(positions: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        made.append(positions)
+        return rotary_tables(positions, *others)
+
+    monkeypatch.setattr(attention, "rotary_tables", counted)
+    shared = run()
+    assert len(made) == 1
+    monkeypatch.setattr(attention, "_tables_of", counted)
+    assert torch.equal(run(), shared) and len(made) == 4
+
+
+def test_positions_that_were_changed_are_read_again() -> None:
+    layer = smp.nn.DistributedAttentionLayer(2, 4, 8, 0.0, 0.0, rotary_dim=4)
+    x, positions = torch.randn(2, 5, 8), torch.arange(5)[None]
+    first = layer((x, None, positions))
+    positions.mul_(3)
+    changed = layer((x, None, positions))
+    assert torch.equal(changed, layer((x, None, positions.clone())))
+    assert not torch.allclose(changed, first)
+
+
+def test_tables_of_inference_mode_are_not_kept_for_training() -> None:
+    layer = smp.nn.DistributedAttentionLayer(2, 4, 8, 0.0, 0.0, rotary_dim=4)
+    x, positions = torch.randn(2, 5, 8), torch.arange(5)[None]
+    with torch.inference_mode():
+        layer((x, None, positions))
+    layer((x, None, positions)).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_product_adds_up_onto_another_term(dtype: torch.dtype) -> None:
+    row = RowLinear([96], 16, False, None, layouts.current()).to(dtype)
+    x, other = torch.randn(2, 5, 96).to(dtype), 8 * torch.randn(2, 5, 16).to(dtype)
+    given = [t.requires_grad_() for t in (x, other, row.weight)]
+    exact = F.linear(x.double(), row.weight.double()) + other.double()
+    total = row(x, other)
+    # Half a unit in the last place: the sum is rounded once.
+    assert torch.allclose(total.double(), exact, 0.51 * torch.finfo(dtype).eps, atol=1e-12)
+    factor = torch.randn(2, 5, 16).to(dtype)
+    grads = torch.autograd.grad((total * factor).sum(), given)
+    expected = torch.autograd.grad(((row(x) + other) * factor).sum(), given)
+    assert all(map(torch.equal, grads, expected))
 
 
 # ---- language-model head ---------------------------------------------------------------

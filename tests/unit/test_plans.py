@@ -135,6 +135,7 @@ def test_heads_are_found_in_numbers_and_sizes() -> None:
         {"num_heads": 8, "num_key_value_groups": 4},
         {"head_dim": 4, "num_key_value_groups": 4},
         {"head_dim": 4},
+        {"head_size": 4},
         {"num_attention_heads": 8, "num_key_value_heads": 2},
     ):
         assert heads_of(numbers, sizes, 32) == Heads(8, 2), numbers

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from smp.dropout import places
 from smp.dropout.masks import Slice
+from smp.modules.tracing import is_recorded
 from smp.nn import functional
 from smp.nn import layout as layouts
 from smp.nn.attend import Scoring, alibi_slopes, attend, tell_beyond_fused
@@ -321,7 +323,7 @@ class DistributedAttentionLayer(IndivisibleModule):
             return query, key
         if positions is None:
             positions = torch.arange(query.shape[1], device=query.device)[None]
-        cos, sin = rotary_tables(positions, rotary_dim, base, query.dtype)
+        cos, sin = _tables_of(positions, rotary_dim, base, query.dtype)
         return (
             functional.rotary(query, cos, sin, rotary_dim, is_interleaved),
             functional.rotary(key, cos, sin, rotary_dim, is_interleaved),
@@ -362,6 +364,27 @@ def close_block(
         if fp32_residual:
             total = total.to(x.dtype)
     return total
+
+
+# All layers of a stack get one tensor of positions, so that its tables are computed once.
+_made_tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _tables_of(
+    positions: Tensor, rotary_dim: int, base: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns `rotary_tables`, which layers with one tensor of positions share."""
+    # A trace sees what each layer computes, and training cannot keep tensors of inference mode.
+    is_seen = torch.compiler.is_compiling() or is_recorded()
+    if is_seen or positions.is_inference() or torch.is_inference_mode_enabled():
+        return rotary_tables(positions, rotary_dim, base, dtype)
+    made = _made_tables.setdefault(positions, {})
+    what = (positions._version, rotary_dim, base, torch.promote_types(dtype, torch.float32))
+    if what not in made:
+        made.clear()
+        made[what] = rotary_tables(positions, rotary_dim, base, dtype)
+    tables: tuple[Tensor, Tensor] = made[what]
+    return tables
 
 
 def rotary_tables(

@@ -94,12 +94,19 @@ class RowLinear(nn.Module):
         """Initialises this rank's part."""
         fill_linear(self.weight, self.bias, self.in_features, self._std)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         """Returns this rank's term ``[*, out]`` of the product, from its part ``[*, in]`` of input.
 
         The term is neither summed over ranks nor biased.
+
+        Args:
+            x: own part of the input.
+            other: tensor ``[*, out]`` that is added; the product adds up onto it.
         """
-        return F.linear(x, self.weight)
+        if other is None:
+            return F.linear(x, self.weight)
+        total = torch.addmm(other.flatten(0, -2), x.flatten(0, -2), self.weight.t())
+        return total.view(other.shape)
 
     def extra_repr(self) -> str:
         return _describe(self)

@@ -181,7 +181,10 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
         else:
             members.append(mask)
         if self._passes_positions:
-            members.append(None if positions is None else layout.all_samples(positions))
+            if positions is None:
+                members.append(torch.arange(ids.shape[1], device=ids.device)[None])
+            else:
+                members.append(layout.all_samples(positions))
         last: Tensor = self.transformer(tuple(members))[0]
         if self.layernorm is not None:
             last = self.layernorm(last)

@@ -135,9 +135,7 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
     ) -> Tensor:
         if products is None:
             products = self._layout.columns(self.norm(hidden), self.columns, extent)
-        product = self.dense2(self._activate(products))
-        if term is not None:
-            product = product + term
+        product = self.dense2(self._activate(products), term)
         own_bias = self.dense2.bias
         assert own_bias is not None
         return close_block(

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from smp.nn import layout as layouts
@@ -86,6 +87,7 @@ class DistributedTransformer(GradientCheckpointing, DistributedModule):
         self._layout = layouts.current()
         self._inside = _inside
         self._num_members = 4 if add_cross_attention else 2
+        self._rotates = rotary_dim is not None
         windows = options.pop("window_size")
         if windows is None or isinstance(windows, int):
             windows = [windows] * num_layers
@@ -109,9 +111,15 @@ class DistributedTransformer(GradientCheckpointing, DistributedModule):
         check_inputs(inputs, self._num_members)
         if self._inside:
             return self._compute(inputs)
+        assert inputs[0] is not None
         inside, extent = enter_stack(inputs, self._num_members, self._layout)
+        if self._rotates and all(x is None for x in inside[self._num_members :]):
+            # One tensor for all layers, which share what they compute of it.
+            assert inside[0] is not None
+            positions = torch.arange(inputs[0].shape[1], device=inside[0].device)[None]
+            inside = (*inside[: self._num_members], positions)
         hidden = self._compute(inside)[0]
-        assert hidden is not None and inputs[0] is not None
+        assert hidden is not None
         hidden = self._layout.leave(hidden, extent)
         return (hidden.to(inputs[0].dtype), *inputs[1:])
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 from torch import nn
 
 from smp.dropout.parts import Share
 from smp.nn.planned.linear import PlannedLatent, PlannedRow
+from smp.nn.planned.order_trial import whole_numbers
 from smp.replacement import plan_sizes, plans
 from smp.replacement.plan_cuts import (
     Dim,
@@ -18,6 +19,12 @@ from smp.replacement.plan_cuts import (
     column_cut,
     problem_in,
     weight_dim,
+)
+from smp.replacement.plan_orders import (
+    features_of,
+    find_form,
+    number_of,
+    numbers_of,
 )
 from smp.replacement.plan_sizes import CannotCut, Shares
 from smp.tensor_parallel import regions
@@ -30,7 +37,16 @@ _NORMS_OF_HEADS = frozenset(
 )
 
 
-def decide_groups(state: SplitState) -> dict[str, plans.Group]:
+def decide_groups(state: SplitState, is_tried: bool) -> dict[str, plans.Group]:
+    """Decides how columns and rows are split.
+
+    Args:
+        state: findings on the module, to which the decisions are added.
+        is_tried: whether the order of queries, keys and values in one matrix is found by a trial.
+
+    Returns:
+        groups that are split, by path.
+    """
     found = plans.group({p: w for p, w in state.words.items() if p in state.modules})
     for path in found.alone:
         counterpart = "rows that it feeds" if state.words[path] == plans.COLUMN else "columns"
@@ -40,7 +56,7 @@ def decide_groups(state: SplitState) -> dict[str, plans.Group]:
         problem = _problem_of(state, group)
         if problem is None:
             try:
-                _cut_group(state, path, group)
+                _cut_group(state, path, group, is_tried)
                 kept[path] = group
                 continue
             except CannotCut as error:
@@ -69,65 +85,69 @@ def _problem_of(state: SplitState, group: plans.Group) -> str | None:
     return None
 
 
-def _cut_group(state: SplitState, path: str, group: plans.Group) -> None:
-    owner = state.modules[path]
-    num = {p: plans.NUM_PACKED.get(state.words[p], 1) for p in group.columns}
-    columns = {p: _features(state, p, 0) // num[p] for p in group.columns}
-    rows = {p: _features(state, p, 1) for p in group.rows}
-    attributes = _numbers_of(owner)
-    heads = plan_sizes.heads_of(attributes, columns, next(iter(rows.values())))
-    fused = [p for p in group.columns if state.words[p] == plans.QKV_COLUMN]
-    for part in fused:
-        _check_fused(state, part, heads, columns, rows)
-    state.hints[path] = [_hint(state, p, rows) for p in columns if _is_thrice(state, p, rows)]
-    shares = plan_sizes.shares_of(columns, rows, heads, state.layout.num_ranks)
-    if heads is not None:
-        state.owners[path] = _head_attributes(owner, heads, shares)
-        if any(state.words[p] == plans.PACKED_COLUMN for p in group.columns):
-            raise CannotCut("has packed columns in attention, whose order is not known")
-        width = columns[fused[0]] if fused else 0
-        for name in plan_sizes.WIDTH_NAMES if fused else ():
-            if owner.__dict__.get(name) == width:
-                state.owners[path][name] = shares.columns[fused[0]].sizes[regions.rank()]
+@dataclass(frozen=True)
+class _GroupCut:
+    """The cut of a group.
+
+    Attributes:
+        heads: heads of attention; None without attention.
+        shares: shares of the ranks.
+        num_packed: number of matrices that are packed in a column, by path.
+        counts: values by rank of attributes that count heads.
+    """
+
+    heads: plan_sizes.Heads | None
+    shares: Shares
+    num_packed: Mapping[str, int]
+    counts: Mapping[str, tuple[int, ...]]
+
+
+def _cut_group(state: SplitState, path: str, group: plans.Group, is_tried: bool) -> None:
+    rows = {p: features_of(state, p, 1) for p in group.rows}
+    form = find_form(state, path, group, rows, is_tried)
+    if form is None:
+        cut = _cut_of(state, path, group, rows)
+    else:
+        packed = dict.fromkeys(group.columns, form.num_packed)
+        cut = _GroupCut(form.heads, form.shares, packed, form.attributes)
+    shares, rank = cut.shares, regions.rank()
     for part, share in shares.columns.items():
-        state.cuts[part] = column_cut(state.modules[part], share, num[part])
-        if heads is not None:
-            own = Share.of(shares.queries, regions.rank())
+        state.cuts[part] = column_cut(state.modules[part], share, cut.num_packed[part])
+        if cut.heads is not None:
+            own = Share.of(shares.queries, rank)
             state.cuts[part].attributes["_smp_query_heads"] = own
     for part, share in shares.rows.items():
         sizes = {"_smp_sizes": share.sizes}
         dims = {"weight": Dim(weight_dim(state.modules[part], 1), share.sizes)}
         state.cuts[part] = NewForm(behind(PlannedRow), dims, attributes=sizes)
-    if heads is not None:
-        _cut_by_heads(state, path, heads, shares)
+    if cut.heads is not None:
+        counts = {name: by_rank[rank] for name, by_rank in cut.counts.items()}
+        state.owners[path] = {"_smp_heads": (shares.queries[rank], cut.heads.queries), **counts}
+        _cut_by_heads(state, path, cut.heads, shares)
         _sum_norms(state, path, {share.unit for share in shares.columns.values()})
 
 
-def _check_fused(
-    state: SplitState,
-    part: str,
-    heads: plan_sizes.Heads | None,
-    columns: Mapping[str, int],
-    rows: Mapping[str, int],
-) -> None:
-    """Raises unless the heads are known and a layer makes as many queries as keys and values."""
-    num, width = _features(state, part, 0), next(iter(rows.values()))
+def _cut_of(state: SplitState, path: str, group: plans.Group, rows: Mapping[str, int]) -> _GroupCut:
+    """Returns the cut of a group whose columns are split one by one, by heads or evenly."""
+    num = {p: plans.NUM_PACKED.get(state.words[p], 1) for p in group.columns}
+    columns = {p: features_of(state, p, 0) // num[p] for p in group.columns}
+    owner = state.modules[path]
+    heads = plan_sizes.heads_of(numbers_of(owner), columns, next(iter(rows.values())))
+    state.hints[path] = [_hint(state, p, rows) for p in columns if _is_thrice(state, p, rows)]
+    shares = plan_sizes.shares_of(columns, rows, heads, state.layout.num_ranks)
     if heads is None:
-        raise CannotCut(
-            f"has '{part}', which is {plans.QKV_COLUMN}, and no attribute such as "
-            f"{plan_sizes.QUERY_NAMES[0]} that tells the number of heads"
-        )
-    if len(columns) > 1 or heads.keys != heads.queries or num != 3 * width:
-        raise CannotCut(
-            f"has {num} features in '{part}', which are not queries, keys and values of "
-            f"{width} features each, the only ones beside what takes {width}"
-        )
+        return _GroupCut(None, shares, num, {})
+    counts = plan_sizes.counts_of(whole_numbers(owner), heads, shares)
+    plan_sizes.check_groups(counts, heads, shares)
+    if any(state.words[p] == plans.PACKED_COLUMN for p in group.columns):
+        raise CannotCut("has packed columns in attention, whose order is not known")
+    return _GroupCut(heads, shares, num, counts)
 
 
 def _is_thrice(state: SplitState, column: str, rows: Mapping[str, int]) -> bool:
     """Returns whether a column makes three times the features that a row takes."""
     is_plain = state.words[column] == plans.COLUMN
-    return is_plain and _features(state, column, 0) == 3 * next(iter(rows.values()))
+    return is_plain and features_of(state, column, 0) == 3 * next(iter(rows.values()))
 
 
 def _hint(state: SplitState, column: str, rows: Mapping[str, int]) -> str:
@@ -171,12 +191,6 @@ def _same_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls
 
 
-def _features(state: SplitState, path: str, dim: int) -> int:
-    """Returns the number of output features (0) or input features (1) of a linear layer."""
-    module = state.modules[path]
-    return module.get_parameter("weight").shape[weight_dim(module, dim)]
-
-
 def is_complete(state: SplitState, group: plans.Group) -> bool:
     parts = (*group.columns, *group.rows)
     if all(path in state.cuts for path in parts):
@@ -209,52 +223,5 @@ def decide_latent(state: SplitState, groups: Mapping[str, plans.Group]) -> None:
 
 def _direct_features(owner: nn.Module) -> int:
     """Returns how many features of latent attention go to the heads directly; 0 if unknown."""
-    own = _number(owner.__dict__.get("qk_rope_head_dim"))
-    return own or _number(getattr(getattr(owner, "config", None), "qk_rope_head_dim", None))
-
-
-def _numbers_of(owner: nn.Module) -> dict[str, int]:
-    """Returns the numbers of heads from the attributes of a module, or from its configuration."""
-    names = (
-        "head_dim",
-        *plan_sizes.QUERY_NAMES,
-        *plan_sizes.KEY_VALUE_NAMES,
-        *plan_sizes.GROUP_NAMES,
-    )
-    own = {name: _number(owner.__dict__.get(name)) for name in names}
-    if own["head_dim"] or any(own[name] for name in plan_sizes.QUERY_NAMES):
-        config = getattr(owner, "config", None)
-        for name in names:
-            if not own[name] and name != "head_dim":
-                own[name] = _number(getattr(config, name, None))
-    return own
-
-
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
-
-
-def _head_attributes(owner: nn.Module, heads: plan_sizes.Heads, shares: Shares) -> dict[str, Any]:
-    """Returns the attributes that count heads, with this rank's numbers.
-
-    Raises:
-        CannotCut: the code relies on a number of queries for each key that differs here.
-    """
-    rank = regions.rank()
-    made: dict[str, Any] = {"_smp_heads": (shares.queries[rank], heads.queries)}
-    for names, before, after in (
-        (plan_sizes.QUERY_NAMES, heads.queries, shares.queries[rank]),
-        (plan_sizes.KEY_VALUE_NAMES, heads.keys, shares.keys[rank]),
-        (plan_sizes.GROUP_NAMES, heads.queries // heads.keys, shares.groups[rank]),
-    ):
-        for name in names:
-            if owner.__dict__.get(name) == before:
-                made[name] = after
-    knows_groups = any(name in made for name in plan_sizes.GROUP_NAMES)
-    changes = any(after != heads.queries // heads.keys for after in shares.groups)
-    if changes and not knows_groups:
-        raise CannotCut(
-            f"has {heads.keys} heads of keys and values, fewer than ranks, and no attribute such "
-            f"as {plan_sizes.GROUP_NAMES[0]} that tells how many heads of queries share one"
-        )
-    return made
+    own = number_of(owner.__dict__.get("qk_rope_head_dim"))
+    return own or number_of(getattr(getattr(owner, "config", None), "qk_rope_head_dim", None))

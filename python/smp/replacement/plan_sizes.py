@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from smp.tensor_parallel.sharding import split
@@ -11,6 +11,7 @@ KEY_NAMES = frozenset(
     {"k_proj", "v_proj", "k", "v", "key", "value", "key_proj", "value_proj", "to_k", "to_v"}
 )
 QUERY_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+SIZE_NAMES = ("head_dim", "head_size")
 KEY_VALUE_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 WIDTH_NAMES = ("split_size", "attn_dim")  # features of all heads together
 GROUP_NAMES = ("num_key_value_groups", "num_kv_groups", "n_rep")
@@ -51,6 +52,7 @@ class Shares:
         columns, rows: shares by path.
         queries, keys: number of heads by rank; empty without attention.
         groups: number of heads of queries for each head of keys, by rank.
+        key_heads: heads of keys that each rank computes, by rank.
     """
 
     columns: Mapping[str, Share]
@@ -58,6 +60,7 @@ class Shares:
     queries: tuple[int, ...] = ()
     keys: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
+    key_heads: tuple[tuple[int, ...], ...] = ()
 
 
 class CannotCut(ValueError):
@@ -78,7 +81,7 @@ def heads_of(
         None if the module is no attention.
     """
     known = [attributes[name] for name in QUERY_NAMES if attributes.get(name, 0) > 0]
-    size = attributes.get("head_dim", 0)
+    size = next((attributes[name] for name in SIZE_NAMES if attributes.get(name, 0) > 0), 0)
     queries = next((n for n in known if in_features % n == 0), 0)
     if queries == 0 and size > 0 and in_features % size == 0:
         queries = in_features // size
@@ -129,26 +132,25 @@ def shares_of(
     if heads.queries % heads.keys:
         raise CannotCut(f"has {heads.queries} heads of queries for {heads.keys} of keys and values")
     per_key = heads.queries // heads.keys
-    own_heads: list[tuple[int, ...]] = []
-    if heads.keys >= num_ranks:
-        keys = split(heads.keys, num_ranks)
-        queries, groups = [n * per_key for n in keys], [per_key] * num_ranks
-    else:
+    is_shared = heads.keys < num_ranks  # several ranks compute one head of keys
+    if is_shared:
         queries = split(heads.queries, num_ranks)
-        begins = [sum(queries[:rank]) for rank in range(num_ranks)]
-        own_heads = [
-            _heads_for(begin, n, per_key) for begin, n in zip(begins, queries, strict=True)
-        ]
-        keys = [len(own) for own in own_heads]
-        groups = [n // own for n, own in zip(queries, keys, strict=True)]
+    else:
+        queries = [n * per_key for n in split(heads.keys, num_ranks)]
+    begins = [sum(queries[:rank]) for rank in range(num_ranks)]
+    key_heads = tuple(
+        _heads_for(begin, n, per_key) for begin, n in zip(begins, queries, strict=True)
+    )
+    keys = [len(own) for own in key_heads]
+    groups = [n // own for n, own in zip(queries, keys, strict=True)]
     made = {}
     for path, out in columns.items():
         count = heads.keys if is_key(path) else heads.queries
         if out % count:
             raise CannotCut(f"has {out} features in '{path}', which are not {count} heads")
         unit = out // count
-        if is_key(path) and own_heads:
-            made[path] = Share((), tuple(own_heads), unit)
+        if is_key(path) and is_shared:
+            made[path] = Share((), key_heads, unit)
         else:
             sizes = keys if is_key(path) else queries
             made[path] = Share(tuple(n * unit for n in sizes), unit=unit)
@@ -158,7 +160,7 @@ def shares_of(
             raise CannotCut(f"takes {num} features in '{path}', not those of {heads.queries} heads")
         unit = num // heads.queries
         taken[path] = Share(tuple(n * unit for n in queries), unit=unit)
-    return Shares(made, taken, tuple(queries), tuple(keys), tuple(groups))
+    return Shares(made, taken, tuple(queries), tuple(keys), tuple(groups), key_heads)
 
 
 def _heads_for(begin: int, num: int, per_key: int) -> tuple[int, ...]:
@@ -167,6 +169,43 @@ def _heads_for(begin: int, num: int, per_key: int) -> tuple[int, ...]:
     distinct = sorted(set(every))
     each = {every.count(head) for head in distinct}
     return tuple(distinct) if len(each) == 1 else tuple(every)
+
+
+def counts_of(
+    attributes: Mapping[str, int], heads: Heads, shares: Shares
+) -> dict[str, tuple[int, ...]]:
+    """Returns the values by rank of attributes that count heads.
+
+    Args:
+        attributes: numbers among the attributes of a module.
+        heads: numbers of heads of all ranks.
+        shares: shares of the ranks.
+    """
+    return {
+        name: by_rank
+        for names, whole, by_rank in (
+            (QUERY_NAMES, heads.queries, shares.queries),
+            (KEY_VALUE_NAMES, heads.keys, shares.keys),
+            (GROUP_NAMES, heads.queries // heads.keys, shares.groups),
+        )
+        for name in names
+        if attributes.get(name) == whole
+    }
+
+
+def check_groups(counts: Iterable[str], heads: Heads, shares: Shares) -> None:
+    """Raises CannotCut if code uses a number of queries for each key that differs by rank.
+
+    Args:
+        counts: names of the attributes that get this rank's numbers.
+        heads, shares: the same as in `counts_of`.
+    """
+    changes = any(after != heads.queries // heads.keys for after in shares.groups)
+    if changes and not any(name in GROUP_NAMES for name in counts):
+        raise CannotCut(
+            f"has {heads.keys} heads of keys and values, fewer than ranks, and no attribute such "
+            f"as {GROUP_NAMES[0]} that tells how many heads of queries share one"
+        )
 
 
 def _even(columns: Mapping[str, int], rows: Mapping[str, int], num_ranks: int) -> Shares:

@@ -40,7 +40,7 @@ def apply_plan(
     """
     state = new_state(root, plan, prefix, taken)
     adapters = find_adapters(state)
-    groups = decide_groups(state)
+    groups = decide_groups(state, is_tried)
     decide_standalone(state)
     decide_experts(state)
     keep_shared_whole(state)

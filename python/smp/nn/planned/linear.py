@@ -138,10 +138,11 @@ class PlannedSplitRow(PlannedPart, nn.Linear):
 class PlannedHeads(PlannedPart, nn.Linear):
     """An ``nn.Linear`` held whole, of which a rank computes the heads that its queries need.
 
-    It serves keys and values with fewer heads than ranks.
+    It serves keys and values with fewer heads than ranks, and matrices of queries, keys and values
+    of which a rank's heads are no slice.
 
     Attributes:
-        _smp_heads: numbers of these heads, ``[n]``.
+        _smp_heads: numbers of these heads in the weight, ``[n]``.
         _smp_unit: features of a head.
     """
 

@@ -11,6 +11,7 @@ inputs of rows are compared.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,20 +21,17 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
-from smp._device import device_module, is_accelerator
-from smp.dropout import places
 from smp.modules.flat import tensors_in
 from smp.nn.experts import HoldsExperts
 from smp.nn.planned.experts import PlannedTerm
 from smp.nn.planned.linear import PlannedColumn, PlannedHeads, PlannedPart, PlannedRow, has_hooks
+from smp.nn.planned.runs import CannotTry, Record, random_features
 from smp.nn.run_aside import device_of, has_no_data, run_aside
 from smp.tensor_parallel import regions, sharding
 from smp.world.log import first_rank_log
 
 _log = logging.getLogger("smp")
-# Tolerances of norms. An error is a good part of the norm, since the features differ in size.
-_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.05}
-_OTHERWISE = 1e-2
+_TOLERANCE = 1e-2  # of norms
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Trial:
         problem: str | None = None
         try:
             problem = self._problem(block, inner, args, kwargs)
-        except _Unknown as reason:
+        except CannotTry as reason:
             say = first_rank_log.warning if self.hints else _log.debug
             say(
                 "smp: whether the given plan fits '%s' could not be tried: %s; compare a few steps "
@@ -102,27 +100,10 @@ class Trial:
         """Returns the difference of the two runs as the end of a sentence, or None."""
         parts = _parts_of(block)
         whole = self._run(block, parts, True, inner, args, kwargs)
-        if whole.error is not None:
-            raise _Unknown(f"with all features it raises {_told(whole.error)}")
-        if not whole.given:
-            raise _Unknown("it calls no row")
+        whole.check()
         own = self._run(block, parts, False, inner, args, kwargs)
-        if whole.has_drawn or own.has_drawn:
-            raise _Unknown("it draws random numbers in eval mode")
-        for (row, all_features), (other, features) in zip(whole.given, own.given, strict=False):
-            if other != row:
-                return f"with a part of the features it comes to '{other}', and not to '{row}'"
-            problem = _problem_at(row, parts, all_features, features)
-            if problem is not None:
-                return problem
-        if own.error is not None:
-            return f"with a part of the features it raises {_told(own.error)}"
-        if len(own.given) != len(whole.given):
-            return (
-                f"with a part of the features it calls {len(own.given)} rows; expected "
-                f"{len(whole.given)}, as with all of them"
-            )
-        return None
+        sizes = {path: part._smp_sizes for path, part in parts.items()}
+        return whole.problem_of(own, sizes, regions.rank(), _TOLERANCE)
 
     def _run(
         self,
@@ -132,7 +113,7 @@ class Trial:
         inner: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> _Runs:
+    ) -> Record:
         """Runs the block and undoes its side effects."""
         direct = {id(value) for value in (*args, *kwargs.values())}
         nested = [x for x in tensors_in([*args, *kwargs.values()]) if id(x) not in direct]
@@ -142,36 +123,7 @@ class Trial:
         for tensor, copy in zip(nested, copies, strict=True):
             if any(tensor is x for x in written):
                 tensor.data.copy_(copy)
-        return runs
-
-
-def _problem_at(
-    row: str, parts: Mapping[str, PlannedPart], all_features: Tensor, features: Tensor
-) -> str | None:
-    """Returns what is wrong with a row's input as the end of a sentence, or None."""
-    sizes = list(parts[row]._smp_sizes)
-    if all_features.shape[-1] != sum(sizes):
-        raise _Unknown(
-            f"'{row}' gets {all_features.shape[-1]} features of {sum(sizes)} that it takes"
-        )
-    begin, num = sharding.begin_of(sizes), sizes[regions.rank()]
-    expected = all_features.narrow(-1, begin, num)
-    if features.shape != expected.shape:
-        return (
-            f"'{row}' gets {list(features.shape)} on this rank; expected {list(expected.shape)}, "
-            f"{num} of {sum(sizes)} features"
-        )
-    share = _difference(features, expected)
-    if share <= _TOLERANCE.get(features.dtype, _OTHERWISE):
-        return None
-    return (
-        f"what '{row}' gets of a part of the features differs by {share:.0%} from that part of "
-        "what it gets of all of them"
-    )
-
-
-class _Unknown(Exception):
-    """A reason why a block cannot be tried."""
+        return runs.record
 
 
 @dataclass
@@ -179,9 +131,7 @@ class _Runs:
     """Runs a block in eval mode and without a graph.
 
     Attributes:
-        given: path and input of each row that is called.
-        error: exception of the code.
-        has_drawn: the code has drawn from a generator of torch.
+        record: record of the run.
     """
 
     block: nn.Module
@@ -189,19 +139,12 @@ class _Runs:
     whole: bool
     attributes: Mapping[str, Mapping[str, Any]]
     inner: Callable[..., Any]
-    given: list[tuple[str, Tensor]] = field(default_factory=list)
-    error: Exception | None = None
-    has_drawn: bool = False
+    record: Record = field(default_factory=Record)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         device = device_of(tensors_in([*args, *kwargs.values()]))
-        before = _generators(device)
-        with torch.no_grad(), places.at(None), self._set():
-            try:
-                self.inner(*args, **kwargs)
-            except Exception as error:  # whatever the code of a model raises
-                self.error = error
-        self.has_drawn = not all(map(torch.equal, before, _generators(device)))
+        with self._set():
+            self.record.run(functools.partial(self.inner, *args, **kwargs), device)
 
     @contextlib.contextmanager
     def _set(self) -> Iterator[None]:
@@ -244,11 +187,8 @@ class _InPlace:
         return self.runs.parts[self.path]
 
     def random(self, input: Tensor, width: int) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 * self.seed + self.num_calls)
         self.num_calls += 1
-        noise = torch.randn(*input.shape[:-1], width, generator=generator)
-        # Features of different size and with a mean, so that functions of all of them differ.
-        return (noise + 0.5) * torch.linspace(0.5, 1.5, width)
+        return random_features((*input.shape[:-1], width), 1000 * self.seed + self.num_calls)
 
     def as_given(self, features: Tensor, input: Tensor) -> Tensor:
         """Returns features on the input's device, with the dtype of the part's output."""
@@ -259,7 +199,7 @@ class _InPlace:
 
 class _Row(_InPlace):
     def __call__(self, input: Tensor) -> Tensor:
-        self.runs.given.append((self.path, input.detach().clone()))
+        self.runs.record.given.append((self.path, input.detach().clone()))
         return self.as_given(self.random(input, self.part._matrix().shape[0]), input)
 
 
@@ -281,14 +221,6 @@ class _Column(_InPlace):
         return apart.flatten(-2)
 
 
-def _generators(device: torch.device) -> list[Tensor]:
-    """Returns the states of the generators that code on a device draws from."""
-    states = [torch.get_rng_state()]
-    if is_accelerator(device):
-        states.append(device_module(device).get_rng_state(device))
-    return states
-
-
 def _is_column(part: nn.Module) -> bool:
     return isinstance(part, PlannedColumn | PlannedHeads)
 
@@ -297,19 +229,19 @@ def _parts_of(block: nn.Module) -> dict[str, PlannedPart]:
     """Returns the columns and rows of a block, by path.
 
     Raises:
-        _Unknown: the block has hooks or other parts, which need the real outputs of columns.
+        CannotTry: the block has hooks or other parts, which need the real outputs of columns.
     """
     parts: dict[str, PlannedPart] = {}
     for path, module in block.named_modules():
         is_known = _is_column(module) or isinstance(module, PlannedRow)
         if module is not block and has_hooks(module):
-            raise _Unknown(f"'{path}' has hooks")
+            raise CannotTry(f"'{path}' has hooks")
         if isinstance(module, PlannedPart) and is_known:
             parts[path] = module
         elif isinstance(module, PlannedPart | PlannedTerm | HoldsExperts):
-            raise _Unknown(f"it holds '{path}', which is split in another way")
+            raise CannotTry(f"it holds '{path}', which is split in another way")
         elif any(sharding.is_joined(p) for p in module._parameters.values() if p is not None):
-            raise _Unknown(f"'{path or type(block).__name__}' has parameters that are split")
+            raise CannotTry(f"'{path or type(block).__name__}' has parameters that are split")
     return parts
 
 
@@ -318,18 +250,3 @@ def can_be_tried(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     given = tensors_in([*args, *kwargs.values()])
     is_real = bool(given) and not any(map(has_no_data, given))
     return is_real and not regions.is_alone() and not torch.compiler.is_compiling()
-
-
-def _difference(one: Tensor, other: Tensor) -> float:
-    """Returns the norm of the difference relative to the second; only finite elements count."""
-    a, b = one.double(), other.double()
-    finite = a.isfinite() & b.isfinite()
-    a, b = a[finite], b[finite]
-    norm = float(b.norm())
-    difference = float((a - b).norm())
-    return difference / norm if norm else float(difference > 0)
-
-
-def _told(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
