@@ -188,7 +188,7 @@ def test_narrow_dtypes_are_as_exact_as_their_logits(
 
 
 def test_sums_over_many_chunks_of_bfloat16_lose_no_digits() -> None:
-    """In bfloat16 a sum of 256 equal terms would stop at half of it."""
+    """Sums terms so many that a sum in bfloat16 would stop at half of it."""
     num, vocabulary = 512, 5
     hidden = torch.ones(num, 3, dtype=torch.bfloat16)
     weight = torch.zeros(vocabulary, 3, dtype=torch.bfloat16, requires_grad=True)

@@ -323,7 +323,7 @@ class _Loss:
     def _write_weighted_gradient(
         self, logits: Tensor, numbers: _Statistics, targets: Tensor, d_losses: Tensor
     ) -> None:
-        """Does the same for class weights together with label smoothing or a z-loss."""
+        """Writes the gradient for class weights together with label smoothing or a z-loss."""
         assert self.class_weights is not None
         of_label = (1 - self.smoothing) * self.label_weights(targets)
         of_each = self.smoothing / self.vocab_size
