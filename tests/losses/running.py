@@ -190,10 +190,10 @@ def _train(case: Case, config: Mapping[str, Any], has_weight: bool) -> tuple[flo
     mean = train(**own).reduce_mean().detach().double()
     optimizer.step()
     losses = smp.allgather(float(mean), smp.WORLD)
-    return sum(losses) / len(losses), _plain_names(model.state_dict(), made(case))
+    return sum(losses) / len(losses), plain_names(model.state_dict(), made(case))
 
 
-def _plain_names(state: dict[str, Tensor], plain: nn.Module) -> dict[str, Tensor]:
+def plain_names(state: dict[str, Tensor], plain: nn.Module) -> dict[str, Tensor]:
     """Returns a state with the names of the plain model, where smp.nn has taken its place."""
     from smp.world.wrapped import module_manager
 

@@ -71,6 +71,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "partition_file": None,
         "partition_memory_limit": None,
         "virtual_stages": 1,
+        "fused_linear_cross_entropy": False,
         "layout_independent_dropout": False,
     }
 

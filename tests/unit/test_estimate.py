@@ -11,12 +11,13 @@ import pytest
 import torch
 from smp_cli.main import main
 from torch import nn
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from benchmarks.models import Gpt, GptShape
 from smp.commands.plan import profiled
 from smp.config.schema import Config
 from smp.modules.training_dtypes import plan_dtypes
+from smp.nn.linear_cross_entropy import MIN_CHUNK_BYTES
 from smp.planning import hardware
 from smp.planning.estimate import Estimate, estimate
 from smp.planning.layout import Layout
@@ -154,6 +155,49 @@ def test_widths_are_those_of_training(precision: str) -> None:
     with profiled(f"{HERE}:t5", None, precision, hardware.load("h200")) as (_, view, _):
         weights = [weight for part in view.profile.chain for weight in part.weights]
         assert sum(weight.elements for weight in weights if weight.is_wide) == wide
+
+
+def wordy() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Returns a model whose logits are most of what it keeps."""
+    config = LlamaConfig(
+        vocab_size=32_000, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    ids = torch.zeros(8, 256, dtype=torch.long)
+    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("degree", ["pipeline_parallel_degree", "tensor_parallel_degree"])
+def test_heads_without_logits_keep_no_logits(
+    degree: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, temporary = [], []
+    for fused in (False, True):
+        words = f"{degree}=2,fused_linear_cross_entropy={fused}"
+        argv = ["estimate", f"{HERE}:wordy", "--config", words, "--microbatch", "8", "--json"]
+        assert main(argv) == 0
+        ranks = json.loads(capsys.readouterr().out)["ranks"]
+        kept.append(max(rank["bytes"]["activations"] for rank in ranks))
+        temporary.append(max(rank["bytes"]["temporary"] for rank in ranks))
+    logits_bytes = 8 * 256 * 32_000 * 4 // (2 if degree.startswith("tensor") else 1)
+    assert kept[0] - kept[1] >= 0.9 * logits_bytes
+    assert temporary[0] >= logits_bytes and temporary[1] <= 2 * MIN_CHUNK_BYTES
+
+
+def test_plans_without_logits_have_the_key(capsys: pytest.CaptureFixture[str]) -> None:
+    peaks = []
+    for words in ([], ["--without-logits"]):
+        argv = ["plan", f"{HERE}:wordy", "--gpus", "1", "--batch", "8", "--json", *words]
+        assert main(argv) == 0
+        (plan, *_) = json.loads(capsys.readouterr().out)["plans"]
+        assert plan["config"].get("fused_linear_cross_entropy", False) == bool(words)
+        peaks.append(plan["peak_bytes"] / plan["samples_per_microbatch"])
+    assert peaks[1] < peaks[0]
+
+
+def test_a_model_without_such_a_head_is_bad_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{HERE}:gpt", "--gpus", "1", "--without-logits"]) == 2
+    assert "can compute its loss without logits" in capsys.readouterr().err
 
 
 class Scaled(nn.Module):

@@ -18,6 +18,7 @@ from smp.config.sources import read_user_config
 from smp.partition.trace import TraceError
 from smp.planning.estimate import Estimate, estimate
 from smp.planning.run_cuts import Run
+from smp.replacement import fuse_heads
 
 
 def add_model(parser: argparse.ArgumentParser, memory: str) -> None:
@@ -164,9 +165,12 @@ def traced_estimate(
     """
     try:
         if run.layout.tp == 1:
+            fuse_heads(loaded.module, run.config)
             return estimate(loaded.module, args, kwargs, run)
         with split_form(loaded.module) as form:
-            return estimate(loaded.module if form is None else form, args, kwargs, run)
+            model = loaded.module if form is None else form
+            fuse_heads(model, run.config)
+            return estimate(model, args, kwargs, run)
     except TraceError as error:
         raise BadUse(f"model {loaded.name!r} cannot be traced: {error}") from None
     except (ValueError, OSError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +17,7 @@ from smp.commands.models import Call, LoadedModel, load_model, quiet_transformer
 from smp.commands.printing import bytes_text, count_text, print_json
 from smp.commands.report import Table, print_blocks
 from smp.commands.split_form import split_form
+from smp.config.schema import Config
 from smp.modules.materialize import cast
 from smp.partition.trace import TraceError
 from smp.planning import hardware
@@ -24,8 +25,10 @@ from smp.planning.hardware import Hardware
 from smp.planning.layout import Layout
 from smp.planning.run_cuts import View
 from smp.planning.search import Found, Job, Plan, search
+from smp.replacement import fuse_heads
 
 _SHOWN = 10
+_FUSED = "fused_linear_cross_entropy"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,6 +55,9 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME|FILE",
         help=f"{', '.join(hardware.names())} (data sheets), or a file; default: h200",
     )
+    parser.add_argument(
+        "--without-logits", action="store_true", help=f"with {_FUSED} in the configuration"
+    )
     parser.add_argument("--explain", type=int, metavar="N", help="all about plan N")
     parser.set_defaults(execute=guarded("plan", _run))
 
@@ -62,9 +68,10 @@ def _run(arguments: argparse.Namespace) -> int:
     per_host = min(arguments.per_host or device.devices_per_host, arguments.gpus)
     if arguments.gpus % per_host:
         raise BadUse(f"--gpus {arguments.gpus} is no multiple of --per-host {per_host}")
+    keys = {_FUSED: True} if arguments.without_logits else {}
     with (
         quiet_transformers(),
-        profiled(arguments.model, arguments.seq, arguments.precision, device) as views,
+        profiled(arguments.model, arguments.seq, arguments.precision, device, keys) as views,
     ):
         loaded, whole, split = views
         job = Job(
@@ -76,6 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.batch,
             arguments.precision,
             split,
+            keys,
         )
         found = search(job)
     if not found.plans:
@@ -107,22 +115,40 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
 
 @contextmanager
 def profiled(
-    name: str, seq: int | None, precision: str, device: Hardware
+    name: str,
+    seq: int | None,
+    precision: str,
+    device: Hardware,
+    keys: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[LoadedModel, View, View | None]]:
     """Traces a model in the precision that it computes in, also in the form of split layers.
 
     The latter lives inside the block; it is None if no layer has such a form.
 
+    Args:
+        name: name of the model.
+        seq: tokens of a sample; None for the model's default.
+        precision: "fp32", "bf16" or "fp16".
+        device: hardware of the plan.
+        keys: keys of the configuration that change what the model computes.
+
     Raises:
         BadUse: there is no such model, or it cannot be traced.
     """
     loaded, call = _computing(name, seq, precision)
+    config = Config.from_dict(keys or {})
+    try:
+        fuse_heads(loaded.module, config)
+    except ValueError as error:
+        raise BadUse(str(error)) from None
     try:
         whole = View.of(loaded.module, call, device, precision)
     except TraceError as error:
         raise BadUse(f"model {name!r} cannot be traced: {error}") from None
     # Building the split form changes the modules, so it gets a second model.
     with split_form(_computing(name, seq, precision)[0].module) as form:
+        if form is not None:
+            fuse_heads(form, config)
         try:
             split = None if form is None else View.of(form, call, device, precision)
         except TraceError as error:
@@ -175,7 +201,7 @@ def facts(job: Job, plan: Plan) -> dict[str, Any]:
         "checkpoint_layers": layout.checkpoints,
         "samples_per_microbatch": layout.microbatch,
         "samples_per_rank": layout.microbatch * layout.microbatches,
-        "config": layout.config(),
+        "config": {**layout.config(), **job.keys},
     }
 
 
@@ -202,11 +228,11 @@ def _print(loaded: LoadedModel, job: Job, found: Found) -> None:
     ]
     print_blocks([Table.of(rows, text_columns=2)])
     print("configuration of plan 1:")
-    _print_config(plans[0].layout)
+    _print_config(job, plans[0].layout)
 
 
-def _print_config(layout: Layout, indent: int | None = None) -> None:
-    print(json.dumps(layout.config(), indent=indent))
+def _print_config(job: Job, layout: Layout, indent: int | None = None) -> None:
+    print(json.dumps({**layout.config(), **job.keys}, indent=indent))
     if layout.checkpoints:
         print("and smp.set_activation_checkpointing on each layer")
 
@@ -247,6 +273,6 @@ def _explain(job: Job, plan: Plan) -> None:
     print_blocks([Table.of(rows, text_columns=2)])
     print(f"hardware: {job.hardware.name}. {job.hardware.source}")
     print("configuration:")
-    _print_config(layout, indent=2)
+    _print_config(job, layout, indent=2)
     samples = layout.microbatch * layout.microbatches
     print(f"each of {layout.rdp} replicas reads {samples} samples per step")

@@ -233,6 +233,8 @@ class Config:
     the fastest partition considers the available memory."""
     virtual_stages: int = _int(None, 1)
     """Number of model parts per rank, run in turn. None: 2 for virtual_interleaved, else 1."""
+    fused_linear_cross_entropy: bool = _bool(False)
+    """Heads of language models compute losses in chunks of tokens, without logits in memory."""
     layout_independent_dropout: bool = _bool(False)
     """Masks of dropout depend on seed, step, sample, module and element, and on no layout."""
 

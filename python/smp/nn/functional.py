@@ -11,12 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from smp.nn.linear_cross_entropy import linear_cross_entropy
+
 __all__ = [
     "bias_dropout_residual",
     "bias_gelu",
     "cross_entropy",
     "dropout",
     "layer_norm",
+    "linear_cross_entropy",
     "rms_norm",
     "rotary",
     "scaled_masked_softmax",

@@ -141,6 +141,15 @@ class Layout:
         weights: list[Tensor] = [layer.weight for layer in layers]
         return list(regions.gathered_linears(x, weights, biases, self.dim, self.sizes(extent)))
 
+    def gathered(self, x: Tensor, extent: int | None) -> Tensor:
+        """Returns ``[all B, all S, H]`` of ``x``, in this layout, for products with split layers.
+
+        Gradients of the ranks are summed, as by `columns`, which keeps less for backward.
+        """
+        if self.dim is None:
+            return regions.copy(x)
+        return regions.gather(x, self.dim, self.sizes(extent), grad="sum")
+
     def sum_up(self, x: Tensor, extent: int | None) -> Tensor:
         """Adds the ranks' terms ``[all B, all S, H]``; the sum is in this layout."""
         if self.dim is None:

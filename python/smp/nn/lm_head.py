@@ -152,7 +152,8 @@ class DistributedTransformerLMHead(GradientCheckpointing, DistributedModule):
             return layout.leave(hidden, extent)
         borders = self.lm_head.borders(extent)
         if labels is None:
-            return borders.logits(self.lm_head(hidden, None, extent)[1])
+            _, logits = self.lm_head(hidden, None, extent)
+            return borders.logits(logits)
         # The loss of position i is that of label i + 1.
         targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()
         losses, local = self.lm_head(hidden, layout.all_samples(targets), extent)

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp.nn.embedding import VocabularyEmbedding, join_features
+from smp.nn.held_logits import unreadable
 from smp.nn.layout import Layout
+from smp.nn.linear_cross_entropy import linear_cross_entropy
 from smp.nn.parameters import add_split, fill, split_or_refuse
 from smp.tensor_parallel import regions, sharding
 
@@ -26,7 +28,7 @@ class LMHeadOutput:
     """
 
     def __init__(
-        self, loss: Tensor, local_logits: Tensor, hidden: Tensor, borders: _Borders
+        self, loss: Tensor, local_logits: Tensor | None, hidden: Tensor, borders: _Borders
     ) -> None:
         self.loss = loss
         self._local_logits, self._hidden = local_logits, hidden
@@ -38,8 +40,13 @@ class LMHeadOutput:
         """Logits ``[N, S, vocab_size]`` of the caller's batch, gathered when first read.
 
         Collective: all ranks of the tensor-parallel group have to read it.
+
+        Raises:
+            RuntimeError: ``fused_linear_cross_entropy`` computed the loss without them.
         """
         if self._logits is None:
+            if self._local_logits is None:
+                raise unreadable()
             self._logits = self._borders.logits(self._local_logits)
         return self._logits
 
@@ -105,12 +112,16 @@ class VocabularyHead(nn.Module):
         bias: the head has a bias.
         std: standard deviation of the initial table.
         layout: layout of the hidden states.
+
+    Attributes:
+        fuses_loss: losses are computed without logits.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     adds_bias = True
+    fuses_loss = False
 
     def __init__(
         self,
@@ -146,7 +157,7 @@ class VocabularyHead(nn.Module):
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None, extent: int
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Computes losses and logits. Collective over the tensor-parallel group.
 
         Args:
@@ -155,8 +166,21 @@ class VocabularyHead(nn.Module):
             extent: length of the sequence.
 
         Returns:
-            Loss per target ``[all B, S]`` or None, and logits ``[all B, S, own part]``.
+            Loss per target ``[all B, S]`` or None, and logits ``[all B, S, own part]``, or None if
+            the loss is computed without them.
         """
+        if targets is not None and self.fuses_loss:
+            losses = linear_cross_entropy(
+                self._layout.gathered(hidden, extent),
+                self.weight,
+                targets,
+                bias=self.bias,
+                ignore_index=IGNORE_INDEX,
+                reduction="none",
+                begin=self._begin,
+                vocab_size=self.vocab_size,
+            )
+            return losses, None
         local = self._layout.columns(hidden, [self], extent)[0]
         if targets is None:
             return None, local

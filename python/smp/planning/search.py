@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import smp._C as _C
@@ -37,6 +37,7 @@ class Job:
         samples: samples of a step, over all devices.
         precision: "fp32", "bf16" or "fp16".
         split: the model with the library's tensor-parallel operators; None: its own code is split.
+        keys: keys of the configuration that are the same in all layouts.
     """
 
     whole: View
@@ -47,6 +48,7 @@ class Job:
     samples: int
     precision: str
     split: View | None = None
+    keys: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def profile(self) -> ModelProfile:

@@ -116,6 +116,13 @@ def _products(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     return (*cast, *args[3:]), {**kwargs, **cast_named}
 
 
+def _head(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Gives hidden states, weight and bias of a head one dtype; weights of a loss may have any."""
+    named = {"bias": kwargs["bias"]} if "bias" in kwargs else {}
+    cast, cast_named = _in_one(args[:2], named)
+    return (*cast, *args[2:]), {**kwargs, **cast_named}
+
+
 def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Casts inputs of norms, which may have 16 bits beside float32 statistics and parameters."""
     others = [*_floating(args[1:]), *_floating(kwargs)]
@@ -160,6 +167,7 @@ _RULES: dict[str, Callable[[Sequence[Any], Mapping[str, Any]], Call]] = {
         _in_one,
     ),
     "scaled_dot_product_attention": _products,
+    "linear_cross_entropy": _head,
     **dict.fromkeys(("layer_norm", "group_norm", "batch_norm", "instance_norm"), _norm),
     **dict.fromkeys(
         (
