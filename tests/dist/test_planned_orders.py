@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.dist.pool import Pool, RankFailure
 from tests.dist.steps import marked_values
-from tests.harness import own_loss, train_step_of
+from tests.harness import forward_step, own_loss, train_step_of
 from tests.reference.models import randomise_
 from tests.reference.tolerances import assert_close
 
@@ -262,6 +262,34 @@ def test_one_matrix_in_any_order_trains_as_in_one_process(
     is_whole = issubclass(attention, GroupedConcatenated)  # no slice has a rank's heads
     out = (HEADS + 2 * attention.num_keys) * SIZE
     assert all((shape[0] == out) == is_whole for shape in columns)
+
+
+def make_late(rank: int, attention: type[Attention], tp: int, pp: int) -> dict[str, Any]:
+    """Initial values of a model whose parameters are made when it is partitioned."""
+    import smp
+
+    config = {"tensor_parallel_degree": tp, "pipeline_parallel_degree": pp, "ddp": True}
+    smp.init({**config, "prescaled_batch": True, "delayed_parameter_initialization": True})
+    torch.manual_seed(3)
+    with smp.model_creation():
+        plain = Model(attention)
+    assert all(p.is_meta for p in plain.parameters())
+    smp.set_tensor_parallelism(plain, plan=PLAN)
+    model = smp.DistributedModel(plain)
+    forward_step(model)(batch_of(0).float())
+    return dict(model.state_dict())
+
+
+@pytest.mark.sample(keep=2)
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("attention", [Concatenated, Grouped, GroupedConcatenated])
+def test_the_order_is_found_before_parameters_have_values(
+    pool: Pool, attention: type[Attention], pp: int
+) -> None:
+    [expected] = pool.run(1, make_late, attention, 1, 1)
+    for state in pool.run(2 * pp, make_late, attention, 2, pp):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in state.items())
 
 
 def refuse(rank: int, attention: type[Attention], plan: dict[str, str]) -> None:

@@ -58,9 +58,8 @@ def initialise_delayed(
         exchange(parameter, unset(parameter, device))
 
     def finish(parameter: nn.Parameter) -> None:
-        ready = [parameter]
-        if parameter in cuts:
-            ready = [cut.fill(parameter) for cut in cuts[parameter]]
+        ready = [cut.fill(parameter) for cut in cuts.get(parameter, ())] or [parameter]
+        if all(own is not parameter for own in ready):
             exchange(parameter, parameter.to("meta"))
         if on_ready is not None:
             for own in ready:
