@@ -91,6 +91,9 @@ def memory_job(subject: str, num_ranks: int) -> Job:
     return Job("memory", num_ranks, config, 15)
 
 
+HEAD = {"tokens": 1024, "hidden": 256, "vocab_size": 16000}
+DTYPES = ("float32", "bfloat16")
+
 # Bytes and number of messages per turn.
 MESSAGES = [[64, 500], [4096, 500], [524288, 100], [8388608, 10]]
 
@@ -102,6 +105,7 @@ JOBS = (
     Job("data_parallel_step", 2, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
     Job("fused_ops", 1, {"dtype": "float32"}, 30),
     Job("fused_ops", 1, {"dtype": "bfloat16"}, 30),
+    *(Job("linear_cross_entropy", 1, {"dtype": dtype, **HEAD}, 10) for dtype in DTYPES),
     Job("fused_optimizers", 1, {"num_parameters": 100_000_000, "num_threads": 1}, 15),
     Job("fused_optimizers", 1, {"num_parameters": 100_000_000, "num_threads": 2}, 15),
     Job("overhead", 1, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),

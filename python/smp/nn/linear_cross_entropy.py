@@ -8,8 +8,8 @@ at a time. docs/design/linear_cross_entropy.md has the reasons and the measureme
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 import smp._C as _C
 from smp.modules.tracing import is_recorded
+from smp.nn.chunk_loss import ChunkLoss
 from smp.tensor_parallel import regions
 
 #: smallest default of a chunk's logits; smaller products do not use the cores well
@@ -104,7 +105,7 @@ def linear_cross_entropy(
     _check_options(label_smoothing, z_loss, reduction, chunk_bytes)
     compute = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     targets = labels.to(hidden.device).flatten()
-    loss = _Loss(
+    loss = ChunkLoss(
         targets=targets,
         counted=targets != ignore_index,
         ignore_index=ignore_index,
@@ -147,7 +148,7 @@ def _autocast(
 
 
 def _factors(
-    loss: _Loss, token_weights: Tensor | None, reduction: str, dtype: torch.dtype
+    loss: ChunkLoss, token_weights: Tensor | None, reduction: str, dtype: torch.dtype
 ) -> Tensor:
     """Returns the factor of each token's loss in the result, 0 where it does not count."""
     zero = torch.zeros((), dtype=dtype, device=loss.targets.device)
@@ -163,7 +164,7 @@ def _factors(
     return torch.where(loss.counted, factors / weights.sum(), zero + loss.nan_if_nothing_counts())
 
 
-def _chunk_tokens(hidden: Tensor, loss: _Loss, chunk_bytes: int | None) -> int:
+def _chunk_tokens(hidden: Tensor, loss: ChunkLoss, chunk_bytes: int | None) -> int:
     """Returns the number of tokens of a chunk, which is the same on all ranks of a group."""
     logit_bytes = hidden.element_size()
     if chunk_bytes is None:
@@ -172,194 +173,6 @@ def _chunk_tokens(hidden: Tensor, loss: _Loss, chunk_bytes: int | None) -> int:
         logit_bytes += 4
     part = -(-loss.vocab_size // regions.size()) if loss.is_split else loss.vocab_size
     return max(1, chunk_bytes // max(1, part * logit_bytes))
-
-
-# ---- a chunk
-
-
-@dataclass(frozen=True)
-class _Loss:
-    """The loss of a batch's tokens, without the operands of its logits.
-
-    Attributes:
-        targets: int64 ``[tokens]``.
-        counted: whether a token counts.
-        ignore_index: target of tokens that do not count.
-        smoothing: amount of label smoothing.
-        z_loss: factor of the squared logarithm of the sum of exponentials.
-        class_weights: ``[whole vocabulary]``, in the dtype of the computation.
-        begin: first entry of this rank.
-        vocab_size: entries of all ranks.
-        is_split: ranks have parts of the vocabulary.
-        chunk_tokens: most tokens of a chunk.
-    """
-
-    targets: Tensor
-    counted: Tensor
-    ignore_index: int
-    smoothing: float
-    z_loss: float
-    class_weights: Tensor | None
-    begin: int
-    vocab_size: int
-    is_split: bool
-    chunk_tokens: int
-
-    def chunks(self) -> Iterator[slice]:
-        """Yields the ranges of tokens that are computed at a time."""
-        num = self.targets.shape[0]
-        for begin in range(0, num, self.chunk_tokens):
-            yield slice(begin, min(begin + self.chunk_tokens, num))
-
-    @property
-    def num_chunks(self) -> int:
-        return -(-self.targets.shape[0] // self.chunk_tokens)
-
-    def label_weights(self, targets: Tensor) -> Tensor:
-        """Returns the class weights of targets; any number where a target does not count."""
-        assert self.class_weights is not None
-        return self.class_weights[targets.clamp(0, self.vocab_size - 1)]
-
-    def nan_if_nothing_counts(self) -> Tensor:
-        """Returns 0, or NaN if no token counts."""
-        return torch.where(self.counted.any(), 0.0, float("nan"))
-
-    @property
-    def needs_exact_logits(self) -> bool:
-        """Returns whether gradients are computed without the kernel, in the compute dtype."""
-        return self.class_weights is not None and (self.smoothing > 0 or self.z_loss > 0)
-
-    @property
-    def weighs_all_logits(self) -> bool:
-        """Returns whether a token's loss has each of its logits with the weight of its class."""
-        return self.class_weights is not None and self.smoothing > 0
-
-    def own_weights(self, logits: Tensor) -> Tensor:
-        """Returns the class weights of this rank's entries."""
-        assert self.class_weights is not None
-        return self.class_weights[self.begin : self.begin + logits.shape[1]]
-
-    def statistics(self, logits: Tensor, targets: Tensor) -> _Statistics:
-        """Reduces a chunk's logits ``[tokens, own entries]`` to numbers per token. Collective."""
-        rows = torch.ops.smp.cross_entropy_statistics.default(
-            logits,
-            targets,
-            self.begin,
-            self.vocab_size,
-            self.ignore_index,
-            self.smoothing > 0 and not self.weighs_all_logits,
-        )
-        maxima, exp_sums, target_logits = rows[:3]
-        sums = rows[3] if rows.shape[0] == 4 else None
-        if self.weighs_all_logits:
-            weights = self.own_weights(logits)
-            sums = logits.to(weights.dtype).mv(weights) - maxima * weights.sum()
-        if not self.is_split:
-            return _Statistics(maxima, exp_sums, target_logits, sums)
-        is_here = (targets >= self.begin) & (targets < self.begin + logits.shape[1])
-        own = [maxima, exp_sums, target_logits, is_here.to(maxima.dtype)]
-        if sums is not None:
-            weight = self.own_weights(logits).sum() if self.weighs_all_logits else logits.shape[1]
-            own += [sums, torch.zeros_like(sums) + weight]
-        parts = regions.gather(torch.stack(own)[None], 0, grad="own").unbind(1)
-        whole_maxima = parts[0].amax(0)
-        shifts = parts[0] - whole_maxima
-        return _Statistics(
-            whole_maxima,
-            (parts[1] * shifts.exp()).sum(0),
-            torch.where(parts[3] > 0, parts[2] + shifts, 0.0).sum(0),
-            None if sums is None else (parts[4] + shifts * parts[5]).sum(0),
-        )
-
-    def losses(self, numbers: _Statistics, targets: Tensor, counted: Tensor) -> Tensor:
-        """Returns the loss per token, 0 where it does not count."""
-        log_sums = numbers.exp_sums.log()
-        if self.weighs_all_logits:
-            assert self.class_weights is not None and numbers.sums is not None
-            losses = (log_sums - numbers.target_logits) * self.label_weights(targets)
-            spread = log_sums * self.class_weights.sum() - numbers.sums
-            losses = (1 - self.smoothing) * losses + self.smoothing / self.vocab_size * spread
-        else:
-            losses = log_sums - (1 - self.smoothing) * numbers.target_logits
-            if numbers.sums is not None:
-                losses -= self.smoothing / self.vocab_size * numbers.sums
-            if self.class_weights is not None:
-                losses *= self.label_weights(targets)
-        if self.z_loss:
-            losses += self.z_loss * (numbers.maxima + log_sums).square()
-        return torch.where(counted, losses, 0.0)
-
-    def write_gradient(
-        self, logits: Tensor, numbers: _Statistics, targets: Tensor, d_losses: Tensor
-    ) -> None:
-        """Overwrites a chunk's logits by their gradient.
-
-        Args:
-            logits: ``[tokens, own entries]``.
-            numbers: statistics of whole rows.
-            targets: ``[tokens]``.
-            d_losses: gradient of the tokens' losses, 0 where a token does not count.
-        """
-        if self.needs_exact_logits:
-            self._write_weighted_gradient(logits, numbers, targets, d_losses)
-            return
-        exp_sums = numbers.exp_sums
-        if self.z_loss:  # a factor of the probabilities, by which the kernel divides
-            exp_sums = exp_sums / (1 + 2 * self.z_loss * (numbers.maxima + exp_sums.log()))
-        if self.class_weights is not None:
-            d_losses = d_losses * self.label_weights(targets)
-        torch.ops.smp.cross_entropy_backward_.default(
-            d_losses,
-            logits,
-            targets,
-            numbers.maxima,
-            exp_sums,
-            self.begin,
-            self.vocab_size,
-            self.ignore_index,
-            self.smoothing,
-        )
-
-    def _write_weighted_gradient(
-        self, logits: Tensor, numbers: _Statistics, targets: Tensor, d_losses: Tensor
-    ) -> None:
-        """Writes the gradient for class weights together with label smoothing or a z-loss."""
-        assert self.class_weights is not None
-        of_label = (1 - self.smoothing) * self.label_weights(targets)
-        of_each = self.smoothing / self.vocab_size
-        factors = of_label + of_each * self.class_weights.sum()
-        if self.z_loss:
-            factors = factors + 2 * self.z_loss * (numbers.maxima + numbers.exp_sums.log())
-        exact = logits.to(numbers.maxima.dtype)
-        exact.sub_(numbers.maxima[:, None]).exp_()
-        exact.mul_((d_losses * factors / numbers.exp_sums)[:, None])
-        if self.smoothing:
-            exact.addr_(d_losses, self.own_weights(logits), alpha=-of_each)
-        places = targets - self.begin
-        is_here = (places >= 0) & (places < logits.shape[1])
-        at_label = torch.where(is_here, -d_losses * of_label, 0.0)
-        exact.scatter_add_(
-            1, places.clamp(0, logits.shape[1] - 1)[:, None], at_label[:, None].to(exact.dtype)
-        )
-        if exact is not logits:
-            logits.copy_(exact)
-
-
-@dataclass(frozen=True)
-class _Statistics:
-    """Numbers per token of a chunk, of whole rows of logits.
-
-    Attributes:
-        maxima: largest logit.
-        exp_sums: sum of exponentials, relative to the maximum as the following.
-        target_logits: logit of the target.
-        sums: sum of all logits, weighted if classes are; None where no loss needs it.
-    """
-
-    maxima: Tensor
-    exp_sums: Tensor
-    target_logits: Tensor
-    sums: Tensor | None
 
 
 # ---- all chunks
@@ -382,7 +195,7 @@ class _Products:
         weight: Tensor,
         bias: Tensor | None,
         needed: tuple[bool, ...],
-        loss: _Loss,
+        loss: ChunkLoss,
     ) -> None:
         self._hidden, self._weight, self._bias = hidden, weight, bias
         num = min(loss.chunk_tokens, hidden.shape[0])
@@ -421,6 +234,9 @@ class _Products:
             rows = slice(begin, begin + num_rows)
             self.d_weight[rows] += d_logits[:, rows].t() @ self._hidden[chunk]
 
+    def gradients(self) -> list[Tensor | None]:
+        return [self.d_hidden, self.d_weight, self.d_bias]
+
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a second differentiation raise RuntimeError, whatever the loss is part of.
@@ -451,7 +267,7 @@ class _AtOnce(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        loss: _Loss,
+        loss: ChunkLoss,
         factors: Tensor,
     ) -> Tensor:
         products = _Products(hidden, weight, bias, ctx.needs_input_grad[:3], loss)
@@ -463,7 +279,7 @@ class _AtOnce(torch.autograd.Function):
             d_losses = torch.where(loss.counted[chunk], factors[chunk], 0.0)
             loss.write_gradient(logits, numbers, targets, d_losses)
             products.add(chunk, logits)
-        ctx.gradients = [products.d_hidden, products.d_weight, products.d_bias]
+        ctx.gradients = products.gradients()
         ctx.dtype = hidden.dtype
         return total
 
@@ -476,12 +292,21 @@ class _AtOnce(torch.autograd.Function):
                 f"{_C.rank_prefix()}linear_cross_entropy: a second backward through one loss; its "
                 "gradients were computed in forward and are used up. Pass recompute=True"
             )
-        scaled = []
-        while gradients:  # a wide sum is freed when its gradient has been made
-            gradient = gradients.pop(0)
-            scaled.append(None if gradient is None else gradient.mul_(grads[0]).to(ctx.dtype))
-            del gradient
-        return *scaled, None, None
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(grads[0])
+        return *_narrowed(gradients, ctx.dtype), None, None
+
+
+def _narrowed(gradients: list[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+    """Casts gradients one by one, so that a wide sum is freed when its gradient has been made."""
+    made: list[Tensor | None] = []
+    gradient: Tensor | None = None
+    while gradients:
+        gradient = gradients.pop()
+        made.insert(0, None if gradient is None else gradient.to(dtype))
+        gradient = None
+    return made
 
 
 class _Recomputed(torch.autograd.Function):
@@ -489,7 +314,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: _Loss
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: ChunkLoss
     ) -> Tensor:
         products = _Products(hidden, weight, bias, (False, False, False), loss)
         numbers = []
@@ -506,16 +331,21 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @_once
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        hidden, weight, bias = ctx.saved_tensors
-        loss: _Loss = ctx.loss
-        products = _Products(hidden, weight, bias, ctx.needs_input_grad[:3], loss)
-        for chunk, numbers in zip(loss.chunks(), ctx.numbers, strict=True):
-            logits = products.logits(chunk)
-            d_losses = torch.where(loss.counted[chunk], grads[0][chunk], 0.0)
-            loss.write_gradient(logits, numbers, loss.targets[chunk], d_losses)
-            products.add(chunk, logits)
-        gradients = (products.d_hidden, products.d_weight, products.d_bias)
-        return *(g if g is None else g.to(hidden.dtype) for g in gradients), None
+        gradients = _computed_again(ctx, grads[0])
+        return *_narrowed(gradients, ctx.saved_tensors[0].dtype), None
+
+
+def _computed_again(ctx: Any, d_losses: Tensor) -> list[Tensor | None]:
+    """Returns the gradients of the operands; logits are freed with the variables of this call."""
+    hidden, weight, bias = ctx.saved_tensors
+    loss: ChunkLoss = ctx.loss
+    products = _Products(hidden, weight, bias, ctx.needs_input_grad[:3], loss)
+    for chunk, numbers in zip(loss.chunks(), ctx.numbers, strict=True):
+        logits = products.logits(chunk)
+        counted = torch.where(loss.counted[chunk], d_losses[chunk], 0.0)
+        loss.write_gradient(logits, numbers, loss.targets[chunk], counted)
+        products.add(chunk, logits)
+    return products.gradients()
 
 
 # ---- checks
