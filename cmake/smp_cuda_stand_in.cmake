@@ -53,7 +53,7 @@ set_tests_properties(cuda_lanes_others PROPERTIES LABELS others TIMEOUT 600
 # find; that takes its time, so `make test-all` does it.
 set(mutants ${tests}/lanes/cuda/mutants)
 set(written ${CMAKE_BINARY_DIR}/mutants)
-set(mutated cuda_copies group_copies host_lane ipc_lane)
+set(mutated cuda_copies group_copies host_lane ipc_lane nccl_lane)
 set(mutated_sources ${mutated})
 list(TRANSFORM mutated_sources REPLACE "(.+)" "${written}/\\1.cpp")
 set(other_sources ${lanes_sources})

@@ -63,8 +63,8 @@ class LanePosts {
  private:
   struct Waiting {
     Message message;
-    std::vector<memory::Mark> marks;  // for which the message waits
-    bool has_asked = false;           // for its turn
+    std::vector<memory::Mark> marks = {};  // for which the message waits
+    bool has_asked = false;                // for its turn
 
     bool is_ready() const;
   };

@@ -118,6 +118,8 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
       w(make_weight(the_rank).detach().to(ranks.settings.device_of(the_rank))),
       ranks_(ranks) {
   w.set_requires_grad(true);
+  fault_subscription_ =
+      ranks_.boards[rank]->subscribe([this] { tell_own_fault(); });
   mailbox = std::make_shared<mailbox::Mailbox>(
       world, ranks.boards[rank], std::exchange(ranks.memories[rank], nullptr),
       lane_options(ranks.settings, device()));
@@ -157,6 +159,16 @@ Rank::Rank(Ranks& ranks, int the_rank, const comm::CommunicatorPtr& world)
 Rank::~Rank() {
   server->close();
   mailbox->close();
+  ranks_.boards[rank]->unsubscribe(fault_subscription_);
+}
+
+// Tells the other ranks what a thread of the mailbox has reported here; in
+// processes the liveness channel does. Without it all would wait in silence.
+void Rank::tell_own_fault() const {
+  const auto fault = ranks_.boards[rank]->fault();
+  if (fault && fault->is_raised_by(rank)) {
+    ranks_.tell_others(rank, fault->where, fault->text);
+  }
 }
 
 Call Rank::serve(Call call) {

@@ -116,8 +116,10 @@ class Rank {
 
  private:
   Call serve(Call call);
+  void tell_own_fault() const;
 
   Ranks& ranks_;
+  int fault_subscription_ = 0;
 };
 
 /// Runs `body` on each rank, as a thread.

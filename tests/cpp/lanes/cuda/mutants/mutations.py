@@ -129,6 +129,23 @@ MUTATIONS = (
             ),
         ),
     ),
+    Mutation("sends_follow_no_producer", "nccl_lane", (without("sending_.wait(sending.made);"),)),
+    Mutation(
+        "sends_take_what_may_be_written_to",
+        "nccl_lane",
+        (("own_plain_tensor(source, is_stable);", "own_plain_tensor(source, is_stable || @);"),),
+    ),
+    Mutation(
+        "channels_have_several_copies",
+        "nccl_lane",
+        (("if (channels_[channel].end", "if (@ || channels_[channel].end"),),
+    ),
+    Mutation("sends_end_no_turn", "nccl_lane", (without("turns_.sent();"),)),
+    Mutation(
+        "senders_send_no_receipt",
+        "nccl_lane",
+        (("if (channel.dst < global_rank_) {", "if (!@ && channel.dst < global_rank_) {"),),
+    ),
 )
 
 
