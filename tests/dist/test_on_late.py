@@ -98,7 +98,9 @@ def assert_equal(layout: Layout, late: list[Trained], cpu: list[Trained]) -> Non
         assert_equal_values(got.parameters, expected.parameters, f"rank {rank}:", tolerance)
         assert not got.lanes or got.lanes == {"nccl"}, got.lanes
         if layout.is_large:
-            assert got.copied_bytes > got.message_bytes > 0  # messages have what the host lane carries
+            assert (
+                got.copied_bytes > got.message_bytes > 0
+            )  # messages have what the host lane carries
         for operator in EXPERTS_RUN if layout.has_experts else MODEL_RUNS:
             assert got.late.get(operator, 0) > 0, (rank, operator, got.late)
     assert_equal_values(gradients_of(late, layout), gradients, "gradient of", tolerance)

@@ -29,7 +29,7 @@ std::mutex error_mutex;
 std::string& kept_error = *new std::string;  // guarded
 std::atomic<bool> has_error = false;
 
-// By how much the pauses of some streams are longer: a stream that is late as a
+// Factor of the pauses of some streams: a stream that is late as a
 // whole shows a wait that is missing far behind the work it is for.
 constexpr int64_t kSlowness = 20;
 std::atomic<uint64_t> delay_seed{1};
