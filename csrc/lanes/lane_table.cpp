@@ -33,8 +33,8 @@ LaneTable::LaneTable(const LaneOptions& options, int global_rank,
                                    device_, global_rank, faults, receipts);
   }
   other_ = std::move(parts.other);
-  why_no_ipc_ = std::move(parts.why_no_copies);
-  why_no_nccl_ = std::move(parts.why_no_meetings);
+  if (!ipc_) why_no_ipc_ = std::move(parts.why_no_copies);
+  if (!nccl_) why_no_nccl_ = std::move(parts.why_no_meetings);
 }
 
 LaneParts LaneTable::parts_of_device(
@@ -50,7 +50,6 @@ LaneParts LaneTable::parts_of_device(
   if (options_.groups.make) {
     parts.meetings =
         make_group_copies(device_, global_rank_, options_.groups, faults);
-    parts.why_no_meetings.clear();
   }
   return parts;
 }

@@ -29,8 +29,8 @@ struct LaneParts {
   std::unique_ptr<DeviceLane> other = {};        ///< takes other tensors
   RingOptions ring = {};
   ChannelOptions channels = {};
-  std::string why_no_copies = {};
-  std::string why_no_meetings = {};
+  std::string why_no_copies = {};    ///< if there are none
+  std::string why_no_meetings = {};  ///< if there are none
 };
 
 /// Makes parts that replace those of a device.

@@ -49,6 +49,8 @@ MUTATIONS = (
                 "if (!@) until.block(*stream_);\n    const c10::StreamGuard",
             ),
         ),
+        is_found=False,
+        why_not="the copy to the host is long over when the way back begins",
     ),
     Mutation(
         "copies have no end",
@@ -76,7 +78,11 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "results have no mark", _MARKS, (without("result.mark = Mark::record(*result.stream);"),)
+        "results have no mark",
+        _MARKS,
+        (without("result.mark = Mark::record(*result.stream);"),),
+        is_found=False,
+        why_not="what reads a result on its rank does so on the stream that made it",
     ),
     Mutation("users do not wait", _MARKS, (without("mark.block(stream);"),)),
     Mutation(
@@ -98,11 +104,15 @@ MUTATIONS = (
         "tensors that may be written to are not copied",
         "csrc/lanes/host_lane.cpp",
         (("own_plain_tensor(source, is_stable);", "own_plain_tensor(source, is_stable || @);"),),
+        is_found=False,
+        why_not="no layout writes to a tensor that it has sent",
     ),
     Mutation(
         "tensors for groups that may be written to are not copied",
         "csrc/lanes/nccl_lane.cpp",
         (("own_plain_tensor(source, is_stable);", "own_plain_tensor(source, is_stable || @);"),),
+        is_found=False,
+        why_not="no layout writes to a tensor that it has sent",
     ),
     Mutation(
         "streams follow no copy of a group",

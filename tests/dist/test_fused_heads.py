@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.dist.pool import Pool, RankFailure
+from tests.dist.test_loss_weights import gpt2
 from tests.losses.running import plain_names
 
 Config = dict[str, Any]
@@ -50,18 +51,6 @@ LAYOUTS: dict[str, tuple[int, Config]] = {
     ),
     "pipeline and own batches": (4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}),
 }
-
-
-def gpt2() -> nn.Module:
-    """Returns a model whose head has the table of the embedding."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(3)
-    config = GPT2Config(
-        bos_token_id=0, eos_token_id=0, n_layer=2, n_head=2, n_embd=16, vocab_size=VOCABULARY,
-        n_positions=LENGTH, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config).double()
 
 
 SIZES: dict[str, Any] = {

@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[int, Config]] = {
 
 
 def gpt2() -> nn.Module:
+    """Returns a model whose head has the table of the embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(3)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.dist.grid.cells import CELLS, ILLEGAL, LEGAL, Cell, row_of
 from tests.dist.grid.covering import combinations_of, covering_sample
-from tests.samples import SAMPLES
+from tests.samples import SAMPLES, SHARE
 
 
 def test_every_triple_of_a_legal_cell_is_in_the_sample() -> None:
@@ -66,6 +66,7 @@ def test_a_product_that_is_sampled(first: int, second: int) -> None:
     assert (first, second) in itertools.product(range(4), range(3))
 
 
+@pytest.mark.skipif(SHARE != (1, 1), reason="SMP_SHARE=1/1 runs it")
 @pytest.mark.sample
 def test_marked_products_are_sampled(request: pytest.FixtureRequest) -> None:
     ran = [i for i in request.session.items if i.name.startswith("test_a_product_that_is_sampled[")]

@@ -87,6 +87,11 @@ def test_a_claim_about_a_product(first: int, second: int) -> None:
     assert (first, second) in itertools.product(range(4), range(4))
 
 
+#: Such a test counts cases of this session; `make test` always has all of its own.
+needs_all_shares = pytest.mark.skipif(samples.SHARE != (1, 1), reason="SMP_SHARE=1/1 runs it")
+
+
+@needs_all_shares
 @pytest.mark.sample
 def test_marked_products_show_each_value(request: pytest.FixtureRequest) -> None:
     ran = [i for i in request.session.items if i.name.startswith("test_a_claim_about_a_product[")]
@@ -94,6 +99,7 @@ def test_marked_products_show_each_value(request: pytest.FixtureRequest) -> None
     assert len(ran) == (16 if whole else {"some": 1, "others": 3, "all": 4}[samples.SAMPLES])
 
 
+@needs_all_shares
 @pytest.mark.sample
 @pytest.mark.parametrize(("test", "kept"), [("with_many_cases", 2), ("without_a_marker", 1)])
 def test_cases_are_sampled(request: pytest.FixtureRequest, test: str, kept: int) -> None:
@@ -116,6 +122,7 @@ def test_a_test_without_parameters_is_in_one_of_both(request: pytest.FixtureRequ
             assert marker.kwargs.get("keep", 0) == 0, item.nodeid
 
 
+@needs_all_shares
 @pytest.mark.sample
 def test_what_takes_long_is_left_to_the_others(request: pytest.FixtureRequest) -> None:
     names = {item.name for item in request.session.items}

@@ -62,7 +62,6 @@ CudaRank::CudaRank(Links& links, const CudaRankOptions& options,
                     .why_no_meetings = "not in this test"};
     if (options.has_ring) {
       parts.copies = make_cuda_copies(where, parts.why_no_copies);
-      parts.why_no_copies.clear();
     }
     if (options.places != nullptr) {
       GroupOptions groups{.flights = flights_};
@@ -72,7 +71,6 @@ CudaRank::CudaRank(Links& links, const CudaRankOptions& options,
                                  channel.src == rank ? 0 : 1, where);
       };
       parts.meetings = make_group_copies(where, rank, groups, faults);
-      parts.why_no_meetings.clear();
     }
     return parts;
   };
