@@ -1,8 +1,10 @@
 #include "csrc/pipeline/callee.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/clone.h>
 
 #include <memory>
+#include <unordered_map>
 #include <utility>
 
 #include "csrc/autograd/graph_begin.h"
@@ -10,6 +12,28 @@
 #include "csrc/pipeline/served_graph.h"
 
 namespace smp::pipeline {
+namespace {
+
+// Copies results whose memory outlives the call outside of them, such as a
+// buffer's: other ranks may read a result after a later call has written there.
+void copy_shared_memory(std::vector<at::Tensor>& results) {
+  std::unordered_map<const c10::StorageImpl*, size_t> num_results;
+  for (const at::Tensor& result : results) {
+    if (result.defined() && result.has_storage()) {
+      ++num_results[result.storage().unsafeGetStorageImpl()];
+    }
+  }
+  for (at::Tensor& result : results) {
+    if (!result.defined() || !result.has_storage()) continue;
+    const c10::Storage& memory = result.storage();
+    size_t& num = num_results[memory.unsafeGetStorageImpl()];
+    if (memory.use_count() == num) continue;
+    result = result.clone();
+    --num;
+  }
+}
+
+}  // namespace
 
 Callee::Callee(const ModuleTable& modules, Messenger& messenger,
                Scheduler& scheduler, TensorDirectory& tensors, Caller& caller,
@@ -203,6 +227,7 @@ void Callee::run_forward(Request& request) {
   }
   check_expected(request, meta);
   result.tensors.clear();
+  copy_shared_memory(data);
   if (grad) {
     records_.put({request.caller, header.request_id}, std::move(record));
   }

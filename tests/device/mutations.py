@@ -104,15 +104,11 @@ MUTATIONS = (
         "tensors that may be written to are not copied",
         "csrc/lanes/host_lane.cpp",
         (("own_plain_tensor(source, is_stable);", "own_plain_tensor(source, is_stable || @);"),),
-        is_found=False,
-        why_not="no layout writes to a tensor that it has sent",
     ),
     Mutation(
         "tensors for groups that may be written to are not copied",
         "csrc/lanes/nccl_lane.cpp",
         (("own_plain_tensor(source, is_stable);", "own_plain_tensor(source, is_stable || @);"),),
-        is_found=False,
-        why_not="no layout writes to a tensor that it has sent",
     ),
     Mutation(
         "streams follow no copy of a group",

@@ -28,25 +28,53 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        if shift is not None:
+            x = x + shift
         inner = torch.nn.functional.gelu(self.up(self.norm(x)), approximate="tanh")
         return x + self.dropout(self.down(inner))
 
 
-class Net(nn.Module):
-    """An embedding, four blocks and a head that returns the mean loss."""
+class BlockWithShift(nn.Module):
+    """A block that returns a buffer too, and writes to it when it is called again."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    shift: Tensor
+
+    def __init__(self, block: nn.Module, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.block = block
+        self.register_buffer("shift", torch.zeros(shape))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        torch.mul(x.detach(), 0.5, out=self.shift)
+        return self.block(x), self.shift
+
+
+class Net(nn.Module):
+    """An embedding, four blocks and a head that returns the mean loss.
+
+    With a shape the second and the last block are each a `BlockWithShift` with such a buffer, which
+    the next block, or this module, adds to activations.
+    """
+
+    def __init__(self, width: int, dropout: float, shift: tuple[int, ...] = ()) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.layers = nn.ModuleList(Block(width, dropout) for _ in range(4))
+        if shift:
+            for i in (1, 3):
+                self.layers[i] = BlockWithShift(self.layers[i], shift)
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens[:, :-1])
+        shift: Tensor | None = None
         for layer in self.layers:
-            x = layer(x)
+            found = layer(x) if shift is None else layer(x, shift)
+            x, shift = found if isinstance(found, tuple) else (found, None)
+        if shift is not None:
+            x = x + shift
         return nn.functional.cross_entropy(
             self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten()
         )
@@ -67,6 +95,7 @@ class Layout:
         scales: whether the loss is scaled by `smp.amp.GradScaler`.
         is_large: whether activations are large enough for lanes between devices.
         has_own_stream: whether the script trains inside of a stream of its own.
+        writes: whether blocks write to buffers that another rank has got.
         num_hosts: number of hosts that the ranks take themselves to be on.
         world_size: number of ranks.
     """
@@ -81,6 +110,7 @@ class Layout:
     scales: bool = False
     is_large: bool = False
     has_own_stream: bool = False
+    writes: bool = False
     num_hosts: int = 1
     world_size: int = 2
 
@@ -150,7 +180,10 @@ def wrapped(layout: Layout) -> Any:
             experts: Any = build_experts("mixtral", torch.float32)
             experts.set_attn_implementation("eager")  # SDPA takes another kernel on the CPU
         return smp.DistributedModel(experts)
-    net = Net(LARGE_WIDTH if layout.is_large else WIDTH, layout.dropout)
+    width = LARGE_WIDTH if layout.is_large else WIDTH
+    samples = LARGE_SAMPLES if layout.is_large else SAMPLES
+    length = LARGE_LENGTH if layout.is_large else LENGTH
+    net = Net(width, layout.dropout, (samples // 4, length - 1, width) if layout.writes else ())
     if smp.tp_size() > 1:
         for layer in net.layers[1:3]:
             smp.set_tensor_parallelism(layer)

@@ -222,6 +222,32 @@ class BufferInPlace(Stack):
         return (x * x).mean()
 
 
+class ReturningBlock(Block):
+    """Returns a buffer too, to which its next call writes."""
+
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(2, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        torch.sin(x.detach(), out=self.last)
+        return super().forward(x), self.last
+
+
+class ReturnedBuffer(Stack):
+    """The parent adds buffers that its blocks return, and that other microbatches write to."""
+
+    block = ReturningBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, last = block(x)
+            x = x + last
+        return x.pow(2).mean()
+
+
 class ListBlock(Block):
     """Appends to a list that its parent has, too."""
 
@@ -439,6 +465,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
             NotesEmptied,
             AssignedBuffer,
             BufferInPlace,
+            ReturnedBuffer,
             SharedList,
         ),
         *(LeftForSecondCall, CountingCalls, FeaturesOfRoot, GradientForNext, MovingAverage),
