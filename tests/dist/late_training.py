@@ -96,6 +96,7 @@ class Layout:
         is_large: whether activations are large enough for lanes between devices.
         has_own_stream: whether the script trains inside of a stream of its own.
         writes: whether blocks write to buffers that another rank has got.
+        compiles: whether the late device is asked to compile blocks, for which it has no compiler.
         num_hosts: number of hosts that the ranks take themselves to be on.
         world_size: number of ranks.
     """
@@ -111,6 +112,7 @@ class Layout:
     is_large: bool = False
     has_own_stream: bool = False
     writes: bool = False
+    compiles: bool = False
     num_hosts: int = 1
     world_size: int = 2
 
@@ -187,7 +189,9 @@ def wrapped(layout: Layout) -> Any:
     if smp.tp_size() > 1:
         for layer in net.layers[1:3]:
             smp.set_tensor_parallelism(layer)
-    model: Any = smp.DistributedModel(net)
+    # Compiled code of the CPU has other roundings.
+    compile = "stage" if layout.compiles and is_late() else None
+    model: Any = smp.DistributedModel(net, compile=compile)
     for layer in net.layers[2:] if smp.pp_size() > 1 and not layout.is_automatic else ():
         smp.set_partition(layer, 1)
     if layout.checkpointed:

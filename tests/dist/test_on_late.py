@@ -43,10 +43,11 @@ OTHERS = {
     "sharded on two hosts": Layout(
         (("sharded_data_parallel_degree", 4),), num_hosts=2, world_size=4
     ),
-    # What has just left for the host is needed at once.
+    # Tensors that have just left for the host are needed at once.
     "offload of one microbatch": Layout((OFFLOAD, ("microbatches", 1)), 0.1, checkpointed=True),
     "writes to what was sent": Layout((PIPELINE,), writes=True),
     "writes to what was sent over groups": Layout((PIPELINE,), is_large=True, writes=True),
+    "compiled": Layout((PIPELINE,), compiles=True),
     "pipeline on a stream": Layout((PIPELINE, OFFLOAD), checkpointed=True, has_own_stream=True),
     "replicas on a stream": Layout(has_own_stream=True),
     "sharded on a stream": Layout((("sharded_data_parallel_degree", 2),), has_own_stream=True),
