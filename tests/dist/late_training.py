@@ -260,6 +260,7 @@ def _train(layout: Layout, steps: int) -> Trained:
         return loss
 
     result = Trained()
+    losses: list[list[Tensor]] = []
     device = runtime.current().rank.device
     for step in range(steps):
         optimizer.zero_grad()
@@ -279,7 +280,9 @@ def _train(layout: Layout, steps: int) -> Trained:
             optimizer.step()
         if layout.resumes and step == 0:
             _resume(model, optimizer)
-        result.losses.append(torch.stack([loss.detach().cpu() for loss in output.outputs]))
+        # No read of the host waits for the device before the last step is over.
+        losses.append([loss.detach() for loss in output.outputs])
+    result.losses = [torch.stack([loss.cpu() for loss in step]) for step in losses]
     result.parameters = {name: p.cpu().clone() for name, p in model.state_dict().items()}
     result.device = device.type
     mailbox = runtime.current().rank.mailbox
