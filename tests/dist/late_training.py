@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from tests.reference.expert_families import build_experts, make_expert_batch
 
 WIDTH, VOCABULARY, LENGTH, SAMPLES = 16, 32, 6, 8
-#: With these, what passes between stages is large enough for lanes between devices.
-LARGE_WIDTH, LARGE_LENGTH, LARGE_SAMPLES = 64, 33, 32
+#: With these, activations of a microbatch have 1 MiB: they are large enough for lanes between
+#: devices, and to be offloaded.
+LARGE_WIDTH, LARGE_LENGTH, LARGE_SAMPLES = 64, 65, 256
 
 
 class Block(nn.Module):
@@ -93,7 +94,8 @@ class Layout:
         resumes: whether a checkpoint is saved and loaded after the first step.
         has_experts: whether the model is a Mixtral, whose experts are spread over the ranks.
         scales: whether the loss is scaled by `smp.amp.GradScaler`.
-        is_large: whether activations are large enough for lanes between devices.
+        is_large: whether activations are large enough for lanes between devices, and to be
+            offloaded.
         has_own_stream: whether the script trains inside of a stream of its own.
         writes: whether blocks write to buffers that another rank has got.
         compiles: whether the late device is asked to compile blocks, for which it has no compiler.
@@ -122,6 +124,11 @@ class Layout:
         return bool(dict(self.config).get("auto_partition"))
 
     @property
+    def offloads(self) -> bool:
+        """Returns whether activations are copied to the host."""
+        return bool(dict(self.config).get("offload_activations"))
+
+    @property
     def is_sharded(self) -> bool:
         """Returns whether ranks have parts of gradients only, which scripts do not see."""
         return any("shard" in key for key, _ in self.config)
@@ -138,6 +145,7 @@ class Trained:
         lanes: lanes of all pairs of ranks.
         copied_bytes: bytes of tensors that lanes have taken from this rank.
         message_bytes: bytes of messages of this rank, with what the host lane carries.
+        num_offloaded: number of activations that were copied to the host.
         late: numbers of calls that ran late, by operator; empty on the CPU.
         device: device of the parameters.
     """
@@ -148,6 +156,7 @@ class Trained:
     lanes: set[str] = field(default_factory=set)
     copied_bytes: int = 0
     message_bytes: int = 0
+    num_offloaded: int = 0
     late: dict[str, int] = field(default_factory=dict)
     device: str = ""
 
@@ -290,6 +299,8 @@ def _train(layout: Layout, steps: int) -> Trained:
         result.lanes = {lane for _, _, lane, _ in mailbox.lanes()}
         stats = mailbox.stats()
         result.copied_bytes, result.message_bytes = stats["lane_bytes_sent"], stats["bytes_sent"]
+    if layout.offloads:
+        result.num_offloaded = smp.metrics.offload_stats()["offloaded"]
     if is_late():
         import tests.device
 

@@ -16,7 +16,7 @@ from tests.dist.pool import WITHOUT_CHECKS, Pool
 PIPELINE = ("pipeline_parallel_degree", 2)
 OFFLOAD = ("offload_activations", True)
 FIRST = {
-    "pipeline": Layout((PIPELINE, OFFLOAD), 0.1, checkpointed=True),
+    "pipeline": Layout((PIPELINE, OFFLOAD), 0.1, checkpointed=True, is_large=True),
     "replicas": Layout(clips=True),
     "sharded state": Layout((("shard_optimizer_state", True),)),
 }
@@ -38,17 +38,24 @@ OTHERS = {
         has_experts=True,
     ),
     "scaled loss": Layout((PIPELINE,), optimizer="sgd", scales=True),
-    "pipeline over groups": Layout((PIPELINE, OFFLOAD), checkpointed=True, is_large=True),
+    "checkpointed pipeline": Layout((PIPELINE,), 0.1, checkpointed=True),
     "zero bubble over groups": Layout((PIPELINE, ("pipeline", "zero_bubble")), is_large=True),
     "sharded on two hosts": Layout(
         (("sharded_data_parallel_degree", 4),), num_hosts=2, world_size=4
     ),
     # Tensors that have just left for the host are needed at once.
-    "offload of one microbatch": Layout((OFFLOAD, ("microbatches", 1)), 0.1, checkpointed=True),
+    "offload of one microbatch": Layout(
+        (OFFLOAD, ("microbatches", 1), ("activation_loading_horizon", 1)),
+        0.1,
+        checkpointed=True,
+        is_large=True,
+    ),
     "writes to what was sent": Layout((PIPELINE,), writes=True),
     "writes to what was sent over groups": Layout((PIPELINE,), is_large=True, writes=True),
     "compiled": Layout((PIPELINE,), compiles=True),
-    "pipeline on a stream": Layout((PIPELINE, OFFLOAD), checkpointed=True, has_own_stream=True),
+    "pipeline on a stream": Layout(
+        (PIPELINE, OFFLOAD), checkpointed=True, is_large=True, has_own_stream=True
+    ),
     "replicas on a stream": Layout(has_own_stream=True),
     "sharded on a stream": Layout((("sharded_data_parallel_degree", 2),), has_own_stream=True),
     "resumed pipeline": Layout((PIPELINE,), 0.1, resumes=True),
@@ -102,7 +109,8 @@ def assert_equal(layout: Layout, late: list[Trained], cpu: list[Trained]) -> Non
         assert_equal_values(*losses, f"loss on rank {rank} of step", tolerance)
         assert_equal_values(got.parameters, expected.parameters, f"rank {rank}:", tolerance)
         assert not got.lanes or got.lanes == {"nccl"}, got.lanes
-        if layout.is_large:
+        assert (got.num_offloaded > 0) == layout.offloads
+        if layout.is_large and got.lanes:
             assert (
                 got.copied_bytes > got.message_bytes > 0
             )  # messages have what the host lane carries
