@@ -89,8 +89,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         # Optimizer.__init__ is not called: groups, state and hooks are those of the wrapped
         # optimizer.
         current = runtime.current()
+        former = None
         if isinstance(optimizer, DistributedOptimizer):
-            optimizer = optimizer.optimizer
+            former, optimizer = optimizer, optimizer.optimizer
         loss_args = {**(dynamic_loss_args or {}), **loose_loss_args}
         own = take_apart(optimizer, current.rank.config.fp16)
         if own is not None:
@@ -105,7 +106,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             static_loss_scale, dynamic_loss_scale, loss_args, current.rank.device
         )
         refuse_replaced(optimizer)
-        self._whole = WholeTensors(current.rank, optimizer)
+        # Owners stay, since they have the state.
+        self._whole = WholeTensors(current.rank, optimizer) if former is None else former._whole
         self.optimizer = optimizer
         self._is_scaled = current.rank.config.fp16
         self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()

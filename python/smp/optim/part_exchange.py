@@ -149,7 +149,8 @@ class PartExchange:
         exchange = self._rank.exchange
         assert exchange is not None
         own = host_objects.pack(obj)
-        parts = exchange.all_gather(list(self._holders.ranks), own, what)
+        with self._rank.reporting(what):
+            parts = exchange.all_gather(list(self._holders.ranks), own, what)
         return [host_objects.unpack(part, self._rank.device) for part in parts]
 
     @property

@@ -108,11 +108,10 @@ class WholeTensors:
 
     def _axes_of(self, tensor: Tensor) -> _Axes:
         sizes, parameter = self._rank.sizes, model_parameter_of(tensor)
-        if 0 in whole_shape(parameter):
+        is_trained = sizes["shard"] == 1 or holding_with_master(tensor) is not None
+        if not is_trained or 0 in whole_shape(parameter):
             return ()
-        axes = []
-        if sizes["shard"] > 1 and holding_with_master(tensor) is not None:
-            axes.append("shard")
+        axes = ["shard"] if sizes["shard"] > 1 else []
         if sizes["tp"] > 1 and interval_of(parameter) is not None:
             axes.append("tp")
         return tuple(axes)
