@@ -236,7 +236,9 @@ def test_masters_are_updated_whole(pool: Pool, layout: str, name: str) -> None:
         for index, entry in plain["state"].items():
             assert rank["state"][index].keys() == entry.keys() >= {"_smp_master"}
             for key, value in entry.items():
-                assert torch.equal(torch.as_tensor(rank["state"][index][key]), torch.as_tensor(value))
+                assert torch.equal(
+                    torch.as_tensor(rank["state"][index][key]), torch.as_tensor(value)
+                )
 
 
 def train_with_closure(rank: int, job: Job) -> float:

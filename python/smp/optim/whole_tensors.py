@@ -139,9 +139,10 @@ class WholeTensors:
         """Exchanges the parts of tensors, and chooses their owners. Collective."""
         holders = self._holders(axes)
         meeting = PartExchange(self._rank, holders, ())
+        shapes = [tuple(whole_shape(model_parameter_of(tensor))) for _, tensor in found]
         own = [
-            (index, tuple(whole_shape(model_parameter_of(tensor))), str(tensor.dtype), _part(tensor))
-            for index, tensor in found
+            (index, shape, str(tensor.dtype), _part(tensor))
+            for (index, tensor), shape in zip(found, shapes, strict=True)
         ]
         told: list[Any] = meeting.gather_objects(own, "optimizer: parts of whole tensors")
         for position, others in enumerate(told):
@@ -158,11 +159,11 @@ class WholeTensors:
             held = tuple(others[idx][3].flat_numel for others in told)
             known = self._by_part.get(tensor)
             owner = None if known is None else known.owner
-            candidates.append(Candidate(own[idx][1], tensor.itemsize, held, owner))
+            candidates.append(Candidate(shapes[idx], tensor.itemsize, held, owner))
         tensors = []
         for idx, owner in enumerate(choose_owners(candidates, len(holders.ranks))):
             index, tensor = found[idx]
-            known, shape = self._by_part.get(tensor), candidates[idx].shape
+            known, shape = self._by_part.get(tensor), shapes[idx]
             whole = None if known is None else known.whole
             if owner == position and whole is None:
                 memory = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)

@@ -84,18 +84,17 @@ def _cuts_parameters(rank: Rank) -> bool:
 
 
 def _refusal(optimizer: torch.optim.Optimizer, found: Coupling, option: str) -> ValueError:
-    remedy = (
-        'wrap it in smp.DistributedOptimizer and set optimizer_state to "auto", so that ranks update '
-        "whole tensors, "
-        if found is Coupling.ELEMENTS
-        else ""
-    )
+    remedies = [
+        "an optimizer that updates each element by itself, such as torch.optim.AdamW",
+        "smp.optimizers.FusedLAMB",
+    ]
+    if found is Coupling.ELEMENTS:
+        remedies.insert(0, 'smp.DistributedOptimizer with optimizer_state "auto"')
     return ValueError(
         f"{_C.rank_prefix()}DistributedOptimizer: {type(optimizer).__name__} updates elements "
         f"by {found.value} (found by a trial on small tensors), and with {option} no rank has "
-        f"all of these, so its updates would differ from those of one process. {remedy[:1].upper()}"
-        f"{remedy[1:]}{'use' if remedy else 'Use'} an optimizer that updates each element by "
-        "itself, such as torch.optim.AdamW, or smp.optimizers.FusedLAMB, or leave that option out"
+        "all of these, so its updates would differ from those of one process. Use "
+        f"{', or '.join(remedies)}, or leave that option out"
     )
 
 
