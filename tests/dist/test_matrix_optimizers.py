@@ -112,7 +112,8 @@ def test_what_is_sent_is_the_least(pool: Pool, layout: str) -> None:
         numel for _, held in results for flags in held for numel, owns in flags.values() if not owns
     )
     least = 2 * not_held * torch.float64.itemsize
-    assert least > 0
+    # Two equal parts of this net's flat bucket have whole matrices.
+    assert (least > 0) == (layout != "state2")
     sums = [sum(sent[step] for sent, _ in results) for step in range(STEPS)]
     assert sums == [least * 3 // 2, least, least, least * 3 // 2], "values go to owners twice"
     whole = sum(8 * a * b for a, b in itertools.pairwise((8, 12, 6, 10, 8)))

@@ -77,6 +77,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     _is_accelerate_prepared = True
 
     optimizer: torch.optim.Optimizer
+    _whole: WholeTensors
 
     def __init__(
         self,
