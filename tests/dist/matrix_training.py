@@ -185,13 +185,18 @@ class Run:
 
     @property
     def bytes_sent(self) -> int:
-        return sum(optimizer._whole.bytes_sent for optimizer in self.optimizers)
+        return sum(optimizer.whole_tensors.bytes_sent for optimizer in self.optimizers)
 
     def owned(self) -> list[dict[int, bool]]:
         """Flags of tensors that are updated whole, by optimizer and index."""
-        from smp.optim.whole_tensors import flags_by_index
+        from smp.precision.holdings import parameters_of
 
-        return [flags_by_index(o.optimizer, o.owned_tensors) for o in self.optimizers]
+        result = []
+        for optimizer in self.optimizers:
+            owned = optimizer.whole_tensors.owned
+            numbered = enumerate(parameters_of(optimizer.optimizer))
+            result.append({index: owned[p] for index, p in numbered if p in owned})
+        return result
 
     def whole(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.model.state_dict().items()}

@@ -97,7 +97,7 @@ def updated_by(optimizer: DistributedOptimizer, state: ModelState) -> Iterator[U
         optimizer: optimizer, with masters in its groups.
         state: state of the model.
     """
-    owned = optimizer.owned_tensors
+    owned = optimizer.whole_tensors.owned
     for index, tensor in enumerate(parameters_of(optimizer.optimizer)):
         name = state.names.get(id(tensor))
         held = None if name is None else state.held.get(name)

@@ -21,7 +21,7 @@ from smp.optim.masters import adopt_masters, holdings_of
 from smp.optim.script_wrappers import take_apart
 from smp.optim.state import OptimizerState
 from smp.optim.v1_names import LegacyNames
-from smp.optim.whole_tensors import WholeTensors, flags_by_index
+from smp.optim.whole_tensors import WholeTensors
 from smp.optim.written import WrittenMasters
 from smp.precision import LossScaler, ScaledGradients, StaticLossScaler, grad_norm
 from smp.precision.holdings import (
@@ -45,10 +45,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     optimizer or of the wrapped one. With ``fp16: True`` the loss is scaled: `model.backward` takes
     the unscaled loss, and an update whose gradients are not finite is skipped on all ranks.
 
-    An optimizer that reads whole tensors for the update of an element, such as Muon, gets them:
-    each tensor of which ranks hold parts has an owner, which updates it whole and keeps its state
-    (configuration key ``optimizer_state``). Making such an optimizer is collective over these
-    ranks, and so is :meth:`add_param_group`.
+    Where an optimizer reads whole tensors (Muon) and ranks hold parts, an owner updates each tensor
+    (key ``optimizer_state``); making such an optimizer and adding groups to it are collective.
 
     Norms, loss scales and the check for infinite gradients stay on the device. The fused optimizers
     of `smp.optimizers` and ``torch.optim.Adam(fused=True)`` also skip there, so the host does not
@@ -68,16 +66,16 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     Raises:
         ValueError: the object is no optimizer; loss scale arguments are unknown; the module of a
-            parameter was replaced; the optimizer needs several parameters at a time and no rank has
-            all of them, or whole tensors against ``optimizer_state`` (a trial on small tensors
-            shows it); an FP16 optimizer of the script's own comes without ``fp16: True``.
+            parameter was replaced; a trial on small tensors shows that the optimizer needs more of
+            the parameters than a rank can get; an FP16 optimizer of the script's own comes without
+            ``fp16: True``.
     """
 
     # Accelerate does not wrap such an optimizer, and asks it whether a step was skipped.
     _is_accelerate_prepared = True
 
     optimizer: torch.optim.Optimizer
-    _whole: WholeTensors
+    whole_tensors: WholeTensors
 
     def __init__(
         self,
@@ -107,8 +105,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             static_loss_scale, dynamic_loss_scale, loss_args, current.rank.device
         )
         refuse_replaced(optimizer)
-        # Owners stay, since they have the state.
-        self._whole = WholeTensors(current.rank, optimizer) if former is None else former._whole
+        # Owners have the state.
+        self.whole_tensors = WholeTensors(current.rank, optimizer) if former is None else former.whole_tensors
         self.optimizer = optimizer
         self._is_scaled = current.rank.config.fp16
         self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()
@@ -296,7 +294,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._clip_shards()
         if not fused.divides:
             self._gradients.divide()
-        with self._whole.shown():
+        with self.whole_tensors.shown():
             has_local = self._has_local()  # some optimizers cannot work on nothing
             if fused.divides:
                 result = fused.step(
@@ -331,9 +329,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self.first_closure_call_this_step = True
 
         def evaluate() -> Any:
-            self._whole.hide()
+            self.whole_tensors.hide()
             if not self.first_closure_call_this_step:
-                self._whole.spread()
+                self.whole_tensors.spread()
                 self._spread(self._engines())  # changes by the optimizer between two calls
             self.first_closure_call_this_step = False
             self._gradients.used()
@@ -347,16 +345,16 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
                 )
             self._clip_shards()
             self._gradients.divide()
-            self._whole.gather()
-            self._whole.show()
+            self.whole_tensors.gather()
+            self.whole_tensors.show()
             return loss
 
-        self._whole.show()
+        self.whole_tensors.show()
         try:
             result = self.optimizer.step(evaluate) if self._has_local() else evaluate()
         finally:
-            self._whole.hide()
-        self._whole.spread()
+            self.whole_tensors.hide()
+        self.whole_tensors.spread()
         engines = self._engines()  # the closure may have partitioned a model
         self._spread(engines)
         self._loss_scaler.update_scale(False)
@@ -380,12 +378,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         return not all(self._remote.issuperset(group["params"]) for group in groups)
 
     def _use_masters(self) -> None:
-        """Replaces parameters of partitioned models by their masters.
-
-        Collective over the ranks that hold parts of tensors that have no owner yet.
-        """
-        self._whole.look_at_groups()
-        adopt_masters(self.optimizer, self._whole.in_groups)
+        """Replaces parameters of partitioned models by masters. Collective where parts are new."""
+        self.whole_tensors.look_at_groups()
+        adopt_masters(self.optimizer, self.whole_tensors.in_groups)
         self._written = WrittenMasters(self.optimizer)
         self._gradients.attach()
         if self._runtime.torch_optimizers is not None:
@@ -393,7 +388,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         engines = self._engines()
         parts = [engine.parts for engine in engines if engine.parts is not None]
         self._remote = {p for part in parts for p in part.remote_parameters()}
-        self._whole.lay_out(
+        self.whole_tensors.lay_out(
             lambda p: any(part.is_local_parameter(model_parameter_of(p)) for part in parts)
         )
         for engine in engines if self._is_scaled else ():
@@ -578,16 +573,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._spread(self._engines())
 
     def _state(self) -> OptimizerState:
-        owned = flags_by_index(self.optimizer, self._whole.owned)
-        return OptimizerState(self._rank, self.optimizer, self._is_local, owned)
-
-    @property
-    def owned_tensors(self) -> dict[Tensor, bool]:
-        """Flags by tensor of the groups: whether this rank has the state of the whole tensor.
-
-        Tensors whose elements are updated where they lie have no flag.
-        """
-        return self._whole.owned
+        return OptimizerState(self._rank, self.optimizer, self._is_local, self.whole_tensors.owned)
 
     # ---- whose parameters these are
 

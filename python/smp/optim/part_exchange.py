@@ -26,7 +26,7 @@ class SpreadTensor:
 
     Attributes:
         index: index in the optimizer's state dicts.
-        part: this rank's elements: the master, or the slice of a tensor-parallel rank.
+        part: elements of this rank: the master, or the slice of a tensor-parallel rank.
         shape: sizes of the whole tensor.
         parts: elements of each rank of the group.
         owner: position of the owner in the group.

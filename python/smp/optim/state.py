@@ -48,7 +48,7 @@ class OptimizerState:
         rank: rank of this process.
         optimizer: optimizer of torch, with masters in its groups.
         is_local: returns whether one of its parameters is updated on this rank.
-        owned: flags of the parameters that are updated whole, by index: whether this rank does it.
+        owned: flags of the tensors in the groups that are updated whole: whether this rank does it.
     """
 
     def __init__(
@@ -56,12 +56,13 @@ class OptimizerState:
         rank: Rank,
         optimizer: torch.optim.Optimizer,
         is_local: Callable[[Tensor], bool],
-        owned: Mapping[int, bool],
+        owned: Mapping[Tensor, bool],
     ) -> None:
         self._rank = rank
         self._optimizer = optimizer
         self._parameters = parameters_of(optimizer)
-        self._owned = owned
+        numbered = enumerate(self._parameters)
+        self._owned = {index: owned[p] for index, p in numbered if p in owned}
         self._local = {index for index, p in enumerate(self._parameters) if is_local(p)}
 
     # ---- saving

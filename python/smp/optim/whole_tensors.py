@@ -8,7 +8,7 @@ the optimizer runs as in one process. Then every rank takes its part of the new 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -274,11 +274,3 @@ def _values(tensor: SpreadTensor) -> Tensor:
 def _gradient(tensor: SpreadTensor) -> Tensor:
     gradient = tensor.part.grad
     return torch.zeros_like(tensor.part) if gradient is None else gradient.detach()
-
-
-def flags_by_index(
-    optimizer: torch.optim.Optimizer, owned: Mapping[Tensor, bool]
-) -> dict[int, bool]:
-    """Returns the flags of `WholeTensors.owned` by index in the optimizer's state dicts."""
-    numbered = enumerate(parameters_of(optimizer))
-    return {index: owned[tensor] for index, tensor in numbered if tensor in owned}
