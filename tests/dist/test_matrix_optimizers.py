@@ -207,7 +207,9 @@ def test_state_moves_between_layouts_and_rules(pool: Pool, tmp_path: Path, way: 
 @pytest.mark.sample(keep=0)
 def test_the_state_of_a_rank_loads_there(pool: Pool, tmp_path: Path) -> None:
     kinds = [(Job("", name), Job("", name)) for name in ("Muon", "Shampoo")]
-    kinds += [(Job("", "AdamW", rule), Job("", "AdamW", former)) for rule, former in (RULES, RULES[::-1])]
+    kinds += [
+        (Job("", "AdamW", rule), Job("", "AdamW", former)) for rule, former in (RULES, RULES[::-1])
+    ]
     pairs = [
         (replace(target, layout=layout), replace(source, layout=layout))
         for layout in ("state2", "sdp2", "tp2")

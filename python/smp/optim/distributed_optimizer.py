@@ -105,7 +105,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             static_loss_scale, dynamic_loss_scale, loss_args, current.rank.device
         )
         refuse_replaced(optimizer)
-        self.whole_tensors = WholeTensors(current.rank, optimizer) if former is None else former.whole_tensors
+        self.whole_tensors = (
+            WholeTensors(current.rank, optimizer) if former is None else former.whole_tensors
+        )
         self.optimizer = optimizer
         self._is_scaled = current.rank.config.fp16
         self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()
