@@ -88,9 +88,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         # Optimizer.__init__ is not called: groups, state and hooks are those of the wrapped
         # optimizer.
         current = runtime.current()
-        former = None
+        whole = None
         if isinstance(optimizer, DistributedOptimizer):
-            former, optimizer = optimizer, optimizer.optimizer
+            whole, optimizer = optimizer.whole_tensors, optimizer.optimizer
         loss_args = {**(dynamic_loss_args or {}), **loose_loss_args}
         own = take_apart(optimizer, current.rank.config.fp16)
         if own is not None:
@@ -105,9 +105,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             static_loss_scale, dynamic_loss_scale, loss_args, current.rank.device
         )
         refuse_replaced(optimizer)
-        self.whole_tensors = (
-            WholeTensors(current.rank, optimizer) if former is None else former.whole_tensors
-        )
+        self.whole_tensors = whole or WholeTensors(current.rank, optimizer)
         self.optimizer = optimizer
         self._is_scaled = current.rank.config.fp16
         self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()
