@@ -91,6 +91,11 @@ def memory_job(subject: str, num_ranks: int) -> Job:
     return Job("memory", num_ranks, config, 15)
 
 
+def matrix_job(num_ranks: int) -> Job:
+    config = {"num_ranks": num_ranks, "shape": WIDE, "batch_size": 2}
+    return Job("matrix_optimizers", num_ranks, config, 10)
+
+
 HEAD = {"tokens": 1024, "hidden": 256, "vocab_size": 16000}
 DTYPES = ("float32", "bfloat16")
 
@@ -108,6 +113,7 @@ JOBS = (
     *(Job("linear_cross_entropy", 1, {"dtype": dtype, **HEAD}, 10) for dtype in DTYPES),
     Job("fused_optimizers", 1, {"num_parameters": 100_000_000, "num_threads": 1}, 15),
     Job("fused_optimizers", 1, {"num_parameters": 100_000_000, "num_threads": 2}, 15),
+    matrix_job(2),
     Job("overhead", 1, {"shape": MODEL, "batch_size": 8, "microbatches": 4}, 15),
     Job("overhead", 1, {"shape": TINY, "batch_size": 8, "microbatches": 4}, 200),
     check_job(1),

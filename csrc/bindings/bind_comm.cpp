@@ -11,6 +11,7 @@
 #include "csrc/comm/c10d_communicator.h"
 #include "csrc/comm/communicator.h"
 #include "csrc/comm/flight_watch.h"
+#include "csrc/comm/group_wait.h"
 #include "csrc/comm/hierarchical_communicator.h"
 #include "csrc/comm/mpi_communicator.h"
 #include "csrc/comm/peer_sockets.h"
@@ -161,6 +162,11 @@ void bind_communicator(py::module_& m) {
       .def("all_to_all", &Communicator::all_to_all, py::arg("output"),
            py::arg("input"), NoGil(),
            "Both [size * n]: part i of the input goes to group rank i.")
+      .def("all_to_all_v", &Communicator::all_to_all_v, py::arg("output"),
+           py::arg("input"), py::arg("output_counts"), py::arg("input_counts"),
+           NoGil(),
+           "Parts of any size, by group rank; what a rank sends is what the "
+           "receiver expects.")
       .def("barrier", &Communicator::barrier, NoGil())
       .def("abort", &Communicator::abort, NoGil(),
            "Ends all waits in this process with an error; further calls "
@@ -172,6 +178,20 @@ void bind_communicator(py::module_& m) {
 
 void bind_agreements(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
+  m.def(
+      "follow",
+      [](Work& work, const Communicator& group, const std::string& what,
+         FaultsPtr faults, std::vector<int> ranks, double timeout_s) {
+        comm::follow(
+            work,
+            make_wait_options(timeout_s, std::move(faults), std::move(ranks)),
+            group, what);
+      },
+      NoGil(), py::arg("work"), py::arg("group"), py::kw_only(),
+      py::arg("what"), py::arg("faults") = py::none(),
+      py::arg("ranks") = std::vector<int>(), py::arg("timeout_s") = 1800.0,
+      "Lets later work on the current stream use the result; the host waits "
+      "only for operations that are not a device's.");
   m.def(
       "broadcast_coalesced",
       [](const std::vector<at::Tensor>& tensors, Communicator& group, int root,

@@ -56,18 +56,26 @@ def train(rank: int, config: dict[str, Any], name: str) -> float:
     return max(float((state[n] - v).abs().max()) for n, v in alone.state_dict().items())
 
 
+BY_ELEMENTS = {"optimizer_state": "elements"}
 SHARDED = ({"shard_optimizer_state": True}, {"sharded_data_parallel_degree": 2})
 
 
 @pytest.mark.parametrize(
     ("config", "name", "words"),
     [
-        *((config, "Adafactor", "by other elements of its parameter") for config in SHARDED),
+        *(
+            ({**config, **BY_ELEMENTS}, "Adafactor", "by other elements of its parameter")
+            for config in SHARDED
+        ),
         *((config, "by norm of all", "by other parameters") for config in SHARDED),
         ({"pipeline_parallel_degree": 2}, "by norm of all", "by other parameters"),
         ({"pipeline_parallel_degree": 2}, "LBFGS", "by other parameters"),
         ({"shard_optimizer_state": True}, "LBFGS", "by other parameters"),
-        ({"tensor_parallel_degree": 2}, "Adafactor", "by other elements of its parameter"),
+        (
+            {"tensor_parallel_degree": 2, **BY_ELEMENTS},
+            "Adafactor",
+            "by other elements of its parameter",
+        ),
     ],
 )
 def test_what_would_train_with_other_numbers_is_refused(

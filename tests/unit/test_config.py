@@ -52,6 +52,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "fp16_params": False,
         "bf16": False,
         "shard_optimizer_state": False,
+        "optimizer_state": "auto",
         "prescaled_batch": False,
         "skip_tracing": False,
         "delayed_parameter_initialization": False,

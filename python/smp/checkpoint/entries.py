@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from smp.model import DistributedModel, engine_of
 from smp.model.parts import is_extra_state
+from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.precision.holdings import parameters_of
 from smp.storage.parts import ModelState, Stored, parts
 from smp.tensor_parallel.parts import Part
@@ -71,50 +71,71 @@ class Updated:
         name: canonical name of the model's parameter; None: it belongs to another model.
         tensor: tensor in the optimizer's groups, a master or the parameter.
         held: values of the parameter on this rank; None: another rank has them.
+        state_part: part of the whole parameter of which this rank has the optimizer's state; None:
+            other ranks have it.
+        is_owned: whether an owner has that state, whatever ranks hold the parameter.
     """
 
     index: int
     name: str | None
     tensor: Tensor
     held: Stored | None
+    state_part: Part | None
+    is_owned: bool
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of state with a number per element."""
+        assert self.held is not None
+        return self.held.shape if self.is_owned else tuple(self.tensor.shape)
 
 
-def updated_by(optimizer: torch.optim.Optimizer, state: ModelState) -> Iterator[Updated]:
+def updated_by(optimizer: DistributedOptimizer, state: ModelState) -> Iterator[Updated]:
     """Yields the parameters of an optimizer, in the order of its state dicts.
 
     Args:
-        optimizer: optimizer of torch, with masters in its groups.
+        optimizer: optimizer, with masters in its groups.
         state: state of the model.
     """
-    for index, tensor in enumerate(parameters_of(optimizer)):
+    owned = optimizer.whole_tensors.owned
+    for index, tensor in enumerate(parameters_of(optimizer.optimizer)):
         name = state.names.get(id(tensor))
-        yield Updated(index, name, tensor, None if name is None else state.held.get(name))
+        held = None if name is None else state.held.get(name)
+        part = None if held is None else held.updated
+        if held is not None and tensor in owned:
+            part = Part.whole(held.shape) if owned[tensor] else None
+        yield Updated(index, name, tensor, held, part, tensor in owned)
 
 
-def suffix_of(stored: Stored) -> str:
+def suffix_of(part: Part, shape: tuple[int, ...]) -> str:
     """Returns the end of the names of state that has another shape than its parameter.
 
     Such a tensor (factored moments) has a name of its own for each part of the parameter, because
-    the way to cut it is unknown. It is found again only where the parameter is cut in the same way.
+    the way to cut it is unknown. It is found again only where the state is cut in the same way.
+
+    Args:
+        part: part of the parameter of which a rank has the state.
+        shape: shape of the whole parameter.
     """
-    part = stored.updated
-    if part == Part.whole(stored.shape):
+    if part == Part.whole(shape):
         return ""
     return f"@{part.dim}:{part.begin}:{part.end}:{part.flat_begin}:{part.flat_numel}"
 
 
-def own_state_keys(name: str, rests: Iterable[str], stored: Stored) -> dict[str, str]:
+def own_state_keys(
+    name: str, rests: Iterable[str], part: Part, shape: tuple[int, ...]
+) -> dict[str, str]:
     """Finds stored entries that are state of a parameter as this rank cuts it.
 
     Args:
         name: name under which the parameter was saved.
         rests: rests of entries' names after ``optimizer/<name>/``.
-        stored: storage of the parameter on this rank.
+        part, shape: see `suffix_of`.
 
     Returns:
         names of entries by key of the state.
     """
-    suffix = suffix_of(stored)
+    suffix = suffix_of(part, shape)
     found = {}
     for rest in rests:
         key, at, cut = rest.partition("@")

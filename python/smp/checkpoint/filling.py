@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 import smp._C as _C
-from smp.checkpoint.entries import OPTIMIZER, model_state, names_of_tied, own_state_keys, updated_by
+from smp.checkpoint.entries import (
+    OPTIMIZER,
+    Updated,
+    model_state,
+    names_of_tied,
+    own_state_keys,
+    updated_by,
+)
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.values import decode
@@ -196,7 +203,7 @@ def fill_masters(optimizer: DistributedOptimizer, folder: FolderReader, state: M
     """
     source, tied = Source(folder.manifest), names_of_tied(state.aliases)
     with torch.no_grad():
-        for updated in updated_by(optimizer.optimizer, state):
+        for updated in updated_by(optimizer, state):
             held = updated.held
             if held is None:  # another rank has it, or another model
                 continue
@@ -287,33 +294,34 @@ def fill_optimizer(
     numbers = manifest.values.get("state", {})
     tied, there = names_of_tied(state.aliases), {*rests, *numbers}
     with torch.no_grad():
-        for updated in updated_by(optimizer.optimizer, state):
+        for updated in updated_by(optimizer, state):
             optimizer.state.pop(updated.tensor, None)
             held = updated.held
-            if held is None:
+            if held is None or updated.state_part is None:
                 continue
             stored = stored_name(held.name, tied, there, aliases)
             if stored is None:
                 continue
-            entry = _state_of(updated.tensor, held, stored, rests.get(stored, []), numbers, folder)
+            entry = _state_of(updated, stored, rests.get(stored, []), numbers, folder)
             if entry:
                 optimizer.state[updated.tensor] = entry
     _place_steps(optimizer.optimizer)
 
 
 def _state_of(
-    tensor: Tensor,
-    held: Stored,
+    updated: Updated,
     stored: str,
     rests: list[str],
     numbers: Mapping[str, Any],
     folder: FolderReader,
 ) -> dict[str, Any]:
-    shape, part = held.shape, held.updated
+    held, part, tensor = updated.held, updated.state_part, updated.tensor
+    assert held is not None and part is not None
+    shape = held.shape
     entry: dict[str, Any] = {
         key: decode(value, tensor.device) for key, value in numbers.get(stored, {}).items()
     }
-    found = own_state_keys(stored, rests, held)
+    found = own_state_keys(stored, rests, part, shape)
     if part != Part.whole(shape):  # the way to cut other tensors is not known
         found = {
             key: name
@@ -334,7 +342,7 @@ def _state_of(
         info = folder.entry(name)
         dtype = getattr(torch, info.dtype)
         if info.shape == shape:
-            value = torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+            value = torch.empty(updated.state_shape, dtype=dtype, device=tensor.device)
             folder.read(name, part, value)
         else:
             value = folder.read(name).to(tensor.device)

@@ -185,7 +185,7 @@ class _Plan:
 
     def add_optimizer(self, optimizer: DistributedOptimizer) -> None:
         """Adds the optimizer's state, its groups, and with sharded parameters the masters."""
-        everything = list(updated_by(optimizer.optimizer, self._state))
+        everything = list(updated_by(optimizer, self._state))
         strange = [updated.tensor for updated in everything if updated.name is None]
         if strange:
             raise ValueError(
@@ -220,32 +220,37 @@ class _Plan:
         """
         states = file.table("state")
         numbers: dict[str, dict[str, Any]] = self.result.values.setdefault("state", {})
-        flat, slices = {}, []
+        flat, slices, owned = {}, [], {}
         for updated in everything:
-            held, tensor = updated.held, updated.tensor
+            held, tensor, part = updated.held, updated.tensor, updated.state_part
             if held is None:
                 continue
-            slices.append((updated.index, held.slice_))
-            if tensor is not held.tensor:  # a master
+            if updated.is_owned:
+                owned[updated.index] = part is not None
+            else:
+                slices.append((updated.index, held.slice_))
+            if tensor is not held.tensor and not updated.is_owned:  # a master
                 cut = held.updated
                 flat[updated.index] = cut.flat_begin, cut.flat_numel, tuple(held.tensor.shape)
-            if not held.is_first or tensor not in optimizer.state:
+            if not held.is_first or tensor not in optimizer.state or part is None:
                 continue
             states[updated.index] = dict(optimizer.state[tensor])
             for key, value in states[updated.index].items():
                 is_like = (
-                    isinstance(value, Tensor) and key != "step" and value.shape == tensor.shape
+                    isinstance(value, Tensor)
+                    and key != "step"
+                    and value.shape == updated.state_shape
                 )
                 if is_like or (isinstance(value, Tensor) and value.dim() and value.numel()):
-                    if value.numel() or not tensor.numel():
-                        entry = _state_entry(key, value.detach(), held, is_like)
+                    if value.numel() or not part.flat_numel:
+                        entry = _state_entry(key, value.detach(), held, part, is_like)
                         file.places.append(Place(entry, ("state", updated.index, key)))
-                elif tensor.numel() or 0 in held.shape:
+                elif part.flat_numel or 0 in held.shape:
                     # A rank without elements may have begun to count later.
                     where = f"'{key}' of the optimizer's state of '{held.name}'"
                     numbers.setdefault(held.name, {})[key] = encode(value, where)
         is_sharded = self._rank.sizes["shard"] > 1
-        return partial.marks_of(partial.slice_marks(slices), flat if is_sharded else None)
+        return partial.marks_of(partial.slice_marks(slices), flat if is_sharded else None, owned)
 
     def _flat_groups(self, optimizer: DistributedOptimizer, file: PlannedFile) -> list[Tensor]:
         """Returns the masters of each group in one flat tensor, as scripts read them."""
@@ -267,12 +272,21 @@ class _Plan:
         return flats
 
 
-def _state_entry(key: str, value: Tensor, held: Stored, is_like_parameter: bool) -> Entry:
+def _state_entry(key: str, value: Tensor, held: Stored, part: Part, is_like: bool) -> Entry:
+    """Returns the entry of a value that is like the parameter, or has a shape of its own.
+
+    Args:
+        key: key of the state.
+        value: value on this rank.
+        held: parameter.
+        part: part of the parameter of which this rank has the state.
+        is_like: whether the value has a number per element of that part.
+    """
     name = f"{OPTIMIZER_ENTRY}{held.name}/{key}"
-    if is_like_parameter:
-        return Entry(name, held.shape, held.updated, value)
+    if is_like:
+        return Entry(name, held.shape, part, value)
     shape = tuple(value.shape)
-    return Entry(name + suffix_of(held), shape, Part.whole(shape), value)
+    return Entry(name + suffix_of(part, held.shape), shape, Part.whole(shape), value)
 
 
 def sharded_names(state: ModelState, groups: Iterable[FlatGroup]) -> dict[str, Any]:

@@ -191,6 +191,9 @@ class Config:
     """BF16 training with master weights."""
     shard_optimizer_state: bool = _bool(False)
     """Each data-parallel rank keeps a part of the optimizer state."""
+    optimizer_state: str = _choice("auto", "auto", "elements", "tensors")
+    """State of tensors of which ranks hold parts: by elements, or whole tensors by owner. auto: the
+    latter for optimizers that read whole tensors, which a trial shows."""
     prescaled_batch: bool = _bool(False)
     """Ranks of a tensor-parallel group get the same batch; no effect without such groups."""
     skip_tracing: bool = _bool(False)

@@ -14,7 +14,6 @@ import smp._C as _C
 from smp import precision
 from smp.model import DistributedModel, engine_of
 from smp.model.engine import Engine
-from smp.model.torch_training.coupling import refuse_parts
 from smp.model.torch_training.optimizers import refuse_replaced
 from smp.modules.watching import unwatched
 from smp.optim.fused_step import FusedUpdates
@@ -22,6 +21,7 @@ from smp.optim.masters import adopt_masters, holdings_of
 from smp.optim.script_wrappers import take_apart
 from smp.optim.state import OptimizerState
 from smp.optim.v1_names import LegacyNames
+from smp.optim.whole_tensors import WholeTensors
 from smp.optim.written import WrittenMasters
 from smp.precision import LossScaler, ScaledGradients, StaticLossScaler, grad_norm
 from smp.precision.holdings import (
@@ -45,6 +45,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     optimizer or of the wrapped one. With ``fp16: True`` the loss is scaled: `model.backward` takes
     the unscaled loss, and an update whose gradients are not finite is skipped on all ranks.
 
+    Where an optimizer reads whole tensors (Muon) and ranks hold parts, an owner updates each tensor
+    (key ``optimizer_state``); making such an optimizer and adding groups to it are collective.
+
     Norms, loss scales and the check for infinite gradients stay on the device. The fused optimizers
     of `smp.optimizers` and ``torch.optim.Adam(fused=True)`` also skip there, so the host does not
     wait in a training step unless it reads `overflow`, `loss_scale`, `step_was_skipped` or a norm.
@@ -63,8 +66,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     Raises:
         ValueError: the object is no optimizer; loss scale arguments are unknown; the module of a
-            parameter was replaced; the optimizer needs more of the parameters than a rank has (a
-            trial on small tensors shows it); an FP16 optimizer of the script's own comes without
+            parameter was replaced; a trial on small tensors shows that the optimizer needs more of
+            the parameters than a rank can get; an FP16 optimizer of the script's own comes without
             ``fp16: True``.
     """
 
@@ -72,6 +75,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     _is_accelerate_prepared = True
 
     optimizer: torch.optim.Optimizer
+    whole_tensors: WholeTensors
 
     def __init__(
         self,
@@ -84,8 +88,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         # Optimizer.__init__ is not called: groups, state and hooks are those of the wrapped
         # optimizer.
         current = runtime.current()
+        whole = None
         if isinstance(optimizer, DistributedOptimizer):
-            optimizer = optimizer.optimizer
+            whole, optimizer = optimizer.whole_tensors, optimizer.optimizer
         loss_args = {**(dynamic_loss_args or {}), **loose_loss_args}
         own = take_apart(optimizer, current.rank.config.fp16)
         if own is not None:
@@ -100,7 +105,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             static_loss_scale, dynamic_loss_scale, loss_args, current.rank.device
         )
         refuse_replaced(optimizer)
-        refuse_parts(current.rank, optimizer)
+        self.whole_tensors = whole or WholeTensors(current.rank, optimizer)
         self.optimizer = optimizer
         self._is_scaled = current.rank.config.fp16
         self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()
@@ -286,17 +291,19 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         if fused.divides:
             self._take_given_scale()
         self._clip_shards()
-        has_local = self._has_local()  # some optimizers cannot work on nothing
-        if fused.divides:
-            result = fused.step(
-                self._gradients.divisor,
-                self._gradients.overflow.number if fused.skips else None,
-                has_local=has_local,
-                given_found_inf=vars(self).get("found_inf"),  # see _take_given_scale
-            )
-        elif has_local:
+        if not fused.divides:
             self._gradients.divide()
-            result = self.optimizer.step()
+        with self.whole_tensors.shown():
+            has_local = self._has_local()  # some optimizers cannot work on nothing
+            if fused.divides:
+                result = fused.step(
+                    self._gradients.divisor,
+                    self._gradients.overflow.number if fused.skips else None,
+                    has_local=has_local,
+                    given_found_inf=vars(self).get("found_inf"),  # see _take_given_scale
+                )
+            elif has_local:
+                result = self.optimizer.step()
         self._spread(engines, fused.writes_copies)
         return result
 
@@ -321,7 +328,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self.first_closure_call_this_step = True
 
         def evaluate() -> Any:
+            self.whole_tensors.hide()
             if not self.first_closure_call_this_step:
+                self.whole_tensors.spread()
                 self._spread(self._engines())  # changes by the optimizer between two calls
             self.first_closure_call_this_step = False
             self._gradients.used()
@@ -335,9 +344,16 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
                 )
             self._clip_shards()
             self._gradients.divide()
+            self.whole_tensors.gather()
+            self.whole_tensors.show()
             return loss
 
-        result = self.optimizer.step(evaluate) if self._has_local() else evaluate()
+        self.whole_tensors.show()
+        try:
+            result = self.optimizer.step(evaluate) if self._has_local() else evaluate()
+        finally:
+            self.whole_tensors.hide()
+        self.whole_tensors.spread()
         engines = self._engines()  # the closure may have partitioned a model
         self._spread(engines)
         self._loss_scaler.update_scale(False)
@@ -361,8 +377,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         return not all(self._remote.issuperset(group["params"]) for group in groups)
 
     def _use_masters(self) -> None:
-        """Replaces parameters of partitioned models by their masters."""
-        adopt_masters(self.optimizer)
+        """Replaces parameters of partitioned models by masters. Collective where parts are new."""
+        self.whole_tensors.look_at_groups()
+        adopt_masters(self.optimizer, self.whole_tensors.in_groups)
         self._written = WrittenMasters(self.optimizer)
         self._gradients.attach()
         if self._runtime.torch_optimizers is not None:
@@ -370,6 +387,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         engines = self._engines()
         parts = [engine.parts for engine in engines if engine.parts is not None]
         self._remote = {p for part in parts for p in part.remote_parameters()}
+        self.whole_tensors.lay_out(
+            lambda p: any(part.is_local_parameter(model_parameter_of(p)) for part in parts)
+        )
         for engine in engines if self._is_scaled else ():
             engine.loss.scaler = self._loss_scaler
 
@@ -552,7 +572,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._spread(self._engines())
 
     def _state(self) -> OptimizerState:
-        return OptimizerState(self._rank, self.optimizer, self._is_local)
+        return OptimizerState(self._rank, self.optimizer, self._is_local, self.whole_tensors.owned)
 
     # ---- whose parameters these are
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,14 +23,18 @@ from smp.world import runtime
 from smp.world.rank import Rank
 
 
-def adopt_masters(optimizer: torch.optim.Optimizer) -> None:
+def adopt_masters(optimizer: torch.optim.Optimizer, are_whole: Sequence[bool]) -> None:
     """Replaces parameters that have a holding by its master, one by one and in their places.
 
     Their state in the optimizer moves along. Sharded masters of a group are laid out behind each
     other. May be called again.
+
+    Args:
+        optimizer: optimizer of torch.
+        are_whole: whether the state of a group's parameters stays whole (see `WholeTensors`).
     """
     lay_out(map(model_parameter_of, group["params"]) for group in optimizer.param_groups)
-    for group in optimizer.param_groups:
+    for group, is_whole in zip(optimizer.param_groups, are_whole, strict=True):
         for position, parameter in enumerate(group["params"]):
             holding = holding_of(parameter)
             if holding is None:
@@ -40,15 +45,15 @@ def adopt_masters(optimizer: torch.optim.Optimizer) -> None:
                 holding.master._smp_copy = holding.piece  # type: ignore[attr-defined]
             if parameter in optimizer.state:
                 optimizer.state[holding.master] = _held_state(
-                    optimizer.state.pop(parameter), holding
+                    optimizer.state.pop(parameter), holding, is_whole
                 )
 
 
-def _held_state(entry: dict[str, Any], holding: Holding) -> dict[str, Any]:
-    """Returns a rank's elements of the state of a whole parameter."""
+def _held_state(entry: dict[str, Any], holding: Holding, is_whole: bool) -> dict[str, Any]:
+    """Returns a rank's elements of the state of a whole parameter, or all of them."""
     whole = list(holding.parameter.shape)
     return {
-        name: cut(value, holding).to(holding.master.dtype)
+        name: (value if is_whole else cut(value, holding)).to(holding.master.dtype)
         if isinstance(value, Tensor) and list(value.shape) == whole
         else value
         for name, value in entry.items()

@@ -15,14 +15,18 @@ from smp.precision.holdings import (
 )
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.cutting import cut, part_of
-from smp.tensor_parallel.partial import FLAT_MARK, PARTIAL_MARK, SHARDS_MARK, Flat
+from smp.tensor_parallel.partial import (
+    FLAT_MARK,
+    MASTER,
+    OWNED_MARK,
+    PARTIAL_MARK,
+    SHARDS_MARK,
+    Flat,
+)
 from smp.tensor_parallel.parts import Part
 from smp.tensor_parallel.sharding import whole_shape
 from smp.world import comm, roll_call
 from smp.world.rank import Rank
-
-#: The master of a 16-bit parameter, in its entry.
-MASTER = "_smp_master"
 
 _LOCAL_SNIPPET = (
     "state = optimizer.local_state_dict()  # on all ranks; gather_if_shard=False gathers nothing\n"
@@ -37,20 +41,28 @@ class OptimizerState:
     """Saves and loads the state of a torch optimizer whose parameters are spread over ranks.
 
     Entries are by index of the parameter, as in state dicts of torch. The entry of a 16-bit
-    parameter has its master besides the optimizer's own values.
+    parameter has its master besides the optimizer's own values. Of a tensor that is updated whole,
+    only its owner has these values, whole; masters lie in parts in any case.
 
     Args:
         rank: rank of this process.
         optimizer: optimizer of torch, with masters in its groups.
         is_local: returns whether one of its parameters is updated on this rank.
+        owned: flags of the tensors in the groups that are updated whole: whether this rank does it.
     """
 
     def __init__(
-        self, rank: Rank, optimizer: torch.optim.Optimizer, is_local: Callable[[Tensor], bool]
+        self,
+        rank: Rank,
+        optimizer: torch.optim.Optimizer,
+        is_local: Callable[[Tensor], bool],
+        owned: Mapping[Tensor, bool],
     ) -> None:
         self._rank = rank
         self._optimizer = optimizer
         self._parameters = parameters_of(optimizer)
+        numbered = enumerate(self._parameters)
+        self._owned = {index: owned[p] for index, p in numbered if p in owned}
         self._local = {index for index, p in enumerate(self._parameters) if is_local(p)}
 
     # ---- saving
@@ -71,7 +83,8 @@ class OptimizerState:
 
     def marks(self) -> dict[str, Any]:
         """Returns the marks of a partial state: the slices and cut parameters in it."""
-        return partial.marks_of(self._slices(), self._flat() if self._is_sharded else None)
+        flat = self._flat() if self._is_sharded else None
+        return partial.marks_of(self._slices(), flat, self._owned)
 
     @property
     def _is_sharded(self) -> bool:
@@ -89,7 +102,7 @@ class OptimizerState:
             return {**own, **marks}
         roll_call.meet(self._rank, "optimizer.local_state_dict", ("shard",), _LOCAL_SNIPPET)
         first = self._rank.groups["shard"][0]
-        mine = {**to_cpu(own["state"]), FLAT_MARK: marks[FLAT_MARK]}
+        mine = {**to_cpu(own["state"]), FLAT_MARK: marks[FLAT_MARK], OWNED_MARK: self._owned}
         if self._rank.global_rank != first:
             comm.send(mine, first, comm.RankType.WORLD_RANK)
             return {**own, **marks}
@@ -110,13 +123,13 @@ class OptimizerState:
         roll_call.meet(self._rank, "optimizer.state_dict", groups, snippet)
         result = self.local()
         if self._is_sharded:
-            mine = {**to_cpu(result["state"]), FLAT_MARK: self._flat()}
+            mine = {**to_cpu(result["state"]), FLAT_MARK: self._flat(), OWNED_MARK: self._owned}
             parts = comm.allgather(mine, comm.RDP_GROUP)
             result["state"] = partial.merge(comm.of_shard_group(parts))
         if comm.mp_size() == 1:
             return result
         slices = self._slices()
-        marked = {**to_cpu(result["state"]), SHARDS_MARK: slices}
+        marked = {**to_cpu(result["state"]), SHARDS_MARK: slices, OWNED_MARK: self._owned}
         merged = partial.merge(comm.allgather(marked, comm.MP_GROUP))
         for index, entry in result["state"].items():
             if index not in slices:
@@ -136,21 +149,25 @@ class OptimizerState:
         given = dict(state)
         is_partial = bool(given.pop(PARTIAL_MARK, False))
         held, flat = given.pop(SHARDS_MARK, {}), given.pop(FLAT_MARK, None)
+        owned = given.pop(OWNED_MARK, {})
         given.pop(partial.LAYOUT_MARK, None)  # mark of a file that was read unchanged
         entries: Entries = given["state"]
         own_flat = self._flat()
         is_cut = False  # whether entries are the elements that this rank holds
         if is_partial and (flat is not None or self._is_sharded):
             is_cut = self._is_sharded and flat is not None and _are_cut_alike(flat, own_flat)
+            is_cut = is_cut and owned == self._owned
             told = comm.allgather((is_cut, flat is not None), comm.WORLD)
             is_cut = all(alike for alike, _ in told)
             if any(are_flat for _, are_flat in told) and not is_cut:
-                marked = {**to_cpu(entries), FLAT_MARK: flat}
+                marked = {**to_cpu(entries), FLAT_MARK: flat, OWNED_MARK: owned}
                 entries = partial.merge(comm.allgather(marked, comm.RDP_GROUP))
         slices = self._slices()
         is_own = is_partial and all(held.get(i) == slices[i] for i in entries if i in slices)
+        is_own = is_own and owned == self._owned
         if is_partial and comm.mp_size() > 1 and not is_cut:
-            entries, is_own = _complete(entries, held, self._local, is_own)
+            marks = {SHARDS_MARK: held, OWNED_MARK: owned}
+            entries, is_own = _complete(entries, marks, self._wanted, is_own)
         entries = {
             index: entry
             for index, entry in entries.items()
@@ -160,23 +177,29 @@ class OptimizerState:
             held = self._parameters[index]
             parameter = model_parameter_of(held)
             begin, numel, shape = own_flat.get(index, (0, parameter.numel(), parameter.shape))
+            entry, rest = entries[index], {}
+            if index in self._owned:
+                entry, other = _split(entry)
+                rest = other if self._owned[index] else {}
             if not is_own and index in slices:
                 part = part_of(parameter, begin, numel)
-                entries[index] = _cut_entry(entries[index], whole_shape(parameter), part, held)
+                entry = _cut_entry(entry, whole_shape(parameter), part, held)
             elif not is_cut and index in own_flat:
                 part = Part.flat(shape, begin, numel)
-                entries[index] = _cut_entry(entries[index], shape, part, held)
+                entry = _cut_entry(entry, shape, part, held)
+            entries[index] = {**rest, **entry}
         self._fill(given, entries)
 
     def _fill(self, given: dict[str, Any], entries: Entries) -> None:
         """Gives the optimizer its entries, and masters their values."""
         kept = {}
         for index, entry in entries.items():
-            if isinstance(index, int) and MASTER in entry:
-                master = self._parameters[index]
-                with torch.no_grad():
-                    master.copy_(entry[MASTER].view(master.shape))
-                entry = {name: value for name, value in entry.items() if name != MASTER}
+            if isinstance(index, int):
+                of_master, entry = _split(entry)
+                for value in of_master.values():
+                    master = self._parameters[index]
+                    with torch.no_grad():
+                        master.copy_(value.view(master.shape))
                 if not entry:
                     continue
             kept[index] = entry
@@ -184,8 +207,21 @@ class OptimizerState:
 
     # ---- which part this rank has
 
+    @property
+    def _wanted(self) -> set[int]:
+        """Indices of the parameters that have an entry here once they were updated."""
+        return {i for i in self._local if self._owned.get(i, True) or self._lies_in_parts(i)}
+
+    def _lies_in_parts(self, index: int) -> bool:
+        """Returns whether an entry has something that lies in parts: state, or a master."""
+        holding = holding_with_master(self._parameters[index])
+        return index not in self._owned or (holding is not None and holding.has_copy)
+
     def _slices(self) -> dict[Any, partial.Slice]:
-        return partial.slices_of((i, model_parameter_of(p)) for i, p in enumerate(self._parameters))
+        numbered = enumerate(self._parameters)
+        return partial.slices_of(
+            (index, model_parameter_of(p)) for index, p in numbered if self._lies_in_parts(index)
+        )
 
     def _flat(self) -> dict[int, Flat]:
         flat: dict[int, Flat] = {}
@@ -193,13 +229,19 @@ class OptimizerState:
             return flat
         for index in sorted(self._local):
             holding = holding_with_master(self._parameters[index])
-            if holding is not None:
+            if holding is not None and self._lies_in_parts(index):
                 flat[index] = (holding.begin, holding.numel, tuple(holding.shape))
         return flat
 
 
+def _split(entry: Entries) -> tuple[Entries, Entries]:
+    """Splits an entry into its master, if it has one, and the optimizer's own values."""
+    master = {name: value for name, value in entry.items() if name == MASTER}
+    return master, {name: value for name, value in entry.items() if name != MASTER}
+
+
 def _are_cut_alike(flat: Mapping[int, Flat], own: Mapping[int, Flat]) -> bool:
-    return all(tuple(flat.get(index, ())) == own[index] for index in own)
+    return {index: tuple(place) for index, place in flat.items()} == dict(own)
 
 
 def _cut_entry(entry: Entries, shape: Sequence[int], part: Part, like: Tensor) -> Entries:
@@ -216,7 +258,7 @@ def _cut_entry(entry: Entries, shape: Sequence[int], part: Part, like: Tensor) -
 
 
 def _complete(
-    entries: Entries, held: dict[int, partial.Slice], local: set[int], is_own: bool
+    entries: Entries, marks: Mapping[str, Any], wanted: set[int], is_own: bool
 ) -> tuple[Entries, bool]:
     """Adds entries of local parameters that other ranks of the replica have. Collective.
 
@@ -224,19 +266,19 @@ def _complete(
 
     Args:
         entries: entries of this rank.
-        held: slices among them.
-        local: parameters of this rank.
+        marks: marks of the slices among them, and of those that owners have.
+        wanted: parameters that have an entry on this rank.
         is_own: whether these are the slices of this rank.
 
     Returns:
         entries, and whether those of split parameters are still slices.
     """
-    holdings = comm.allgather((set(entries), local, is_own), comm.MP_GROUP)
+    holdings = comm.allgather((set(entries), wanted, is_own), comm.MP_GROUP)
     held_by_some = {index for there, _, _ in holdings for index in there}
-    is_whole = any((wanted & held_by_some) - there for there, wanted, _ in holdings)
+    is_whole = any((needed & held_by_some) - there for there, needed, _ in holdings)
     if not is_whole and all(own for _, _, own in holdings):
         return entries, True
-    marked = {**to_cpu(entries), SHARDS_MARK: held}
+    marked = {**to_cpu(entries), **marks}
     return partial.merge(comm.allgather(marked, comm.MP_GROUP)), False
 
 

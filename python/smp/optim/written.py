@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 import smp._C as _C
 from smp.optim.masters import holdings_of
@@ -61,12 +62,22 @@ class WrittenMasters:
                 )
         return self._versions != [master._version for master in self._masters]
 
-    def digest(self) -> Any:
+    def digest(self) -> list[int]:
         """Returns a digest of the values; ``tensor.data`` has a version counter of its own."""
         self.is_new()
-        with torch.no_grad():
-            sums = [master.view(_INTEGERS[master.itemsize]).sum() for master in self._masters]
-            return [int(each) for each in torch.stack(sums).tolist()] if sums else []
+        return _sums(self._masters)
 
 
-_INTEGERS = {4: torch.int32, 8: torch.int64}
+def digest_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns numbers that a write to one of the tensors changes. Waits for the device."""
+    return [tensor._version for tensor in tensors] + _sums(tensors)
+
+
+@torch.no_grad()
+def _sums(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns the sum of the bits of each tensor, as integers of the elements' size."""
+    sums = [tensor.detach().view(_INTEGERS[tensor.itemsize]).sum() for tensor in tensors]
+    return [int(each) for each in torch.stack(sums).tolist()] if sums else []
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -21,11 +21,17 @@ SHARDS_MARK = "_smp_shards"
 #: In such a dict: the elements of the flattened slice that an entry has, by key, as
 #: ``(begin, numel, shape of the slice)``. Only entries that are cut further are listed.
 FLAT_MARK = "_smp_flat"
+#: The master of a 16-bit parameter, in its entry of an optimizer's state.
+MASTER = "_smp_master"
+#: In such a dict of an optimizer: whether this rank has the state of a whole tensor of which ranks
+#: hold parts, by key. Only tensors that are updated by owners are listed; the other marks of their
+#: entries are those of masters.
+OWNED_MARK = "_smp_owned"
 #: In such a dict of a file: ``(pp, tp, rdp)`` degrees of the job that wrote it, with rdp 0 where
 #: the replicas share a file. It shows ranks of another layout that they need all files.
 LAYOUT_MARK = "_smp_layout"
 #: Keys of a partial dict that are marks, not entries.
-MARKS = frozenset({PARTIAL_MARK, SHARDS_MARK, FLAT_MARK, LAYOUT_MARK})
+MARKS = frozenset({PARTIAL_MARK, SHARDS_MARK, FLAT_MARK, OWNED_MARK, LAYOUT_MARK})
 
 # The types in files: plain tuples, which `torch.load(..., weights_only=True)` takes.
 Slice = tuple[int, int, int, int] | tuple[int, int, int, int, tuple[int, ...]]
@@ -49,17 +55,23 @@ def _mark(i: Interval) -> Slice:
     return i.dim, i.begin, i.end, i.extent
 
 
-def marks_of(slices: Mapping[Any, Slice], flat: Mapping[Any, Flat] | None) -> dict[str, Any]:
+def marks_of(
+    slices: Mapping[Any, Slice],
+    flat: Mapping[Any, Flat] | None,
+    owned: Mapping[Any, bool] | None = None,
+) -> dict[str, Any]:
     """Returns the marks of a partial dict.
 
     Args:
         slices: slices of the entries that are slices.
         flat: ranges of the entries that are cut further; None: no entry can be.
+        owned: flags of the entries that only owners have.
     """
     return {
         PARTIAL_MARK: True,
         **({SHARDS_MARK: dict(slices)} if slices else {}),
         **({FLAT_MARK: dict(flat)} if flat is not None else {}),
+        **({OWNED_MARK: dict(owned)} if owned else {}),
     }
 
 
@@ -76,11 +88,17 @@ def merge(states: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
     """
     whole: dict[Any, Any] = {}
     marked: dict[Any, list[_Marked]] = {}
+    of_owners: dict[Any, dict[Any, Any]] = {}
     for state in states:
         slices, flats = state.get(SHARDS_MARK) or {}, state.get(FLAT_MARK) or {}
+        owned = state.get(OWNED_MARK) or {}
         for key, value in state.items():
             if key in MARKS:
                 continue
+            if key in owned:
+                rest = {name: item for name, item in value.items() if name != MASTER}
+                of_owners[key] = of_owners.get(key) or rest
+                value = {name: item for name, item in value.items() if name == MASTER}
             whole.setdefault(key, value)
             slice_, flat = slices.get(key), flats.get(key)
             is_empty = flat is not None and flat[1] == 0
@@ -94,7 +112,7 @@ def merge(states: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
                 f"{_C.rank_prefix()}'{key}' {error}; give the parts of all tensor-parallel ranks, "
                 "and of all ranks that shard it together"
             ) from None
-    return whole
+    return whole | {key: {**rest, **whole[key]} for key, rest in of_owners.items()}
 
 
 def _joined(pieces: Sequence[_Marked]) -> Any:

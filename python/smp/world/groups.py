@@ -49,7 +49,8 @@ class Groups:
     serve CPU tensors.
     Only the reducers use `dp` and `rdp`, and only `tp_group` (regions of split modules) uses `tp`
     and `tp_control`, because all ranks must issue the operations of one communicator in one order.
-    Between steps, `device_numbers` uses `mp`, `tp`, `shard_reduce` and `replica`.
+    Between steps, `device_numbers` uses `mp`, `tp`, `shard_reduce` and `replica`, and updates of
+    whole tensors use `tp`, `shard_reduce` and `dp`.
     Where `dp`, `rdp` or `shard` run on streams of a device, `dp_host`, `rdp_host` and `shard_host`
     carry the host messages of their users, in the same order; else they are the same groups.
     `shard` gathers parameters; `shard_reduce` and `replica` reduce gradients of sharded states.

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from smp.observe.verification.comparison import Stage, share_of
 from smp.observe.verification.recorder import Rows, Runs
-from smp.optim.state import MASTER
 from smp.tensor_parallel import partial
-from smp.tensor_parallel.partial import FLAT_MARK, SHARDS_MARK
+from smp.tensor_parallel.partial import FLAT_MARK, MASTER, SHARDS_MARK
 
 
 class JobRecords:

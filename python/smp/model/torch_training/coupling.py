@@ -1,8 +1,8 @@
 """Finds optimizers that need more of a model than a rank has of it.
 
-Adam updates each element by itself, so it does not matter which rank has it. LARS and Adafactor
-need the whole parameter, and an optimizer that clips by the norm of all gradients needs all of
-them; on parts of these they would train on with other numbers. A trial finds the kind of an
+Adam updates each element by itself, so it does not matter which rank has it. LARS, Muon and
+Adafactor need the whole parameter, and an optimizer that clips by the norm of all gradients needs
+all of them; on parts of these they would train on with other numbers. A trial finds the kind of an
 optimizer: it updates small tensors whole and cut, together and alone, and compares the results.
 """
 
@@ -40,23 +40,62 @@ class Coupling(Enum):
 
 
 def refuse_parts(rank: Rank, optimizer: torch.optim.Optimizer) -> None:
-    """Raises a ValueError if this rank has too little for an optimizer of the user's.
+    """Raises a ValueError if this rank has too little for an optimizer that is not wrapped.
 
     The library's own optimizers ask other ranks for the values that they need.
     """
     option = _what_cuts(rank)
-    if option is None or type(optimizer).__module__.startswith("smp."):
+    if option is None or _is_ours(optimizer):
         return
     found = coupling(optimizer)
-    cuts_parameters = rank.sizes["shard"] > 1 or rank.sizes["tp"] > 1
-    if found is Coupling.PARAMETERS or (found is Coupling.ELEMENTS and cuts_parameters):
-        raise ValueError(
-            f"{_C.rank_prefix()}DistributedOptimizer: {type(optimizer).__name__} updates elements "
-            f"by {found.value} (found by a trial on small tensors), and with {option} no rank has "
-            "all of these, so its updates would differ from those of one process. Use an optimizer "
-            "that updates each element by itself, such as torch.optim.AdamW, or "
-            "smp.optimizers.FusedLAMB, or leave that option out"
-        )
+    if found is Coupling.PARAMETERS or (found is Coupling.ELEMENTS and _cuts_parameters(rank)):
+        raise _refusal(optimizer, found, option)
+
+
+def needs_whole_tensors(rank: Rank, optimizer: torch.optim.Optimizer) -> list[bool]:
+    """Returns for each group of a wrapped optimizer whether its tensors have to be updated whole.
+
+    The key ``optimizer_state`` decides, with "auto" the trial. Where ranks have whole tensors, and
+    for the library's own optimizers, no group needs more than it has.
+
+    Raises:
+        ValueError: the optimizer needs several parameters at a time, or whole ones against the key.
+    """
+    option, no_group = _what_cuts(rank), [False] * len(optimizer.param_groups)
+    if option is None or _is_ours(optimizer):
+        return no_group
+    found = couplings(optimizer)
+    if Coupling.PARAMETERS in found:
+        raise _refusal(optimizer, Coupling.PARAMETERS, option)
+    if not _cuts_parameters(rank):
+        return no_group
+    rule = rank.config.optimizer_state
+    if rule == "elements" and Coupling.ELEMENTS in found:
+        raise _refusal(optimizer, Coupling.ELEMENTS, option)
+    return [rule == "tensors" or each is Coupling.ELEMENTS for each in found]
+
+
+def _is_ours(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("smp.")
+
+
+def _cuts_parameters(rank: Rank) -> bool:
+    return rank.sizes["shard"] > 1 or rank.sizes["tp"] > 1
+
+
+def _refusal(optimizer: torch.optim.Optimizer, found: Coupling, option: str) -> ValueError:
+    remedies = [
+        "an optimizer that updates each element by itself, such as torch.optim.AdamW",
+        "smp.optimizers.FusedLAMB",
+    ]
+    if found is Coupling.ELEMENTS:
+        remedies.insert(0, 'smp.DistributedOptimizer with optimizer_state "auto"')
+    return ValueError(
+        f"{_C.rank_prefix()}DistributedOptimizer: {type(optimizer).__name__} updates elements "
+        f"by {found.value} (found by a trial on small tensors), and with {option} no rank has "
+        "all of these, so its updates would differ from those of one process. Use "
+        f"{', or '.join(remedies)}, or leave that option out"
+    )
 
 
 def _what_cuts(rank: Rank) -> str | None:
@@ -71,18 +110,24 @@ def _what_cuts(rank: Rank) -> str | None:
 
 
 def coupling(optimizer: torch.optim.Optimizer) -> Coupling:
-    """Tries an optimizer without state, whose parameters stay unchanged.
+    """Returns the closest coupling of an optimizer's groups (see `couplings`)."""
+    return max(couplings(optimizer), key=list(Coupling).index, default=Coupling.NONE)
+
+
+def couplings(optimizer: torch.optim.Optimizer) -> list[Coupling]:
+    """Tries each group of an optimizer without state; its parameters stay unchanged.
 
     An optimizer that needs a closure gets one, with gradients that depend on the elements alone. An
     optimizer that draws random numbers, or cannot be tried, counts as one without coupling.
     """
+    groups = range(len(optimizer.param_groups))
     if type(optimizer) in _ELEMENTWISE:
-        return Coupling.NONE
+        return [Coupling.NONE for _ in groups]
     state = torch.get_rng_state()
     try:
-        groups = range(len(optimizer.param_groups))
-        found = max((_of_group(optimizer, idx) for idx in groups), key=list(Coupling).index)
-        return Coupling.NONE if not torch.equal(torch.get_rng_state(), state) else found
+        found = [_of_group(optimizer, idx) for idx in groups]
+        is_random = not torch.equal(torch.get_rng_state(), state)
+        return [Coupling.NONE for _ in groups] if is_random else found
     finally:
         torch.set_rng_state(state)
 
