@@ -18,7 +18,7 @@ from smp.model.torch_training.coupling import refuse_parts
 from smp.model.torch_training.optimizers import refuse_replaced
 from smp.modules.watching import unwatched
 from smp.optim.fused_step import FusedUpdates
-from smp.optim.masters import adopt_masters, holdings_of
+from smp.optim.masters import adopt_masters, choose_masters, holdings_of
 from smp.optim.script_wrappers import take_apart
 from smp.optim.state import OptimizerState
 from smp.optim.v1_names import LegacyNames
@@ -63,9 +63,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     Raises:
         ValueError: the object is no optimizer; loss scale arguments are unknown; the module of a
-            parameter was replaced; the optimizer needs more of the parameters than a rank has (a
-            trial on small tensors shows it); an FP16 optimizer of the script's own comes without
-            ``fp16: True``.
+            parameter was replaced; ``bf16_masters`` needs `FusedAdam`; the optimizer needs more of
+            the parameters than a rank has (a trial on small tensors shows it); an FP16 optimizer
+            of the script's own comes without ``fp16: True``.
     """
 
     # Accelerate does not wrap such an optimizer, and asks it whether a step was skipped.
@@ -101,6 +101,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         )
         refuse_replaced(optimizer)
         refuse_parts(current.rank, optimizer)
+        choose_masters(optimizer, current.rank.config)
         self.optimizer = optimizer
         self._is_scaled = current.rank.config.fp16
         self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smp.optim.adam import keeps_residue, write_master
+from smp.optim.compact_state import MASTER
 from smp.precision.holdings import (
     holding_with_master,
     model_parameter_of,
@@ -20,9 +22,6 @@ from smp.tensor_parallel.parts import Part
 from smp.tensor_parallel.sharding import whole_shape
 from smp.world import comm, roll_call
 from smp.world.rank import Rank
-
-#: The master of a 16-bit parameter, in its entry.
-MASTER = "_smp_master"
 
 _LOCAL_SNIPPET = (
     "state = optimizer.local_state_dict()  # on all ranks; gather_if_shard=False gathers nothing\n"
@@ -174,8 +173,10 @@ class OptimizerState:
         for index, entry in entries.items():
             if isinstance(index, int) and MASTER in entry:
                 master = self._parameters[index]
-                with torch.no_grad():
-                    master.copy_(entry[MASTER].view(master.shape))
+                write_master(self._optimizer, master, entry[MASTER])
+                if keeps_residue(self._optimizer, master):
+                    kept[index] = entry
+                    continue
                 entry = {name: value for name, value in entry.items() if name != MASTER}
                 if not entry:
                     continue

@@ -69,4 +69,4 @@ class WrittenMasters:
             return [int(each) for each in torch.stack(sums).tolist()] if sums else []
 
 
-_INTEGERS = {4: torch.int32, 8: torch.int64}
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
