@@ -33,7 +33,7 @@ SEEDS = 3
 
 @dataclass(frozen=True)
 class Storage:
-    """How parameters and state are stored: keys of the configuration, options of `FusedAdam`."""
+    """Storage of parameters and state: keys of the configuration, options of `FusedAdam`."""
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)

@@ -48,7 +48,7 @@ struct FusedTable {
   /// Updates moments and parameter: p -= lr * u.
   void (*adam)(const UpdateArrays&, const AdamFactors&, double lr, int64_t,
                int64_t);
-  /// Does the same for arrays in fewer bytes; the elements [begin, end) are
+  /// Updates arrays in fewer bytes likewise; the elements [begin, end) are
   /// whole blocks of moments.
   void (*adam_compact)(const CompactArrays&, const AdamFactors&, double lr,
                        int64_t, int64_t);

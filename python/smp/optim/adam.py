@@ -206,7 +206,7 @@ def exported_entry(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str,
 def imported_entry(
     optimizer: torch.optim.Optimizer, param: Tensor, entry: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the state that an optimizer keeps, of one that files have.
+    """Returns the state in the form of an optimizer, from the form of files.
 
     An FP32 value that was saved beside a bfloat16 parameter is written to ``param``.
     """

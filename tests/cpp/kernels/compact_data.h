@@ -10,7 +10,7 @@
 #include "csrc/kernels/compact_state.h"
 #include "tests/cpp/kernels/element.h"
 
-// A parameter with its state in fewer bytes, and what it stands for.
+// A parameter with its state in fewer bytes, and the values of both.
 
 namespace smp::kernels {
 

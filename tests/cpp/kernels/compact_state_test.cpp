@@ -184,7 +184,7 @@ TEST_F(CompactAdam, IsOffByTheUnitsOfItsFormatAtMost) {
         const auto [got_m, unit_m] = data.moment(false, i);
         const auto [got_v, unit_v] = data.moment(true, i);
         ASSERT_NEAR(got_m, m, units * unit_m + 1e-6 * std::abs(m)) << i;
-        // What is less than the smallest code becomes that one, not 0.
+        // A value below the smallest code is raised to it, and not 0.
         const double units_v = v < unit_v ? 1 : units;
         ASSERT_NEAR(got_v, v, units_v * unit_v + 1e-6 * v) << i;
         ASSERT_TRUE(got_v > 0 || v == 0) << i;

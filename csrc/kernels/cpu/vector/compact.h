@@ -89,7 +89,7 @@ SMP_INLINE void put_bytes(uint8_t* p, FloatWord words, First first) {
 SMP_INLINE float largest_of(const float* x, int64_t n) {
   FloatWord largest = {};
   sweep<float>(n, [&](int64_t j, auto count) {
-    // As whole numbers: NaN is above all others.
+    // Bits are compared: NaN is above all others.
     const FloatWord bits = bits_as<FloatWord>(get(x + j, count)) & 0x7fffffffu;
     largest = bits > largest ? bits : largest;
   });
@@ -127,7 +127,7 @@ float write_codes(const float* in, int64_t n, const TileDraws& draws,
         code_of<FloatWord>(bits_as<FloatWord>(y + 1.0f), draws.from(j),
                            kIsSecond ? kSecondTopCode : kFirstTopCode);
     if (kIsSecond) {
-      // The step is divided by its root: 0 stands for 0 only.
+      // The step is divided by its root: code 0 is for 0 only.
       const FloatWord least = bits == 0 ? FloatWord{} : FloatWord{} + 1;
       code = code > least ? code : least;
     } else {
