@@ -126,7 +126,8 @@ __device__ inline void load_moment(const void* moment, const float* scales,
                                    float (&out)[kEach]) {
   if constexpr (kFormat == MomentFormat::kInt8) {
     const auto codes = load_bytes<kEach>(moment, place, 0);
-    // The thread that writes the scale reads it, so nothing else orders the two.
+    // The thread that writes the scale reads it, so nothing else orders the
+    // two.
     const uint32_t own = threadIdx.x % kWarp == 0 ? bits_of(scales[block]) : 0;
     const float scale = float_of(over_row<kWarp>(own, Larger()));
 #pragma unroll
