@@ -211,6 +211,17 @@ def _words(template: str) -> list[str]:
     return re.findall(r"\w+", re.sub(r"(\w+|\(anonymous namespace\))::", "", template))
 
 
+_MOMENTS = ("FP32 moments", "BF16 moments", "codes")  # the order of MomentFormat
+
+
+def _without_format(template: str) -> tuple[str, str]:
+    """Takes a value of MomentFormat out of a template's arguments, and returns its name."""
+    found = re.search(r", \([\w:]*MomentFormat\)(\d)", template)
+    if found is None:
+        return template, ""
+    return template.replace(found[0], ""), f", {_MOMENTS[int(found[1])]}"
+
+
 def row_of(kernel: Kernel) -> Row | None:
     """Returns the row of a kernel.
 
@@ -219,12 +230,13 @@ def row_of(kernel: Kernel) -> Row | None:
     """
     found = re.search(r"(\w+)_kernel(?:<(.*)>)?\(", kernel.name)
     assert found is not None, kernel.name
-    name, words = found[1], _words(found[2] or "")
+    template, moments = _without_format(found[2] or "")
+    name, words = found[1], _words(template)
     if _OTHER_DTYPES & set(words) or "1" in words:
         return None
     numbers = [int(word) for word in words if word.isdigit()]
     row_threads = numbers[0] if len(numbers) == 2 and name != "columns" else 0
-    label, types = name, words
+    label, types = name + moments, words
     if name == "columns":
         body = next(i for i, word in enumerate(words) if word.endswith("Body"))
         flag = next((word for word in words if word in ("true", "false")), "")

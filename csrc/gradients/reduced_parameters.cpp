@@ -34,12 +34,13 @@ void check_parameters(const ReducedParameters& parameters,
                     record.describe(), " is reduced over another group than ",
                     records.front().describe(), "; a reducer serves one group");
     if (!target.defined()) continue;
-    SMP_CHECK_VALUE(target.is_leaf() && target.device() == param.device() &&
-                        target.scalar_type() == record.accumulation_dtype,
-                    "the target of parameter ", record.name, " has dtype ",
-                    target.scalar_type(), " on ", target.device(),
-                    "; expected a leaf on ", param.device(), " for ",
-                    record.describe());
+    const bool has_dtype = target.scalar_type() == record.accumulation_dtype ||
+                           target.scalar_type() == record.dtype;
+    SMP_CHECK_VALUE(
+        target.is_leaf() && target.device() == param.device() && has_dtype,
+        "the target of parameter ", record.name, " has dtype ",
+        target.scalar_type(), " on ", target.device(), "; expected a leaf on ",
+        param.device(), " for ", record.describe());
     SMP_CHECK_VALUE(options.is_sharded() || target.sizes() == param.sizes(),
                     "the target of parameter ", record.name, " has sizes ",
                     target.sizes(), "; expected ", param.sizes());

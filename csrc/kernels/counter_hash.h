@@ -43,7 +43,7 @@ SMP_HOST_DEVICE SMP_INLINED uint64_t mix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-inline ColumnKey column_key(uint64_t seed) {
+SMP_HOST_DEVICE SMP_INLINED ColumnKey column_key(uint64_t seed) {
   const uint64_t key = mix64(~seed);
   return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)};
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "csrc/kernels/compact_state.h"
 #include "csrc/kernels/elementwise.h"
 #include "csrc/kernels/loss_scale.h"
 #include "csrc/kernels/multi_array.h"
@@ -31,6 +32,7 @@ struct Launchers {
   SMP_LAUNCHER(max_abs);
   SMP_LAUNCHER(scale);
   SMP_LAUNCHER(adam);
+  SMP_LAUNCHER(adam_compact);
   SMP_LAUNCHER(num_lamb_partial_sums);
   SMP_LAUNCHER(lamb_moments);
   SMP_LAUNCHER(lamb_apply);

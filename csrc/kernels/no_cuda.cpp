@@ -1,3 +1,4 @@
+#include "csrc/kernels/compact_state.h"
 #include "csrc/kernels/elementwise.h"
 #include "csrc/kernels/loss_scale.h"
 #include "csrc/kernels/multi_array.h"
@@ -74,6 +75,11 @@ const char* cross_entropy_backward(const CrossEntropyBackward&, void*) {
 
 const char* adam(const UpdateArrays*, int64_t, const AdamOptions&,
                  const UpdateScalars&, void*) {
+  return kNoCuda;
+}
+
+const char* adam_compact(const CompactArrays*, int64_t, const AdamOptions&,
+                         const UpdateScalars&, void*) {
   return kNoCuda;
 }
 

@@ -62,7 +62,7 @@ void fused_novograd_(at::TensorList params, at::TensorList grads,
   if (params.empty()) return;
   const auto arrays = update_arrays(
       kFusedNovogradOp, {params, grads, exp_avgs, exp_avg_sqs, steps, copies},
-      /*has_norms=*/true);
+      {.has_norms = true});
   const auto num_arrays = static_cast<int64_t>(arrays.size());
   const c10::Device device = params[0].device();
   TORCH_CHECK_VALUE(norms.scalar_type() == at::kDouble && norms.dim() == 1 &&

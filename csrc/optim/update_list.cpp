@@ -32,18 +32,12 @@ void check_length(const char* op, const char* name, at::TensorList list,
 // Checks one parameter and the tensors that belong to it.
 class Checker {
  public:
-  Checker(const char* op, size_t idx, const at::Tensor& param)
-      : op_(op), idx_(idx), param_(param) {}
+  Checker(const char* op, size_t idx, const at::Tensor& param,
+          const UpdateKinds& kinds)
+      : op_(op), idx_(idx), param_(param), kinds_(kinds) {}
 
   void check_param(c10::Device device) const {
-    TORCH_CHECK_VALUE(
-        param_.scalar_type() == at::kFloat ||
-            param_.scalar_type() == at::kDouble,
-        rank_prefix(), op_, ": parameter ", idx_,
-        " must be float32 or float64, got ", param_.scalar_type(),
-        "; 16-bit parameters are updated through float32 masters: set fp16 or "
-        "bf16 in the configuration and wrap the optimizer in "
-        "smp.DistributedOptimizer");
+    kinds_.moments.has_value() ? check_compact() : check_wide();
     TORCH_CHECK_VALUE(param_.layout() == at::kStrided &&
                           param_.is_non_overlapping_and_dense(),
                       rank_prefix(), op_, ": parameter ", idx_, " with sizes ",
@@ -55,17 +49,20 @@ class Checker {
   void check_grad(const at::Tensor& grad) const {
     check_device("gradient", grad, param_.device());
     const bool has_dtype = grad.scalar_type() == param_.scalar_type() ||
-                           (is_half(grad) && !is_double());
+                           (is_half(param_) ? grad.scalar_type() == at::kFloat
+                                            : is_half(grad) && !is_double());
     TORCH_CHECK_VALUE(has_dtype, rank_prefix(), op_, ": gradient ", idx_,
                       " must have the parameter's dtype ", param_.scalar_type(),
-                      is_double() ? "" : " or a 16-bit one", ", got ",
-                      grad.scalar_type());
+                      is_double()       ? ""
+                      : is_half(param_) ? " or float32"
+                                        : " or a 16-bit one",
+                      ", got ", grad.scalar_type());
     check_layout("gradient", grad);
   }
 
   void check_state(const char* name, const at::Tensor& tensor) const {
     check_device(name, tensor, param_.device());
-    check_dtype(name, tensor, param_.scalar_type());
+    check_dtype(name, tensor, kinds_.moments.value_or(param_.scalar_type()));
     check_layout(name, tensor);
   }
 
@@ -79,11 +76,12 @@ class Checker {
 
   void check_copy(const at::Tensor& copy) const {
     check_device("copy", copy, param_.device());
-    TORCH_CHECK_VALUE(
-        is_half(copy) && !is_double(), rank_prefix(), op_, ": copy ", idx_,
-        " must be a float16 or bfloat16 copy of a float32 "
-        "parameter, got one of dtype ",
-        copy.scalar_type(), " of a parameter of dtype ", param_.scalar_type());
+    TORCH_CHECK_VALUE(is_half(copy) && param_.scalar_type() == at::kFloat,
+                      rank_prefix(), op_, ": copy ", idx_,
+                      " must be a float16 or bfloat16 copy of a float32 "
+                      "parameter, got one of dtype ",
+                      copy.scalar_type(), " of a parameter of dtype ",
+                      param_.scalar_type());
     const bool fits = copy.sizes() == param_.sizes()
                           ? have_equal_layout(copy, param_)
                           : copy.numel() == param_.numel() &&
@@ -96,6 +94,26 @@ class Checker {
   }
 
  private:
+  void check_wide() const {
+    TORCH_CHECK_VALUE(
+        param_.scalar_type() == at::kFloat || is_double(), rank_prefix(), op_,
+        ": parameter ", idx_, " must be float32 or float64, got ",
+        param_.scalar_type(),
+        "; 16-bit parameters are updated through float32 masters: set fp16 or "
+        "bf16 in the configuration and wrap the optimizer in "
+        "smp.DistributedOptimizer, or let smp.optimizers.FusedAdam update "
+        "bfloat16 parameters themselves, by masters=\"residue\" or \"none\"");
+  }
+
+  void check_compact() const {
+    TORCH_CHECK_VALUE(param_.scalar_type() == at::kFloat ||
+                          param_.scalar_type() == at::kBFloat16,
+                      rank_prefix(), op_, ": parameter ", idx_,
+                      " must be float32 or bfloat16, got ",
+                      param_.scalar_type(),
+                      "; for other dtypes use state_dtype=\"fp32\"");
+  }
+
   bool is_double() const { return param_.scalar_type() == at::kDouble; }
 
   void check_device(const char* name, const at::Tensor& tensor,
@@ -126,6 +144,7 @@ class Checker {
   const char* op_;
   size_t idx_;
   const at::Tensor& param_;
+  const UpdateKinds& kinds_;
 };
 
 // Returns a number as a double on a device; undefined stays undefined.
@@ -148,7 +167,7 @@ const double* number_of(const at::Tensor& tensor) {
 
 std::vector<kernels::UpdateArrays> update_arrays(const char* op,
                                                  const UpdateTensors& tensors,
-                                                 bool has_norms) {
+                                                 const UpdateKinds& kinds) {
   const at::TensorList params = tensors.params;
   const bool has_grads = !tensors.grads.empty();
   const bool has_copies = !tensors.copies.empty();
@@ -162,11 +181,11 @@ std::vector<kernels::UpdateArrays> update_arrays(const char* op,
   int64_t num_elements = 0;
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor& param = params[i];
-    const Checker checker(op, i, param);
+    const Checker checker(op, i, param, kinds);
     checker.check_param(params[0].device());
     if (has_grads) checker.check_grad(tensors.grads[i]);
     checker.check_state("exp_avg", tensors.exp_avgs[i]);
-    if (has_norms) {
+    if (kinds.has_norms) {
       checker.check_number("exp_avg_sq", tensors.exp_avg_sqs[i],
                            param.scalar_type());
     } else {

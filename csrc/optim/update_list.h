@@ -15,20 +15,27 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 /// The lists that an update works on: one tensor per parameter in each.
 struct UpdateTensors {
-  at::TensorList params;       // float32 or float64
+  at::TensorList params;       // see UpdateKinds
   at::TensorList grads;        // of that dtype or 16 bit; empty: not read
-  at::TensorList exp_avgs;     // like the parameters
-  at::TensorList exp_avg_sqs;  // like the parameters, or one number each
+  at::TensorList exp_avgs;     // in the layout of the parameters
+  at::TensorList exp_avg_sqs;  // likewise, or one number each
   at::TensorList steps;        // one float32 number each
   at::TensorList copies;       // 16 bit; empty: none
 };
 
+/// The dtypes that an update takes.
+struct UpdateKinds {
+  bool has_norms = false;  // `exp_avg_sqs` have one number each
+  /// Dtype of the moments; none: that of the parameter, float32 or float64.
+  /// With one, parameters are float32 or bfloat16.
+  std::optional<c10::ScalarType> moments = std::nullopt;
+};
+
 /// Returns pointers for the kernels.
-/// @param has_norms  `exp_avg_sqs` have one number each
 /// @throws ValueError unless all of a parameter's tensors fit it
 std::vector<kernels::UpdateArrays> update_arrays(const char* op,
                                                  const UpdateTensors& tensors,
-                                                 bool has_norms = false);
+                                                 const UpdateKinds& kinds = {});
 
 /// Numbers of a call, moved to the device of the parameters.
 class Scalars {

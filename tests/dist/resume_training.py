@@ -29,6 +29,8 @@ class Job:
         precision: "fp64", "fp32", "fp16" or "bf16".
         dropout: whether the model drops elements at random.
         delayed: parameters are made when they are partitioned.
+        state_dtype: storage of the moments by `FusedAdam`; "": torch's AdamW.
+        masters: value of ``bf16_masters``.
     """
 
     pp: int
@@ -38,6 +40,8 @@ class Job:
     precision: str = "fp64"
     dropout: bool = False
     delayed: bool = False
+    state_dtype: str = ""
+    masters: str = "fp32"
 
     @property
     def world_size(self) -> int:
@@ -74,10 +78,13 @@ class Job:
             }
         if self.precision in ("fp16", "bf16"):
             config[self.precision] = True
+        if self.masters != "fp32":
+            config["bf16_masters"] = self.masters
         return config
 
     def __str__(self) -> str:
-        flags = ("-dropout" if self.dropout else "") + ("-delayed" if self.delayed else "")
+        flags = f"-{self.state_dtype}-{self.masters}" if self.state_dtype else ""
+        flags += ("-dropout" if self.dropout else "") + ("-delayed" if self.delayed else "")
         return f"pp{self.pp}-tp{self.tp}-rdp{self.rdp}-{self.sharding}-{self.precision}{flags}"
 
 
@@ -123,9 +130,13 @@ def make(job: Job, seed: int) -> tuple[Any, Any, Callable[[int], float]]:
             for parameter in plain.parameters():
                 parameter.normal_(std=0.2, generator=generator)
     model = smp.DistributedModel(plain)
-    optimizer = smp.DistributedOptimizer(
-        torch.optim.AdamW(_groups(model), lr=1e-2, eps=1e-3), **_scale(job)
+    options: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
+    inner = (
+        smp.optimizers.FusedAdam(_groups(model), state_dtype=job.state_dtype, **options)
+        if job.state_dtype
+        else torch.optim.AdamW(_groups(model), **options)
     )
+    optimizer = smp.DistributedOptimizer(inner, **_scale(job))
 
     @smp.step
     def train_step(tokens: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "partition_memory_limit": None,
         "virtual_stages": 1,
         "fused_linear_cross_entropy": False,
+        "bf16_masters": "fp32",
         "layout_independent_dropout": False,
     }
 
@@ -254,6 +255,14 @@ def test_row_7_default_partition_must_exist_without_auto_partition() -> None:
 
 def test_row_8_one_half_precision_only() -> None:
     assert "fp16=True" in refusal({"fp16": True, "bf16": True})
+
+
+def test_parameters_without_masters_are_those_of_bf16() -> None:
+    for others in ({}, {"fp16": True}):
+        text = refusal({"bf16_masters": "none", **others})
+        assert "bf16_masters" in text and "set bf16=True" in text
+    config = Config.from_dict({"bf16": True, "bf16_masters": "residue"})
+    assert not config.has_masters and Config.from_dict({"bf16": True}).has_masters
 
 
 def test_row_9_bf16_is_valid_without_sharded_data_parallelism() -> None:

@@ -52,6 +52,9 @@ _WIDE = [
     ("multi_array.cu", r"scale_kernel", {"LDG.128": 1, "STG.128": 1}),
     # Parameter and two moments; copies of four elements have 8 bytes.
     ("adam.cu", r"adam_kernelIf", {"LDG.128": 3, "STG.128": 3, "STG.64": 2}),
+    # Parameters in two halves of four; codes of eight elements have 8 bytes.
+    ("compact_adam.cu", r"adam_compact_kernelIf", {"LDG.128": 2, "STG.128": 2, "STG.64": 2}),
+    ("compact_adam.cu", r"adam_compact_kernelI13", {"LDG.64": 2, "STG.64": 2}),
     ("lamb.cu", r"lamb_moments_kernelIf", {"LDG.128": 3, "STG.128": 2}),
     ("lamb.cu", r"lamb_apply_kernelIf", {"LDG.128": 3, "STG.128": 1, "STG.64": 2}),
     ("novograd.cu", r"momentum_kernelIf", {"LDG.128": 2, "STG.128": 2, "STG.64": 2}),

@@ -13,11 +13,15 @@ from smp_cli.main import main
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
+import smp
 from benchmarks.models import Gpt, GptShape
 from smp.commands.plan import profiled
 from smp.config.schema import Config
+from smp.model import engine_of
+from smp.modules.state_bytes import MASTER_BYTES, STATE_DTYPES, moment_bytes
 from smp.modules.training_dtypes import plan_dtypes
 from smp.nn.linear_cross_entropy import MIN_CHUNK_BYTES
+from smp.optimizers import FusedAdam
 from smp.planning import hardware
 from smp.planning.estimate import Estimate, estimate
 from smp.planning.layout import Layout
@@ -99,6 +103,39 @@ def test_state_is_that_of_the_table(half: bool, parameters: bool, size: int) -> 
     held = rank_bytes(Weights(1e9, 1e9), Activations(1e9), layout)
     state = held.parameters + held.gradients + held.optimizer
     assert state == pytest.approx(1e9 * table[half, parameters])
+
+
+@pytest.mark.parametrize("state_dtype", list(STATE_DTYPES))
+@pytest.mark.parametrize("masters", ["no bf16", "fp32", "residue", "none"])
+def test_optimizer_has_the_bytes_of_a_run(ends: None, masters: str, state_dtype: str) -> None:
+    """Counts the bytes of masters and moments after an update of a GPT."""
+    values = {} if masters == "no bf16" else {"bf16": True, "bf16_masters": masters}
+    smp.init(values)
+    model = smp.DistributedModel(gpt()[0])
+    inner = FusedAdam(model.parameters(), state_dtype=state_dtype)
+    optimizer = smp.DistributedOptimizer(inner)
+    ids = torch.zeros(1, SHAPE["seq_len"], dtype=torch.long)
+
+    @smp.step
+    def train_step() -> None:
+        model.backward(model(ids, ids))
+
+    train_step()
+    optimizer.step()
+    held = sum(
+        value.nbytes
+        for state in inner.state.values()
+        for name, value in state.items()
+        if name != "step"
+    )
+    holdings = engine_of(model).holdings.values()
+    held += sum(h.master.nbytes for h in holdings if h.has_copy)
+    found = _estimate(values, 1, 1, state_dtype=state_dtype).stages[0].held.optimizer
+    # Each parameter begins with a block of its own.
+    assert found <= held <= 1.001 * found + 1
+    elements = sum(p.numel() for p in model.parameters())
+    digits = MASTER_BYTES[masters] if values else 0
+    assert found == (moment_bytes(state_dtype) + digits) * elements
 
 
 @pytest.mark.sample(keep=0)

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "csrc/kernels/compact_state.h"
 #include "csrc/kernels/elementwise.h"
 #include "csrc/kernels/multi_array.h"
 #include "csrc/kernels/norm.h"
@@ -47,6 +48,10 @@ struct FusedTable {
   /// Updates moments and parameter: p -= lr * u.
   void (*adam)(const UpdateArrays&, const AdamFactors&, double lr, int64_t,
                int64_t);
+  /// Updates arrays in fewer bytes likewise; the elements [begin, end) are
+  /// whole blocks of moments.
+  void (*adam_compact)(const CompactArrays&, const AdamFactors&, double lr,
+                       int64_t, int64_t);
   /// Updates the moments only.
   /// @param sums  two numbers: the sums of squares of p and of u
   void (*lamb_moments)(const UpdateArrays&, const AdamFactors&, int64_t,

@@ -22,9 +22,11 @@ from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.values import decode
 from smp.model import DistributedModel
 from smp.model.parts import set_extra_states
+from smp.optim.adam import imported_entry, keeps_residue
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.precision.holdings import model_parameter_of
 from smp.storage.parts import MASTER, MODEL, ModelState, Stored
+from smp.tensor_parallel.partial import MASTER as MASTER_KEY
 from smp.tensor_parallel.parts import Part
 from smp.world.rank import Rank
 
@@ -303,8 +305,12 @@ def fill_optimizer(
             if stored is None:
                 continue
             entry = _state_of(updated, stored, rests.get(stored, []), numbers, folder)
+            if entry and keeps_residue(optimizer.optimizer, updated.tensor):
+                _add_master(entry, updated.tensor, held, stored, folder)
             if entry:
-                optimizer.state[updated.tensor] = entry
+                optimizer.state[updated.tensor] = imported_entry(
+                    optimizer.optimizer, updated.tensor, entry
+                )
     _place_steps(optimizer.optimizer)
 
 
@@ -348,6 +354,18 @@ def _state_of(
             value = folder.read(name).to(tensor.device)
         entry[key] = value
     return entry
+
+
+def _add_master(
+    entry: dict[str, Any], tensor: Tensor, held: Stored, stored: str, folder: FolderReader
+) -> None:
+    """Adds a master of its own that the checkpoint has to the state that has digits of it."""
+    source = Source(folder.manifest)
+    if not source.has_master(stored):
+        return
+    value = torch.empty_like(tensor, dtype=torch.float32, memory_format=torch.contiguous_format)
+    folder.read(source.master_for(stored), held.updated, value)
+    entry[MASTER_KEY] = value
 
 
 def _place_steps(optimizer: torch.optim.Optimizer) -> None:

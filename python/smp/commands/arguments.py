@@ -15,6 +15,7 @@ from smp.commands.printing import parse_bytes
 from smp.commands.split_form import split_form
 from smp.config.schema import Config, check_world, normalize
 from smp.config.sources import read_user_config
+from smp.modules.state_bytes import STATE_DTYPES
 from smp.partition.trace import TraceError
 from smp.planning.estimate import Estimate, estimate
 from smp.planning.run_cuts import Run
@@ -22,7 +23,7 @@ from smp.replacement import fuse_heads
 
 
 def add_model(parser: argparse.ArgumentParser, memory: str) -> None:
-    """Adds ``MODEL``, ``--seq``, ``--json`` and ``--memory``.
+    """Adds ``MODEL``, ``--seq``, ``--json``, ``--state-dtype`` and ``--memory``.
 
     Args:
         memory: words for the command's use of ``--memory``.
@@ -32,6 +33,12 @@ def add_model(parser: argparse.ArgumentParser, memory: str) -> None:
     )
     parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sample")
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--state-dtype",
+        choices=tuple(STATE_DTYPES),
+        default="fp32",
+        help="storage of Adam's moments, as in smp.optimizers.FusedAdam; default: fp32",
+    )
     parser.add_argument(
         "--memory", type=parse_bytes, metavar="SIZE", help=f"of a device (80GiB): {memory}"
     )
@@ -142,7 +149,14 @@ def _read_run(arguments: argparse.Namespace, choices: dict[str, Any]) -> Run:
         check_world(config, num_ranks)
     except ValueError as error:
         raise BadUse(str(error)) from None
-    return Run(config, frozenset(given), num_ranks, room_bytes=arguments.memory or 0, **choices)
+    return Run(
+        config,
+        frozenset(given),
+        num_ranks,
+        room_bytes=arguments.memory or 0,
+        state_dtype=arguments.state_dtype,
+        **choices,
+    )
 
 
 def _given(text: str | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from smp.commands.report import Table, print_blocks
 from smp.commands.split_form import split_form
 from smp.config.schema import Config
 from smp.modules.materialize import cast
+from smp.modules.state_bytes import MASTER_BYTES
 from smp.partition.trace import TraceError
 from smp.planning import hardware
 from smp.planning.hardware import Hardware
@@ -58,6 +59,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--without-logits", action="store_true", help=f"with {_FUSED} in the configuration"
     )
+    parser.add_argument(
+        "--bf16-masters",
+        choices=tuple(MASTER_BYTES),
+        default="fp32",
+        help="digits of parameters beyond BF16, as in the configuration; default: fp32",
+    )
     parser.add_argument("--explain", type=int, metavar="N", help="all about plan N")
     parser.set_defaults(execute=guarded("plan", _run))
 
@@ -68,6 +75,8 @@ def _run(arguments: argparse.Namespace) -> int:
     per_host = min(arguments.per_host or device.devices_per_host, arguments.gpus)
     if arguments.gpus % per_host:
         raise BadUse(f"--gpus {arguments.gpus} is no multiple of --per-host {per_host}")
+    if arguments.bf16_masters != "fp32" and arguments.precision != "bf16":
+        raise BadUse(f"--bf16-masters {arguments.bf16_masters} needs --precision bf16")
     keys = {_FUSED: True} if arguments.without_logits else {}
     with (
         quiet_transformers(),
@@ -84,6 +93,8 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.precision,
             split,
             keys,
+            arguments.state_dtype,
+            arguments.bf16_masters,
         )
         found = search(job)
     if not found.plans:

@@ -189,6 +189,9 @@ class Config:
     """Create distributed modules in FP16 (older mechanism)."""
     bf16: bool = _bool(False)
     """BF16 training with master weights."""
+    bf16_masters: str = _choice("fp32", "fp32", "residue", "none")
+    """Digits of parameters beyond BF16: FP32 masters; residue: 8 further bits in the state of
+    `FusedAdam`; none. The last two need that optimizer, which updates the parameters themselves."""
     shard_optimizer_state: bool = _bool(False)
     """Each data-parallel rank keeps a part of the optimizer state."""
     optimizer_state: str = _choice("auto", "auto", "elements", "tensors")
@@ -280,6 +283,11 @@ class Config:
         if self.fp16:
             return torch.float16
         return torch.bfloat16 if self.bf16 else None
+
+    @property
+    def has_masters(self) -> bool:
+        """Returns whether parameters of 16 bits have FP32 masters."""
+        return self.bf16_masters == "fp32"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Config:
@@ -466,6 +474,13 @@ def check_ranks(config: Config) -> None:
         )
     if config.fp16 and config.bf16:
         raise config_error("fp16", True, "bf16 is set as well", "choose one of fp16 and bf16")
+    if config.bf16_masters != "fp32" and not config.bf16:
+        raise config_error(
+            "bf16_masters",
+            config.bf16_masters,
+            "parameters have BF16 digits with bf16 only",
+            'set bf16=True, or leave bf16_masters at "fp32"',
+        )
     if sharding > 1 and config.shard_optimizer_state:
         raise config_error(
             "sharded_data_parallel_degree",

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
+import smp._C as _C
+from smp.modules.state_bytes import MASTER_BYTES, STATE_DTYPES
+from smp.optim.compact_state import narrowed, new_entry, split, widened
 from smp.optim.fused import Batch, FusedOptimizer, Params
+from smp.precision.holdings import holding_with_master
+from smp.tensor_parallel.partial import MASTER
 
 
 class FusedAdam(FusedOptimizer):
@@ -14,6 +23,9 @@ class FusedAdam(FusedOptimizer):
     Results equal those of ``torch.optim.AdamW``, or of ``torch.optim.Adam`` without
     ``adam_w_mode``, and each loads state dicts of the other. State of a parameter: ``step``,
     ``exp_avg``, ``exp_avg_sq``.
+
+    The state can take fewer bytes. State dicts have FP32 values in torch's names in any case, on
+    the host if the state does not; so they fit every ``state_dtype``.
 
     Args:
         params: parameters or groups of them.
@@ -25,9 +37,22 @@ class FusedAdam(FusedOptimizer):
         weight_decay: factor of the decay.
         amsgrad: False; the variant is not supported.
         set_grad_none: default of :meth:`zero_grad`.
+        state_dtype: storage of the moments: ``"fp32"`` (in the dtype of the parameter), ``"bf16"``,
+            or ``"int8"``, codes relative to the largest of 256 neighbouring elements.
+        stochastic_rounding: whether values in fewer bytes are rounded up or down at random, with
+            the values as means; else to nearest, which loses changes below half a unit.
+        masters: storage of the digits that bfloat16 parameters lack: ``"fp32"``, a master beside
+            the parameter, which has to be float32 here; or the parameter itself is updated, with
+            ``"residue"``, 8 further bits in the state, or ``"none"``.
 
     Source: Kingma and Ba 2015; Loshchilov and Hutter 2019. Arguments: FusedAdam of NVIDIA apex.
+    8-bit state: Dettmers et al. 2022 (arXiv:2110.02861).
     """
+
+    # Class attributes, so that unpickled optimizers of former releases have them.
+    state_dtype: str = "fp32"
+    stochastic_rounding: bool = True
+    masters: str = "fp32"
 
     def __init__(
         self,
@@ -40,6 +65,10 @@ class FusedAdam(FusedOptimizer):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         set_grad_none: bool = True,
+        *,
+        state_dtype: str = "fp32",
+        stochastic_rounding: bool = True,
+        masters: str = "fp32",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -50,14 +79,166 @@ class FusedAdam(FusedOptimizer):
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
         }
+        _check_choice("state_dtype", state_dtype, STATE_DTYPES)
+        _check_choice("masters", masters, MASTER_BYTES)
+        self.state_dtype, self.masters = state_dtype, masters
+        self.stochastic_rounding = stochastic_rounding
         super().__init__(params, defaults, set_grad_none)
 
     def _update(self, batches: list[Batch]) -> None:
         for batch in batches:
-            torch.ops.smp.fused_adam_(
-                *batch.lists,
+            rest = (
                 self._lr(batch),
                 *batch.adam_options,
                 self._grad_scale,
                 self._found_inf,
             )
+            if self._is_compact(batch.params[0]):
+                torch.ops.smp.fused_adam_compact_(*batch.lists, *self._compact_lists(batch), *rest)
+            else:
+                torch.ops.smp.fused_adam_(*batch.lists, *rest)
+
+    # ---- state in fewer bytes
+
+    def _is_compact(self, param: Tensor) -> bool:
+        """Returns whether the state of a parameter has another form than torch's."""
+        return self.state_dtype != "fp32" or (
+            self.masters != "fp32" and param.dtype == torch.bfloat16
+        )
+
+    def _has_residue(self, param: Tensor) -> bool:
+        return self.masters == "residue" and param.dtype == torch.bfloat16
+
+    def _compact_lists(self, batch: Batch) -> tuple[list[Any], ...]:
+        """Returns the lists of ``fused_adam_compact_`` beside those of all updates."""
+        lists = [
+            [state[name] for state in batch.states if name in state]
+            for name in ("exp_avg_scale", "exp_avg_sq_scale", "residue")
+        ]
+        seeds = batch.positions if self.stochastic_rounding else []
+        return (*lists, [_begin_of(param) for param in batch.params], seeds)
+
+    def _new_moments(self, param: Tensor) -> dict[str, Tensor]:
+        if not self._is_compact(param):
+            return super()._new_moments(param)
+        self._check_dtype(param)
+        dtype = STATE_DTYPES[self.state_dtype]
+        return new_entry(param, dtype, _begin_of(param), self._has_residue(param))
+
+    def _check_dtype(self, param: Tensor) -> None:
+        if param.dtype == torch.bfloat16 and self.masters == "fp32":
+            raise ValueError(
+                f"{_C.rank_prefix()}FusedAdam: a parameter with sizes {list(param.shape)} is "
+                'bfloat16, and masters="fp32": set bf16 in the configuration and wrap the '
+                'optimizer in smp.DistributedOptimizer, or choose masters="residue" or "none"'
+            )
+
+    def wide_entry(self, param: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state of a parameter in torch's names and in FP32."""
+        if not entry or not self._is_compact(param):
+            return entry
+        return widened(entry, param, _begin_of(param))
+
+    def stored_entry(self, param: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state of a parameter in the form in which this optimizer keeps it.
+
+        Args:
+            param: parameter, or the part of it that this rank updates.
+            entry: state in torch's names, in any floating dtype.
+        """
+        if "exp_avg" not in entry or not self._is_compact(param):
+            return entry
+        self._check_dtype(param)
+        dtype = STATE_DTYPES[self.state_dtype]
+        stored = narrowed(entry, param, dtype, _begin_of(param), self._has_residue(param))
+        step = torch.as_tensor(entry["step"])
+        return {**stored, "step": step.to(param.device, torch.float32, copy=True).reshape(())}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state in torch's names and in FP32.
+
+        Values of a state in fewer bytes are copies in host memory.
+        """
+        result = super().state_dict()
+        for index, param in enumerate(self._parameters()):
+            if index in result["state"]:
+                result["state"][index] = exported_entry(self, param)
+        return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Loads a state dict of this class, in any format, or of ``torch.optim.AdamW``."""
+        params = self._parameters()
+        if not any(self._is_compact(param) for param in params):
+            super().load_state_dict(dict(state_dict))
+            return
+        groups = state_dict["param_groups"]
+        indices = list(itertools.chain.from_iterable(group["params"] for group in groups))
+        entries = dict(state_dict["state"])
+        compact = {
+            param: entries.pop(index)
+            for index, param in zip(indices, params, strict=False)
+            if index in entries and self._is_compact(param)
+        }
+        # Torch would make whole copies, in the dtype of the parameter.
+        super().load_state_dict({**state_dict, "state": entries})
+        for param, entry in compact.items():
+            self.state[param] = self.stored_entry(param, entry)
+
+    def _parameters(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("state_dtype", "stochastic_rounding", "masters")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+
+def exported_entry(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
+    """Returns the state of a parameter as files have it.
+
+    Tensors of a state in fewer bytes are FP32 copies in host memory, others the state itself.
+    """
+    entry: dict[str, Any] = optimizer.state[param]
+    if not isinstance(optimizer, FusedAdam) or not optimizer._is_compact(param):
+        return entry
+    wide = optimizer.wide_entry(param, entry)
+    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in wide.items()}
+
+
+def imported_entry(
+    optimizer: torch.optim.Optimizer, param: Tensor, entry: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the state in the form of an optimizer, from the form of files.
+
+    An FP32 value that was saved beside a bfloat16 parameter is written to ``param``.
+    """
+    if MASTER in entry:
+        write_master(optimizer, param, entry[MASTER])
+        if not keeps_residue(optimizer, param):
+            entry = {name: value for name, value in entry.items() if name != MASTER}
+    return optimizer.stored_entry(param, entry) if isinstance(optimizer, FusedAdam) else entry
+
+
+def write_master(optimizer: torch.optim.Optimizer, param: Tensor, value: Tensor) -> None:
+    """Writes an FP32 value to a tensor that an optimizer updates, rounded as its residue needs."""
+    value = value.to(param.device).view(param.shape)
+    with torch.no_grad():
+        param.copy_(split(value.float())[0] if keeps_residue(optimizer, param) else value)
+
+
+def keeps_residue(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
+    """Returns whether the state of a parameter has digits of it."""
+    return isinstance(optimizer, FusedAdam) and optimizer._has_residue(param)
+
+
+def _begin_of(param: Tensor) -> int:
+    """Returns the number of a tensor's first element in the parameter that it is a part of."""
+    holding = holding_with_master(param)
+    return 0 if holding is None else holding.begin
+
+
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    if value not in choices:
+        listed = ", ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(
+            f"{_C.rank_prefix()}FusedAdam: {name} must be one of {listed}, got {value!r}"
+        )

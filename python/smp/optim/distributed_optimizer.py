@@ -17,19 +17,14 @@ from smp.model.engine import Engine
 from smp.model.torch_training.optimizers import refuse_replaced
 from smp.modules.watching import unwatched
 from smp.optim.fused_step import FusedUpdates
-from smp.optim.masters import adopt_masters, holdings_of
+from smp.optim.masters import adopt_masters, choose_masters, holdings_of
 from smp.optim.script_wrappers import take_apart
 from smp.optim.state import OptimizerState
 from smp.optim.v1_names import LegacyNames
 from smp.optim.whole_tensors import WholeTensors
 from smp.optim.written import WrittenMasters
 from smp.precision import LossScaler, ScaledGradients, StaticLossScaler, grad_norm
-from smp.precision.holdings import (
-    model_parameter_of,
-    parameters_of,
-    reload_masters,
-    updates_some,
-)
+from smp.precision.holdings import model_parameter_of, parameters_of, reload_masters, updates_some
 from smp.world import runtime
 from smp.world.device_numbers import DeviceFlag
 
@@ -66,9 +61,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     Raises:
         ValueError: the object is no optimizer; loss scale arguments are unknown; the module of a
-            parameter was replaced; a trial on small tensors shows that the optimizer needs more of
-            the parameters than a rank can get; an FP16 optimizer of the script's own comes without
-            ``fp16: True``.
+        ValueError: the object is no optimizer; loss scale arguments are unknown; the module of a
+            parameter was replaced; ``bf16_masters`` needs `FusedAdam`; the optimizer needs more
+            than one whole tensor; an FP16 optimizer of the script comes without ``fp16: True``.
     """
 
     # Accelerate does not wrap such an optimizer, and asks it whether a step was skipped.
@@ -106,6 +101,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         )
         refuse_replaced(optimizer)
         self.whole_tensors = whole or WholeTensors(current.rank, optimizer)
+        choose_masters(optimizer, current.rank.config)
         self.optimizer = optimizer
         self._is_scaled = current.rank.config.fp16
         self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()

@@ -40,6 +40,7 @@ class Batch:
     exp_avgs: list[Tensor] = field(default_factory=list)
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
+    states: list[dict[str, Tensor]] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)  # among all parameters
 
@@ -64,9 +65,9 @@ class Batch:
 class FusedOptimizer(torch.optim.Optimizer):
     """An optimizer with one operator for many parameters.
 
-    Parameters are float32 or float64; gradients have their dtype, or 16 bits. A parameter may have
-    a 16-bit copy, ``parameter._smp_copy``, that is written in the same pass, rounded to nearest
-    even.
+    Parameters are float32 or float64 (`FusedAdam` takes others as well); gradients have their
+    dtype, or 16 bits. A parameter may have a 16-bit copy, ``parameter._smp_copy``, that is written
+    in the same pass, rounded to nearest even.
 
     The caller, `smp.DistributedOptimizer` or `torch.amp.GradScaler`, may set these attributes:
 
@@ -123,7 +124,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             result of the closure.
 
         Raises:
-            ValueError: a parameter has 16 bits, or tensors do not fit each other.
+            ValueError: a parameter has a dtype that the optimizer does not take, or tensors do not
+                fit each other.
         """
         loss = None
         if closure is not None:
@@ -136,20 +138,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Updates parameters and state."""
         raise NotImplementedError
 
-    def _new_second_moment(self, param: Tensor) -> Tensor:
-        """Returns the initial ``exp_avg_sq``."""
-        return torch.zeros_like(param, memory_format=torch.preserve_format)
+    def _new_moments(self, param: Tensor) -> dict[str, Tensor]:
+        """Returns the state of a parameter before its first update, without its step."""
+        return {
+            name: torch.zeros_like(param, memory_format=torch.preserve_format)
+            for name in ("exp_avg", "exp_avg_sq")
+        }
 
     def _batches(self) -> list[Batch]:
-        """Returns parameters with a gradient, by group, device and whether they have a copy."""
+        """Returns parameters with a gradient, by group, device, dtype and having a copy or not."""
         result: list[Batch] = []
         position = 0
         for group in self.param_groups:
-            batches: dict[tuple[torch.device, bool], Batch] = {}
+            batches: dict[tuple[torch.device, torch.dtype, bool], Batch] = {}
             for param in group["params"]:
                 if param.grad is not None:
                     copy = getattr(param, "_smp_copy", None)
-                    key = (param.device, copy is not None)
+                    key = (param.device, param.dtype, copy is not None)
                     if key not in batches:
                         batches[key] = Batch(group, param.device)
                     self._add(batches[key], param, copy)
@@ -162,13 +167,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = self._new_second_moment(param)
+            state.update(self._new_moments(param))
         batch.params.append(param)
         batch.grads.append(_laid_out_as(param))
         batch.exp_avgs.append(state["exp_avg"])
         batch.exp_avg_sqs.append(state["exp_avg_sq"])
         batch.steps.append(state["step"])
+        batch.states.append(state)
         if copy is not None:
             batch.copies.append(copy)
 

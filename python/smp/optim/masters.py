@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import smp._C as _C
+from smp.config.schema import Config
+from smp.optim.adam import FusedAdam
 from smp.precision.holdings import (
     Holding,
     cut,
@@ -21,6 +24,30 @@ from smp.storage.shards import lay_out
 from smp.tensor_parallel.sharding import dim_of, interval_of
 from smp.world import runtime
 from smp.world.rank import Rank
+
+
+def choose_masters(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Tells `FusedAdam` how parameters of 16 bits keep their digits.
+
+    Raises:
+        ValueError: ``bf16_masters`` needs `FusedAdam`, or contradicts its ``masters``.
+    """
+    kind = config.bf16_masters
+    own = optimizer.masters if isinstance(optimizer, FusedAdam) else None
+    if own is None and kind != "fp32":
+        raise ValueError(
+            f'{_C.rank_prefix()}smp config: bf16_masters="{kind}": parameters have no FP32 '
+            f"masters, and {type(optimizer).__name__} would lose most updates in BF16; use "
+            'smp.optimizers.FusedAdam, or leave bf16_masters at "fp32"'
+        )
+    if own not in (None, "fp32", kind):
+        raise ValueError(
+            f'{_C.rank_prefix()}FusedAdam has masters="{own}", but the configuration has '
+            f'bf16_masters="{kind}", which decides; set bf16=True and bf16_masters="{own}", or '
+            "leave the argument out"
+        )
+    if isinstance(optimizer, FusedAdam):
+        optimizer.masters = kind
 
 
 def adopt_masters(optimizer: torch.optim.Optimizer, are_whole: Sequence[bool]) -> None:
@@ -44,16 +71,25 @@ def adopt_masters(optimizer: torch.optim.Optimizer, are_whole: Sequence[bool]) -
                 # A fused optimizer writes the rounded master here.
                 holding.master._smp_copy = holding.piece  # type: ignore[attr-defined]
             if parameter in optimizer.state:
-                optimizer.state[holding.master] = _held_state(
-                    optimizer.state.pop(parameter), holding, is_whole
-                )
+                entry = optimizer.state.pop(parameter)
+                optimizer.state[holding.master] = _held_state(optimizer, entry, holding, is_whole)
 
 
-def _held_state(entry: dict[str, Any], holding: Holding, is_whole: bool) -> dict[str, Any]:
+def _held_state(
+    optimizer: torch.optim.Optimizer, entry: dict[str, Any], holding: Holding, is_whole: bool
+) -> dict[str, Any]:
     """Returns a rank's elements of the state of a whole parameter, or all of them."""
+    if isinstance(optimizer, FusedAdam):
+        wide = optimizer.wide_entry(holding.parameter, entry)
+        return optimizer.stored_entry(holding.master, _cut_entry(wide, holding, is_whole))
+    return _cut_entry(entry, holding, is_whole)
+
+
+def _cut_entry(entry: dict[str, Any], holding: Holding, is_whole: bool) -> dict[str, Any]:
     whole = list(holding.parameter.shape)
+    dtype = torch.promote_types(holding.master.dtype, torch.float32)
     return {
-        name: (value if is_whole else cut(value, holding)).to(holding.master.dtype)
+        name: (value if is_whole else cut(value, holding)).to(dtype)
         if isinstance(value, Tensor) and list(value.shape) == whole
         else value
         for name, value in entry.items()

@@ -66,8 +66,9 @@ class FusedNovoGrad(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none)
 
-    def _new_second_moment(self, param: Tensor) -> Tensor:
-        return torch.zeros((), dtype=param.dtype, device=param.device)
+    def _new_moments(self, param: Tensor) -> dict[str, Tensor]:
+        norm = torch.zeros((), dtype=param.dtype, device=param.device)
+        return {**super()._new_moments(param), "exp_avg_sq": norm}
 
     def _update(self, batches: list[Batch]) -> None:
         is_max = self.defaults["norm_type"] != 2

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smp.optim.adam import keeps_residue, write_master
 from smp.precision.holdings import (
     holding_with_master,
     model_parameter_of,
@@ -194,12 +195,14 @@ class OptimizerState:
         """Gives the optimizer its entries, and masters their values."""
         kept = {}
         for index, entry in entries.items():
-            if isinstance(index, int):
-                of_master, entry = _split(entry)
-                for value in of_master.values():
-                    master = self._parameters[index]
-                    with torch.no_grad():
-                        master.copy_(value.view(master.shape))
+            if isinstance(index, int) and MASTER in entry:
+                master = self._parameters[index]
+                of_master, rest = _split(entry)
+                write_master(self._optimizer, master, of_master[MASTER])
+                if keeps_residue(self._optimizer, master):
+                    kept[index] = entry
+                    continue
+                entry = rest
                 if not entry:
                     continue
             kept[index] = entry

@@ -11,6 +11,7 @@ from torch import nn
 
 from smp._device import device_module, is_accelerator
 from smp.config.schema import Config
+from smp.modules.state_bytes import MASTER_BYTES
 
 # The rest is for what the estimate leaves out: workspaces, fragments, the program itself.
 _USABLE = 0.9
@@ -44,8 +45,10 @@ def state_factor(parameters: Iterable[nn.Parameter], config: Config, shard_size:
     if num_elements == 0:
         return 4.0
     size = num_bytes / num_elements
-    # Without masters: parameter, gradient and two moments in the type of the parameter.
-    whole, shared = (size, 3 * size) if config.half_dtype is None else (2.0, 16.0)
+    # In one dtype: parameter, gradient and two moments in the type of the parameter.
+    whole, shared = size, 3 * size
+    if config.half_dtype is not None:
+        whole, shared = 2.0, 12.0 + MASTER_BYTES[config.bf16_masters]
     if config.sharded_data_parallel_degree > 1:
         whole, shared = 0.0, whole + shared
     return max(1.0, (whole + shared / shard_size) / size)

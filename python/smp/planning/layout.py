@@ -36,6 +36,8 @@ class Layout:
         spreads_experts: experts are spread over the ranks of a tensor-parallel group, and their
             features are not split.
         precision: "fp32", "bf16" or "fp16".
+        state_dtype: storage of the optimizer's moments: "fp32", "bf16" or "int8".
+        masters: storage of digits that 16-bit parameters lack: "fp32", "residue" or "none".
         device: type of the devices: "cpu" or "cuda".
         own_batches: each rank of a tensor-parallel group reads a microbatch of its own.
         persistent: sharded tensors of fewer elements stay whole between uses.
@@ -58,13 +60,22 @@ class Layout:
     placement: str = "DPT"
     spreads_experts: bool = False
     precision: str = "fp32"
+    state_dtype: str = "fp32"
+    masters: str = "fp32"
     device: str = "cpu"
     own_batches: bool = False
     persistent: int = 1_000_000
     horizon: int = 4
 
     @classmethod
-    def of(cls, config: Config, num_ranks: int, checkpoints: bool, device: str) -> Layout:
+    def of(
+        cls,
+        config: Config,
+        num_ranks: int,
+        checkpoints: bool,
+        device: str,
+        state_dtype: str = "fp32",
+    ) -> Layout:
         """Returns the layout of a configuration; a sample is what a rank reads in a microbatch."""
         pp, tp = config.pipeline_parallel_degree, config.tensor_parallel_degree
         rdp = num_ranks // (pp * tp)
@@ -83,6 +94,8 @@ class Layout:
             in_memory=config.optimize == "memory",
             spreads_experts=config.expert_parallel_degree > 1,
             precision="fp16" if config.fp16 else "bf16" if config.bf16 else "fp32",
+            state_dtype=state_dtype,
+            masters=config.bf16_masters,
             device=device,
             own_batches=not config.prescaled_batch,
             persistent=config.sdp_param_persistence_threshold,
@@ -147,6 +160,7 @@ class Layout:
             "sharded_data_parallel_degree": self.shard if self.cuts_parameters else None,
             "shard_optimizer_state": (self.shard > 1 and not self.shards_parameters) or None,
             self.precision: True if self.precision != "fp32" else None,
+            "bf16_masters": self.masters if self.masters != "fp32" else None,
             "offload_activations": self.offload or None,
             "placement_strategy": self.placement if several else None,
         }

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from smp.modules.state_bytes import MASTER_BYTES, moment_bytes
 from smp.planning.layout import Layout
 from smp.planning.stages import Content
 
-_MASTER = 4
-_MOMENTS = 8  # two, in FP32
 _MOST_LEAVING = 2  # copies to the host under way, see docs/design/memory.md
 
 
@@ -150,6 +149,7 @@ def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> Ra
     size, cuts, width = layout.shard, layout.cuts_parameters, layout.width
     wide = weights.wide if width < 4 else 0.0
     masters = max(0.0, weights.trained - wide) if width < 4 else 0.0
+    moments, digits = moment_bytes(layout.state_dtype), MASTER_BYTES[layout.masters]
     gradients = 4 * weights.trained / size
     buckets = 0.0
     if size > 1:
@@ -158,7 +158,7 @@ def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> Ra
     backward_ends = RankBytes(
         parameters=(width * weights.elements + (4 - width) * wide) / (size if cuts else 1),
         gradients=gradients,
-        optimizer=(_MOMENTS * weights.trained + _MASTER * masters) / size,
+        optimizer=(moments * weights.trained + digits * masters) / size,
         activations=0.0,
         gathered=width * (weights.units + weights.small * (1 - 1 / size)) if cuts else 0.0,
         buckets=buckets,

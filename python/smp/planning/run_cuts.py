@@ -44,6 +44,7 @@ class Run:
         checkpoints: each repeated layer is computed again in backward.
         room_bytes: memory of a device that the partition may take; 0: not known.
         device: type of device, which decides bucket sizes.
+        state_dtype: storage of the optimizer's moments.
     """
 
     config: Config
@@ -52,11 +53,14 @@ class Run:
     checkpoints: bool = False
     room_bytes: int = 0
     device: str = "cpu"
+    state_dtype: str = "fp32"
 
     @cached_property
     def layout(self) -> Layout:
         """Returns the layout of the run."""
-        return Layout.of(self.config, self.num_ranks, self.checkpoints, self.device)
+        return Layout.of(
+            self.config, self.num_ranks, self.checkpoints, self.device, self.state_dtype
+        )
 
 
 def decided(root: nn.Module, traced: Trace, run: Run) -> Decision:

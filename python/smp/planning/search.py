@@ -38,6 +38,8 @@ class Job:
         precision: "fp32", "bf16" or "fp16".
         split: the model with the library's tensor-parallel operators; None: its own code is split.
         keys: keys of the configuration that are the same in all layouts.
+        state_dtype: storage of the optimizer's moments.
+        masters: storage of digits that 16-bit parameters lack.
     """
 
     whole: View
@@ -49,6 +51,8 @@ class Job:
     precision: str
     split: View | None = None
     keys: Mapping[str, Any] = field(default_factory=dict)
+    state_dtype: str = "fp32"
+    masters: str = "fp32"
 
     @property
     def profile(self) -> ModelProfile:
@@ -252,6 +256,8 @@ def layouts(job: Job) -> Iterator[Layout]:
                         microbatch=microbatch,
                         microbatches=job.samples // (rdp * microbatch),
                         precision=job.precision,
+                        state_dtype=job.state_dtype,
+                        masters=job.masters,
                         device=job.hardware.type,
                     )
                     yield from _choices(base, job)

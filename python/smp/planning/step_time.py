@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from smp.modules.state_bytes import moment_bytes
 from smp.planning.groups import Cost, Grid
 from smp.planning.hardware import Hardware
 from smp.planning.layout import Layout
@@ -13,7 +14,8 @@ from smp.planning.passing import Cores, StageTime, simulated_s
 from smp.planning.profile import Part
 from smp.planning.stages import Stage
 
-_UPDATE_BYTES = 34  # memory traffic per element: norm, Adam with FP32 masters, 16-bit copies
+# Memory traffic per element: norm, Adam with FP32 masters, 16-bit copies; moments go both ways.
+_UPDATE_BYTES = 18
 _SUM_BYTES = 8  # memory traffic per element: a sum of gradients, read and written
 
 
@@ -178,7 +180,8 @@ def step_time(
         pipeline = simulated_s(stages, times, layout, grid.next_stage.link)
     else:
         pipeline = layout.microbatches * most + (sum(by_rank) - most) / layout.chunks
-    one_update = _UPDATE_BYTES / hardware.memory_bytes_per_s
+    moved = _UPDATE_BYTES + 2 * moment_bytes(layout.state_dtype)
+    one_update = moved / hardware.memory_bytes_per_s
     if hardware.overheads is not None:
         one_update = hardware.overheads.update_element_s
     updated = one_update * max(elements) / layout.shard

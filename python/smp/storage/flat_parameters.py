@@ -95,7 +95,7 @@ class FlatParameters(WholeParameters):
         flat = torch.zeros(bucket.num_shards * numel, dtype=bucket.dtype, device=first.device)
         shard = flat.narrow(0, shard_rank * numel, numel)
         masters = shard
-        if bucket.accumulation_dtype != bucket.dtype:
+        if bucket.accumulation_dtype != bucket.dtype and self._rank.config.has_masters:
             masters = torch.zeros(numel, dtype=bucket.accumulation_dtype, device=first.device)
         places = {segment.record_idx: segment for segment in bucket.segments}
         for held in bucket.holdings[shard_rank]:
@@ -109,7 +109,7 @@ class FlatParameters(WholeParameters):
             master, piece = (
                 memory_.narrow(0, held.offset, held.numel) for memory_ in (masters, shard)
             )
-            master.copy_(part)  # the values before the cast
+            master.copy_(part)  # the values before the cast; or those after it once more
             if held.numel == values.numel():
                 master, piece = master.view(values.shape), piece.view(values.shape)
             cast(parameter, bucket.dtype)

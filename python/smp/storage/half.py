@@ -35,16 +35,29 @@ def plan_castable(root: nn.Module, half: torch.dtype | None) -> TrainingDtypes |
     return plan_dtypes(root, half)
 
 
-def cast_with_master(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Holding:
+def cast_with_master(
+    name: str, parameter: nn.Parameter, dtype: torch.dtype, has_master: bool
+) -> Holding:
     """Casts a parameter that is whole on this rank; its former values become its master.
 
-    A parameter that stays in float32 shares its memory with its master.
+    A parameter that stays in float32, and one without a master of its own, share their memory with
+    the holding's master.
+
+    Args:
+        name: name in the whole model.
+        parameter: parameter with values.
+        dtype: dtype of the parameter in training.
+        has_master: whether a parameter of 16 bits has a master in float32.
     """
-    # The master shares the memory of the parameter if that is float32 already.
-    master = nn.Parameter(parameter.data.to(torch.float32))
-    if dtype == torch.float32:
-        parameter.data = master.data
-    cast(parameter, dtype)
+    if has_master:
+        # The master shares the memory of the parameter if that is float32 already.
+        master = nn.Parameter(parameter.data.to(torch.float32))
+        if dtype == torch.float32:
+            parameter.data = master.data
+        cast(parameter, dtype)
+    else:
+        cast(parameter, dtype)
+        master = nn.Parameter(parameter.data)
     holding = Holding(
         name, parameter, 0, parameter.numel(), piece=parameter.detach(), master=master
     )

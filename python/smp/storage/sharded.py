@@ -72,7 +72,14 @@ class ShardedParameters:
         empty = [(name, p) for name, p in local if p.numel() == 0]
         local = [(name, p) for name, p in local if p.numel() > 0]
         ranks = list(rank.groups["shard"])
-        cutter = Cutter(local, ranks.index(rank.global_rank), len(ranks), half, rank.device)
+        cutter = Cutter(
+            local,
+            ranks.index(rank.global_rank),
+            len(ranks),
+            half,
+            rank.device,
+            has_masters=rank.config.has_masters,
+        )
         self.shards, self._named = cutter.shards, local
         self.holdings = {
             shard.parameter: _holding(name, shard)
@@ -99,7 +106,9 @@ class ShardedParameters:
         """Casts tensors without shards: empty parameters, those of other ranks, buffers."""
         for name, parameter in empty:
             if parameter.requires_grad and parameter.is_floating_point():
-                self.holdings[parameter] = cast_with_master(name, parameter, dtypes.of(parameter))
+                self.holdings[parameter] = cast_with_master(
+                    name, parameter, dtypes.of(parameter), self._rank.config.has_masters
+                )
         dtypes.cast(self._root)
         self.mixes_dtypes = dtypes.mixes
 

@@ -69,6 +69,7 @@ class Cutter:
         num_shards: number of parts.
         half: dtype of floating parameters, unless they are kept wider; None: no dtype changes.
         device: device of the parts.
+        has_masters: whether parameters of 16 bits have masters in float32.
 
     Attributes:
         shards: shards in the order of the parameters; they have values once they are cut.
@@ -81,8 +82,10 @@ class Cutter:
         num_shards: int,
         half: torch.dtype | None,
         device: torch.device,
+        *,
+        has_masters: bool,
     ) -> None:
-        plans = [_plan(parameter, num_shards, half) for _, parameter in parameters]
+        plans = [_plan(parameter, num_shards, half, has_masters) for _, parameter in parameters]
         memories = _Memories(plans, device)
         self.shards: dict[nn.Parameter, Shard] = {}
         self._waiting = {parameter: name for name, parameter in parameters}
@@ -221,12 +224,14 @@ class _Plan:
     master_dtype: torch.dtype | None
 
 
-def _plan(parameter: nn.Parameter, num_shards: int, half: torch.dtype | None) -> _Plan:
+def _plan(
+    parameter: nn.Parameter, num_shards: int, half: torch.dtype | None, has_masters: bool
+) -> _Plan:
     floating = parameter.is_floating_point()
     dtype = training_dtype(parameter, half) if half is not None and floating else parameter.dtype
     master_dtype = None
     if parameter.requires_grad and floating:
-        master_dtype = dtype if half is None else torch.float32
+        master_dtype = torch.float32 if half is not None and has_masters else dtype
     return _Plan(-(-parameter.numel() // num_shards), dtype, master_dtype)
 
 

@@ -68,11 +68,13 @@ class WholeParameters:
 
         Parameters are cast one by one, so that only one of them has an additional copy at a time.
         """
-        half = self._rank.config.half_dtype
+        half, has_masters = self._rank.config.half_dtype, self._rank.config.has_masters
         if half is None:
             return
         self.holdings = {
-            parameter: cast_with_master(name, parameter, training_dtype(parameter, half))
+            parameter: cast_with_master(
+                name, parameter, training_dtype(parameter, half), has_masters
+            )
             for name, parameter in local
             if parameter.requires_grad and parameter.is_floating_point()
         }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "csrc/kernels/cpu/fused_table.h"
+#include "csrc/kernels/cpu/vector/compact.h"
 #include "csrc/kernels/cpu/vector/elementwise.h"
 #include "csrc/kernels/cpu/vector/multi_array.h"
 #include "csrc/kernels/cpu/vector/norm.h"
@@ -25,6 +26,7 @@ constexpr FusedTable kTable = {&norm_forward,
                                &max_abs,
                                &scale,
                                &adam,
+                               &adam_compact,
                                &lamb_moments,
                                &lamb_apply,
                                &momentum};

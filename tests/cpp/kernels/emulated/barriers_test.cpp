@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/kernels/compact_state.h"
 #include "tests/cpp/kernels/emulated/emulated.h"
 
 // Each barrier of the kernels is left out once, and that is a race in each
@@ -149,6 +150,12 @@ std::vector<Launch> optimizers(Data& d) {
            [&d] {
              const UpdateArrays arrays = d.update();
              return cuda::adam(&arrays, 1, {}, d.scalars(), nullptr);
+           }},
+          {"adam_compact",
+           [&d] {
+             CompactArrays compact;
+             compact.arrays = d.update();
+             return cuda::adam_compact(&compact, 1, {}, d.scalars(), nullptr);
            }},
           {"lamb_moments",
            [&d] {

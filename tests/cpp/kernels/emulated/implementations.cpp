@@ -147,6 +147,7 @@ constexpr cpu::FusedTable kTable = {norm_forward<kOrder>,
                                     nullptr,
                                     nullptr,
                                     nullptr,
+                                    nullptr,
                                     nullptr};
 
 }  // namespace

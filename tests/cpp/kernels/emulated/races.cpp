@@ -10,8 +10,8 @@ namespace smp::kernels::emulated {
 
 namespace {
 
-// Single bytes are not told apart: no kernel writes them.
-constexpr uintptr_t kGrain = 2;
+// Moments in codes are written byte by byte.
+constexpr uintptr_t kGrain = 1;
 constexpr uintptr_t kPage = 4096;
 constexpr uint16_t kNone = 0xffff;
 

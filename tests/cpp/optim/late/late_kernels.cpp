@@ -346,6 +346,25 @@ const char* adam(const k::UpdateArrays* arrays, int64_t num_arrays,
   });
 }
 
+const char* adam_compact(const k::CompactArrays* arrays, int64_t num_arrays,
+                         const k::AdamOptions& options,
+                         const k::UpdateScalars& scalars, void* stream) {
+  std::vector<k::CompactArrays> list(arrays, arrays + num_arrays);
+  for (k::CompactArrays& own : list) {
+    own.arrays = list_of(&own.arrays, 1)[0];
+    translate(own.exp_avg_scales, own.exp_avg_sq_scales, own.residue);
+  }
+  return ask(stream, [list, options, scalars = on_stream(scalars)] {
+    if (is_skipped(scalars)) return;
+    for (const k::CompactArrays& own : list) {
+      *own.arrays.step += 1;
+      k::fused().adam_compact(
+          own, k::adam_factors(options, *own.arrays.step, divisor_of(scalars)),
+          *scalars.lr, 0, own.arrays.num_elements);
+    }
+  });
+}
+
 int64_t num_lamb_partial_sums(const k::UpdateArrays* arrays,
                               int64_t num_arrays) {
   const auto chunks = optim::chunks_of(list_of(arrays, num_arrays));
@@ -456,6 +475,7 @@ const k::Launchers kLaunchers = {num_parts,
                                  max_abs,
                                  scale,
                                  adam,
+                                 adam_compact,
                                  num_lamb_partial_sums,
                                  lamb_moments,
                                  lamb_apply,
