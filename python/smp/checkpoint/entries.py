@@ -74,6 +74,7 @@ class Updated:
         state_part: part of the whole parameter of which this rank has the optimizer's state; None:
             other ranks have it.
         is_owned: whether an owner has that state, whatever ranks hold the parameter.
+        state_shape: shape of state with a number per element.
     """
 
     index: int
@@ -82,12 +83,7 @@ class Updated:
     held: Stored | None
     state_part: Part | None
     is_owned: bool
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        """Shape of state with a number per element."""
-        assert self.held is not None
-        return self.held.shape if self.is_owned else tuple(self.tensor.shape)
+    state_shape: tuple[int, ...]
 
 
 def updated_by(optimizer: DistributedOptimizer, state: ModelState) -> Iterator[Updated]:
@@ -102,9 +98,11 @@ def updated_by(optimizer: DistributedOptimizer, state: ModelState) -> Iterator[U
         name = state.names.get(id(tensor))
         held = None if name is None else state.held.get(name)
         part = None if held is None else held.updated
+        shape = tuple(tensor.shape)
         if held is not None and tensor in owned:
             part = Part.whole(held.shape) if owned[tensor] else None
-        yield Updated(index, name, tensor, held, part, tensor in owned)
+            shape = held.shape
+        yield Updated(index, name, tensor, held, part, tensor in owned, shape)
 
 
 def suffix_of(part: Part, shape: tuple[int, ...]) -> str:

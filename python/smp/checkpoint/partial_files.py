@@ -14,7 +14,7 @@ from smp.checkpoint.entries import OPTIMIZER as OPTIMIZER_ENTRY
 from smp.checkpoint.entries import Updated, suffix_of, updated_by
 from smp.checkpoint.staging import Staging
 from smp.checkpoint.values import encode
-from smp.optim.adam import exported_entry
+from smp.optim.adam import FusedAdam, exported_entry
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.storage.names import place_in_names
 from smp.storage.parts import Entry, ModelState, Stored
@@ -235,7 +235,12 @@ class _Plan:
                 flat[updated.index] = cut.flat_begin, cut.flat_numel, tuple(held.tensor.shape)
             if not held.is_first or tensor not in optimizer.state or part is None:
                 continue
-            states[updated.index] = dict(exported_entry(optimizer.optimizer, tensor))
+            may_be_compact = isinstance(optimizer.optimizer, FusedAdam)
+            states[updated.index] = dict(
+                exported_entry(optimizer.optimizer, tensor)
+                if may_be_compact
+                else optimizer.state[tensor]
+            )
             for key, value in states[updated.index].items():
                 is_like = (
                     isinstance(value, Tensor)

@@ -61,7 +61,6 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     Raises:
         ValueError: the object is no optimizer; loss scale arguments are unknown; the module of a
-        ValueError: the object is no optimizer; loss scale arguments are unknown; the module of a
             parameter was replaced; ``bf16_masters`` needs `FusedAdam`; the optimizer needs more
             than one whole tensor; an FP16 optimizer of the script comes without ``fp16: True``.
     """
@@ -287,9 +286,13 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         if fused.divides:
             self._take_given_scale()
         self._clip_shards()
-        if not fused.divides:
-            self._gradients.divide()
-        with self.whole_tensors.shown():
+        whole = self.whole_tensors
+        if whole.has_some:
+            if not fused.divides:
+                self._gradients.divide()
+            whole.gather()
+            whole.show()
+        try:
             has_local = self._has_local()  # some optimizers cannot work on nothing
             if fused.divides:
                 result = fused.step(
@@ -299,16 +302,21 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
                     given_found_inf=vars(self).get("found_inf"),  # see _take_given_scale
                 )
             elif has_local:
+                if not whole.has_some:
+                    self._gradients.divide()
                 result = self.optimizer.step()
+        finally:
+            if whole.has_some:
+                whole.hide()
+        if whole.has_some:
+            whole.spread()
         self._spread(engines, fused.writes_copies)
         return result
 
     def _take_given_scale(self) -> None:
-        """Takes over the scale that torch's GradScaler has left in the gradients.
+        """Takes over the scale that torch's GradScaler leaves here for optimizers that divide.
 
-        GradScaler leaves its scale and ``found_inf`` here, for optimizers that divide by
-        themselves. Code that reads the gradients before them needs the scale, which must not count
-        twice.
+        Code that reads gradients before them needs it, and it must not count twice.
         """
         given = vars(self).get("grad_scale")
         if given is not None:
@@ -400,10 +408,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss of fp16 training; 1 in all other training.
-
-        Waits for the device if it is dynamic.
-        """
+        """Factor of the loss in fp16 training, else 1. Waits for the device if it is dynamic."""
         return self.loss_scaler.loss_scale
 
     @loss_scale.setter

@@ -8,8 +8,7 @@ the optimizer runs as in one process. Then every rank takes its part of the new 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +37,8 @@ class WholeTensors:
 
     Attributes:
         in_groups: whether the tensors of each group are updated whole where ranks hold parts.
+        has_some: whether there are such tensors; `gather` and `show` come before an update then,
+            `hide` and `spread` after it.
 
     Raises:
         ValueError: the optimizer needs more than one whole tensor, or whole tensors against the
@@ -48,6 +49,7 @@ class WholeTensors:
         self._rank = rank
         self._optimizer = optimizer
         self.in_groups: list[bool] = []
+        self.has_some = False
         self._exchanges: dict[_Axes, PartExchange] = {}
         self._by_part: dict[Tensor, SpreadTensor] = {}
         self._known: dict[_Axes, list[Any]] = {}  # digests of the parts after the last update
@@ -89,6 +91,7 @@ class WholeTensors:
                 self._exchanges[axes] = self._planned(axes, found)
                 self._known.pop(axes, None)
         self._by_part = {t.part: t for e in self._exchanges.values() for t in e.tensors}
+        self.has_some = bool(self._exchanges)
         for part, tensor in self._by_part.items():
             if tensor.whole is None:
                 self._optimizer.state.pop(part, None)
@@ -174,23 +177,6 @@ class WholeTensors:
 
     # ---- updates
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Shows the groups with whole tensors, whose gradients are gathered before.
-
-        Afterwards every rank has its parts of the new values. Collective over the ranks that hold
-        parts of the same tensors.
-        """
-        self.gather()
-        self.show()
-        try:
-            yield
-        except BaseException:
-            self.hide()
-            raise
-        self.hide()
-        self.spread()
-
     def show(self) -> None:
         """Puts whole tensors into the groups and state, in place of parts. Not collective."""
         if not self._by_part:
@@ -220,7 +206,7 @@ class WholeTensors:
     def gather(self) -> None:
         """Gives owners the gradients of whole tensors, and values that were written elsewhere.
 
-        Collective like `shown`.
+        Collective over the ranks that hold parts of the same tensors.
         """
         for axes, exchange in self._exchanges.items():
             known, now = self._known.get(axes), digest_of([t.part for t in exchange.tensors])
@@ -242,7 +228,7 @@ class WholeTensors:
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Gives every rank its parts of the owners' values. Collective like `shown`."""
+        """Gives every rank its parts of the owners' values. Collective like `gather`."""
         for axes, exchange in self._exchanges.items():
             for tensors, values in exchange.to_holders(self._active.pop(axes, [])):
                 parts = [tensor.part for tensor in tensors]
