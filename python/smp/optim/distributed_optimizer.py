@@ -69,7 +69,6 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
     _is_accelerate_prepared = True
 
     optimizer: torch.optim.Optimizer
-    whole_tensors: WholeTensors
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             static_loss_scale, dynamic_loss_scale, loss_args, current.rank.device
         )
         refuse_replaced(optimizer)
-        self.whole_tensors = whole or WholeTensors(current.rank, optimizer)
+        self.whole_tensors: WholeTensors = whole or WholeTensors(current.rank, optimizer)
         choose_masters(optimizer, current.rank.config)
         self.optimizer = optimizer
         self._is_scaled = current.rank.config.fp16
