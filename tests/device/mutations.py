@@ -49,8 +49,6 @@ MUTATIONS = (
                 "if (!@) until.block(*stream_);\n    const c10::StreamGuard",
             ),
         ),
-        is_found=False,
-        why_not="the copy to the host is long over when the way back begins",
     ),
     Mutation(
         "copies have no end",
