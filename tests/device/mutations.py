@@ -137,6 +137,8 @@ MUTATIONS = (
         "offloaded tensors are freed before their copy",
         _OFFLOAD,
         (without("to_host_.let_caller_wait(leaving_.front().copied);"),),
+        is_found=False,
+        why_not="more tensors have to leave at a time than these layouts have",
     ),
     Mutation(
         "loads do not wait for the copy to the host",
@@ -189,6 +191,8 @@ MUTATIONS = (
                 "if (!@) comm::follow(*bucket.work(), groups_",
             ),
         ),
+        is_found=False,
+        why_not="the end of the step follows the sum as well",
     ),
     Mutation(
         "updated parameters are not followed",
