@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.dist.small_pieces import small_pieces
 from tests.reference.expert_families import build_experts, make_expert_batch
 
 WIDTH, VOCABULARY, LENGTH, SAMPLES = 16, 32, 6, 8
@@ -129,6 +130,11 @@ class Layout:
         return bool(dict(self.config).get("offload_activations"))
 
     @property
+    def offloads_state(self) -> bool:
+        """Returns whether moments are in host memory; then in small pieces."""
+        return bool(dict(self.config).get("offload_optimizer_state"))
+
+    @property
     def is_sharded(self) -> bool:
         """Returns whether ranks have parts of gradients only, which scripts do not see."""
         return any("shard" in key for key, _ in self.config)
@@ -146,6 +152,7 @@ class Trained:
         copied_bytes: bytes of tensors that lanes have taken from this rank.
         message_bytes: bytes of messages of this rank, with what the host lane carries.
         num_offloaded: number of activations that were copied to the host.
+        pieces: number of pieces of each update with moments in host memory.
         late: numbers of calls that ran late, by operator; empty on the CPU.
         device: device of the parameters.
     """
@@ -157,6 +164,7 @@ class Trained:
     copied_bytes: int = 0
     message_bytes: int = 0
     num_offloaded: int = 0
+    pieces: list[int] = field(default_factory=list)
     late: dict[str, int] = field(default_factory=dict)
     device: str = ""
 
@@ -235,7 +243,10 @@ def train(rank: int, layout: Layout, steps: int = 3) -> Trained:
     os.environ["SMP_HOSTNAME"] = f"host{rank * layout.num_hosts // layout.world_size}"
     try:
         with own_stream() if layout.has_own_stream and is_late() else contextlib.nullcontext():
-            return _train(layout, steps)
+            with small_pieces() if layout.offloads_state else contextlib.nullcontext([]) as pieces:
+                trained = _train(layout, steps)
+            trained.pieces = pieces
+            return trained
     finally:
         del os.environ["SMP_HOSTNAME"]
 

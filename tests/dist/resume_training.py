@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ class Job:
         delayed: parameters are made when they are partitioned.
         state_dtype: storage of the moments by `FusedAdam`; "": torch's AdamW.
         masters: value of ``bf16_masters``.
+        offloads_state: moments are in host memory, in pieces of two blocks.
     """
 
     pp: int
@@ -42,6 +44,7 @@ class Job:
     delayed: bool = False
     state_dtype: str = ""
     masters: str = "fp32"
+    offloads_state: bool = False
 
     @property
     def world_size(self) -> int:
@@ -80,10 +83,13 @@ class Job:
             config[self.precision] = True
         if self.masters != "fp32":
             config["bf16_masters"] = self.masters
+        if self.offloads_state:
+            config["offload_optimizer_state"] = True
         return config
 
     def __str__(self) -> str:
         flags = f"-{self.state_dtype}-{self.masters}" if self.state_dtype else ""
+        flags += "-offloaded" if self.offloads_state else ""
         flags += ("-dropout" if self.dropout else "") + ("-delayed" if self.delayed else "")
         return f"pp{self.pp}-tp{self.tp}-rdp{self.rdp}-{self.sharding}-{self.precision}{flags}"
 
@@ -261,9 +267,13 @@ def resume_many(rank: int, jobs: list[tuple[Job, str]], folder: str) -> list[See
 
 def _alone(job: Job, run: Callable[..., Seen], *args: Any) -> Seen:
     import smp
+    from tests.dist.small_pieces import small_pieces
 
     try:
-        return run(*args)
+        with small_pieces() if job.offloads_state else nullcontext([]) as pieces:
+            seen = run(*args)
+        seen.facts["pieces"] = pieces
+        return seen
     except BaseException as error:
         error.add_note(f"while running {job}")
         raise

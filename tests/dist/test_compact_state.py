@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.dist.pool import Pool
-from tests.dist.resume_training import BEFORE, Job, Seen, State
+from tests.dist.resume_training import AFTER, BEFORE, Job, Seen, State
 from tests.dist.test_resume import check_layout, check_parts, run_all
+from tests.samples import part_of
 
 # A code has a spacing of a sixteenth of 1 + y, where 1 is the share below of the largest moment.
 CODE = 1 / 16
@@ -142,6 +143,38 @@ def test_masters_become_residues_and_back(pool: Pool, tmp_path: Path) -> None:
             bound = 0.0 if source.masters == "residue" else 2**-16
             assert ((value - other).abs() <= bound * value.abs()).all(), f"{where}: {index}"
             assert not torch.equal(value, value.bfloat16().float())
+
+
+OFFLOADED = (
+    Job(1, 1, 2, "sdp2", "bf16", state_dtype="bf16", masters="residue"),
+    Job(2, 1, 1, "none", "fp32", state_dtype="fp32"),
+    Job(1, 1, 2, "state", "bf16", state_dtype="int8"),
+    Job(1, 2, 2, "none", "fp16", state_dtype="fp32"),  # its first update is skipped
+    Job(1, 1, 2, "state", "bf16", state_dtype="int8", masters="none"),
+)
+
+
+@pytest.mark.sample
+def test_moments_in_host_memory_change_no_bit(pool: Pool, tmp_path: Path) -> None:
+    """Trains, saves and resumes with and without them, each from the checkpoint of the other."""
+    pairs: dict[Job, list[Job]] = {}
+    for job in part_of(OFFLOADED, 1):
+        other = replace(job, offloads_state=True)
+        pairs |= {job: [other], other: [job]}
+    states: dict[Job, Seen] = {}
+    for source, target, before, after in run_all(pool, tmp_path, pairs):
+        where = f"{source} to {target}"
+        for job, ranks in ((source, before), (target, after)):
+            check_layout(where, job, ranks)
+            for seen in ranks:
+                pieces = seen.facts["pieces"]
+                assert (len(pieces) >= AFTER and min(pieces) > 3) == job.offloads_state, where
+        check_bits(f"{where}, as it is loaded", before[0].at, after[0].at)
+        check_bits(f"{where}, at the end", before[0].end, after[0].end)
+        assert after[0].losses == before[0].losses[BEFORE:]
+        other = states.setdefault(replace(source, offloads_state=False), before[0])
+        check_bits(f"{where}, with and without", other.end, before[0].end)
+    assert len(states) == len(pairs) // 2
 
 
 LAYOUTS = [

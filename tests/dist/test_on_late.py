@@ -14,6 +14,7 @@ from tests.dist.late_training import Layout, Trained, train
 from tests.dist.pool import WITHOUT_CHECKS, Pool
 
 PIPELINE = ("pipeline_parallel_degree", 2)
+AWAY = ("offload_optimizer_state", True)
 OFFLOAD = ("offload_activations", True)
 FIRST = {
     "pipeline": Layout((PIPELINE, OFFLOAD), 0.1, checkpointed=True, is_large=True),
@@ -52,6 +53,10 @@ OTHERS = {
     ),
     "writes to what was sent": Layout((PIPELINE,), writes=True),
     "writes to what was sent over groups": Layout((PIPELINE,), is_large=True, writes=True),
+    "moments on the host": Layout((PIPELINE, AWAY)),
+    "moments on the host, BF16 and resumed": Layout(
+        (("shard_optimizer_state", True), ("bf16", True), AWAY), resumes=True
+    ),
     "compiled": Layout((PIPELINE,), compiles=True),
     "pipeline on a stream": Layout(
         (PIPELINE, OFFLOAD), checkpointed=True, is_large=True, has_own_stream=True
@@ -110,6 +115,7 @@ def assert_equal(layout: Layout, late: list[Trained], cpu: list[Trained]) -> Non
         assert_equal_values(got.parameters, expected.parameters, f"rank {rank}:", tolerance)
         assert not got.lanes or got.lanes == {"nccl"}, got.lanes
         assert (got.num_offloaded > 0) == layout.offloads
+        assert (len(got.pieces) >= 3 and min(got.pieces) > 3) == layout.offloads_state
         if layout.is_large and got.lanes:
             assert (
                 got.copied_bytes > got.message_bytes > 0

@@ -18,7 +18,13 @@ from benchmarks.models import Gpt, GptShape
 from smp.commands.plan import profiled
 from smp.config.schema import Config
 from smp.model import engine_of
-from smp.modules.state_bytes import MASTER_BYTES, STATE_DTYPES, moment_bytes
+from smp.modules.state_bytes import (
+    MASTER_BYTES,
+    PIECE_ELEMENTS,
+    SLOTS,
+    STATE_DTYPES,
+    moment_bytes,
+)
 from smp.modules.training_dtypes import plan_dtypes
 from smp.nn.linear_cross_entropy import MIN_CHUNK_BYTES
 from smp.optimizers import FusedAdam
@@ -28,6 +34,7 @@ from smp.planning.layout import Layout
 from smp.planning.memory import Activations, Weights, rank_bytes
 from smp.planning.run_cuts import Run
 from tests.conftest import REPO
+from tests.dist.small_pieces import small_pieces
 
 HERE = "tests.unit.test_estimate"
 RESULTS = REPO / "benchmarks" / "results" / "memory_xeon2_202611.jsonl"
@@ -107,9 +114,13 @@ def test_state_is_that_of_the_table(half: bool, parameters: bool, size: int) -> 
 
 @pytest.mark.parametrize("state_dtype", list(STATE_DTYPES))
 @pytest.mark.parametrize("masters", ["no bf16", "fp32", "residue", "none"])
-def test_optimizer_has_the_bytes_of_a_run(ends: None, masters: str, state_dtype: str) -> None:
+@pytest.mark.parametrize("offloads", [False, True])
+def test_optimizer_has_the_bytes_of_a_run(
+    ends: None, masters: str, state_dtype: str, offloads: bool
+) -> None:
     """Counts the bytes of masters and moments after an update of a GPT."""
     values = {} if masters == "no bf16" else {"bf16": True, "bf16_masters": masters}
+    values |= {"offload_optimizer_state": offloads}
     smp.init(values)
     model = smp.DistributedModel(gpt()[0])
     inner = FusedAdam(model.parameters(), state_dtype=state_dtype)
@@ -121,21 +132,35 @@ def test_optimizer_has_the_bytes_of_a_run(ends: None, masters: str, state_dtype:
         model.backward(model(ids, ids))
 
     train_step()
-    optimizer.step()
-    held = sum(
-        value.nbytes
-        for state in inner.state.values()
-        for name, value in state.items()
-        if name != "step"
-    )
+    with small_pieces():
+        optimizer.step()
+        estimated = _estimate(values, 1, 1, state_dtype=state_dtype).stages[0].held
+    held = {False: 0, True: 0}  # by whether it is in host memory
+    for state in inner.state.values():
+        for name, value in state.items():
+            if name != "step":
+                held[offloads and name.startswith("exp_avg")] += value.nbytes
     holdings = engine_of(model).holdings.values()
-    held += sum(h.master.nbytes for h in holdings if h.has_copy)
-    found = _estimate(values, 1, 1, state_dtype=state_dtype).stages[0].held.optimizer
-    # Each parameter begins with a block of its own.
-    assert found <= held <= 1.001 * found + 1
+    held[False] += sum(h.master.nbytes for h in holdings if h.has_copy)
     elements = sum(p.numel() for p in model.parameters())
-    digits = MASTER_BYTES[masters] if values else 0
-    assert found == (moment_bytes(state_dtype) + digits) * elements
+    digits = MASTER_BYTES[masters] if "bf16" in values else 0
+    moments = moment_bytes(state_dtype)
+    assert estimated.host == (moments * elements if offloads else 0)
+    assert estimated.optimizer == digits * elements + (0 if offloads else moments * elements)
+    # Each parameter begins with a block of its own.
+    for found, really in ((estimated.optimizer, held[False]), (estimated.host, held[True])):
+        assert found <= really <= 1.001 * found + 1
+
+
+def test_an_update_needs_room_for_its_pieces() -> None:
+    """Has the peak in the update if moments are in host memory and activations are few."""
+    layout = Layout(offloads_state=True, precision="bf16", state_dtype="int8")
+    few, many = (rank_bytes(Weights(1e9, 1e9), Activations(n), layout) for n in (1e6, 1e9))
+    assert few.temporary == moment_bytes("int8") * SLOTS * PIECE_ELEMENTS
+    assert (many.activations, many.temporary) == (1e9, 0)
+    assert few.optimizer == 4e9 and few.host == moment_bytes("int8") * 1e9
+    near = rank_bytes(Weights(1e9, 1e9, near=1e9), Activations(1e6), layout)
+    assert near.host == 0 and near.peak > few.peak
 
 
 @pytest.mark.sample(keep=0)

@@ -22,7 +22,7 @@ from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.values import decode
 from smp.model import DistributedModel
 from smp.model.parts import set_extra_states
-from smp.optim.adam import imported_entry, keeps_residue
+from smp.optim.adam import has_own_form, imported_entry, keeps_residue
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.precision.holdings import model_parameter_of
 from smp.storage.parts import MASTER, MODEL, ModelState, Stored
@@ -373,8 +373,9 @@ def _place_steps(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             entry = optimizer.state.get(tensor, {})
+            is_placed = has_own_form(optimizer, tensor)
             for key, value in entry.items():
-                if isinstance(value, Tensor) and key != "step":
+                if isinstance(value, Tensor) and key != "step" and not is_placed:
                     entry[key] = value.to(tensor.device)
             step = entry.get("step")
             if isinstance(step, Tensor) and (group.get("capturable") or group.get("fused")):

@@ -65,6 +65,11 @@ def add_parser(subparsers: Any) -> None:
         default="fp32",
         help="digits of parameters beyond BF16, as in the configuration; default: fp32",
     )
+    parser.add_argument(
+        "--offload-optimizer-state",
+        action="store_true",
+        help="moments in host memory, as in the configuration",
+    )
     parser.add_argument("--explain", type=int, metavar="N", help="all about plan N")
     parser.set_defaults(execute=guarded("plan", _run))
 
@@ -95,6 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
             keys,
             arguments.state_dtype,
             arguments.bf16_masters,
+            arguments.offload_optimizer_state,
         )
         found = search(job)
     if not found.plans:

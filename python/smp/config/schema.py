@@ -197,6 +197,8 @@ class Config:
     optimizer_state: str = _choice("auto", "auto", "elements", "tensors")
     """State of tensors of which ranks hold parts: by elements, or whole tensors by owner. auto: the
     latter for optimizers that read whole tensors, which a trial shows."""
+    offload_optimizer_state: bool = _bool(False)
+    """Keep the moments of `FusedAdam` in host memory; an update copies them piece by piece."""
     prescaled_batch: bool = _bool(False)
     """Ranks of a tensor-parallel group get the same batch; no effect without such groups."""
     skip_tracing: bool = _bool(False)

@@ -13,6 +13,12 @@ STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uin
 #: Bytes beside a bfloat16 parameter for the digits that it lacks, by value of ``masters``.
 MASTER_BYTES = {"fp32": 4, "residue": 1, "none": 0}
 
+#: With moments in host memory, parameters with fewer elements keep theirs on the device, and an
+#: update has at most `SLOTS` pieces of so many elements there.
+LEAST_AWAY_ELEMENTS = 1 << 16
+PIECE_ELEMENTS = 1 << 24
+SLOTS = 3  # one piece comes, one is updated, and one leaves
+
 _SCALE_BYTES = 4
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 import smp._C as _C
+from smp.modules import state_bytes
 from smp.modules.state_bytes import MASTER_BYTES, STATE_DTYPES
 from smp.optim.compact_state import narrowed, new_entry, split, widened
 from smp.optim.fused import Batch, FusedOptimizer, Params
+from smp.optim.host_moments import MomentSlots, cut_into_pieces
 from smp.precision.holdings import holding_with_master
 from smp.tensor_parallel.partial import MASTER
 
@@ -53,6 +55,7 @@ class FusedAdam(FusedOptimizer):
     state_dtype: str = "fp32"
     stochastic_rounding: bool = True
     masters: str = "fp32"
+    moments_on_host: bool = False  # set by `choose_storage`
 
     def __init__(
         self,
@@ -86,17 +89,37 @@ class FusedAdam(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     def _update(self, batches: list[Batch]) -> None:
+        away: dict[torch.device, list[Batch]] = {}
         for batch in batches:
-            rest = (
-                self._lr(batch),
-                *batch.adam_options,
-                self._grad_scale,
-                self._found_inf,
-            )
-            if self._is_compact(batch.params[0]):
-                torch.ops.smp.fused_adam_compact_(*batch.lists, *self._compact_lists(batch), *rest)
+            if self._is_away(batch.params[0]):
+                pieces = cut_into_pieces(batch, state_bytes.PIECE_ELEMENTS)
+                away.setdefault(batch.device, []).extend(pieces)
             else:
-                torch.ops.smp.fused_adam_(*batch.lists, *rest)
+                self._update_batch(batch)
+        for device, pieces in away.items():
+            MomentSlots(device).update(pieces, self._update_batch)
+
+    def _update_batch(self, batch: Batch) -> None:
+        rest = (self._lr(batch), *batch.adam_options, self._grad_scale, self._found_inf)
+        if self._is_compact(batch.params[0]):
+            torch.ops.smp.fused_adam_compact_(*batch.lists, *self._compact_lists(batch), *rest)
+        else:
+            torch.ops.smp.fused_adam_(*batch.lists, *rest)
+
+    # ---- state in host memory
+
+    def set_moments_on_host(self, are_on_host: bool) -> None:
+        """Moves moments of large parameters to host memory, or back to the device."""
+        if are_on_host == self.moments_on_host:
+            return
+        self.moments_on_host = are_on_host
+        for param, entry in self.state.items():
+            if "exp_avg" in entry:
+                wide = self.wide_entry(param, entry)
+                self.state[param] = narrowed(wide, param, *self._form_of(param))
+
+    def _is_away(self, param: Tensor) -> bool:
+        return self.moments_on_host and param.numel() >= state_bytes.LEAST_AWAY_ELEMENTS
 
     # ---- state in fewer bytes
 
@@ -105,6 +128,10 @@ class FusedAdam(FusedOptimizer):
         return self.state_dtype != "fp32" or (
             self.masters != "fp32" and param.dtype == torch.bfloat16
         )
+
+    def _has_own_form(self, param: Tensor) -> bool:
+        """Returns whether the state of a parameter is not as torch's optimizers have it."""
+        return self._is_compact(param) or self._is_away(param)
 
     def _has_residue(self, param: Tensor) -> bool:
         return self.masters == "residue" and param.dtype == torch.bfloat16
@@ -116,14 +143,22 @@ class FusedAdam(FusedOptimizer):
             for name in ("exp_avg_scale", "exp_avg_sq_scale", "residue")
         ]
         seeds = batch.positions if self.stochastic_rounding else []
-        return (*lists, [_begin_of(param) for param in batch.params], seeds)
+        return (*lists, batch.begins, seeds)
+
+    def _begin_of(self, param: Tensor) -> int:
+        holding = holding_with_master(param) if self._is_compact(param) else None
+        return 0 if holding is None else holding.begin
 
     def _new_moments(self, param: Tensor) -> dict[str, Tensor]:
-        if not self._is_compact(param):
-            return super()._new_moments(param)
-        self._check_dtype(param)
-        dtype = STATE_DTYPES[self.state_dtype]
-        return new_entry(param, dtype, _begin_of(param), self._has_residue(param))
+        return new_entry(param, *self._form_of(param))
+
+    def _form_of(self, param: Tensor) -> tuple[torch.dtype, int, bool, bool]:
+        """Returns the arguments of `new_entry` after the parameter."""
+        is_compact = self._is_compact(param)
+        if is_compact:
+            self._check_dtype(param)
+        dtype = STATE_DTYPES[self.state_dtype] if is_compact else param.dtype
+        return dtype, self._begin_of(param), self._has_residue(param), self._is_away(param)
 
     def _check_dtype(self, param: Tensor) -> None:
         if param.dtype == torch.bfloat16 and self.masters == "fp32":
@@ -137,7 +172,7 @@ class FusedAdam(FusedOptimizer):
         """Returns the state of a parameter in torch's names and in FP32."""
         if not entry or not self._is_compact(param):
             return entry
-        return widened(entry, param, _begin_of(param))
+        return widened(entry, param, self._begin_of(param))
 
     def stored_entry(self, param: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a parameter in the form in which this optimizer keeps it.
@@ -146,11 +181,9 @@ class FusedAdam(FusedOptimizer):
             param: parameter, or the part of it that this rank updates.
             entry: state in torch's names, in any floating dtype.
         """
-        if "exp_avg" not in entry or not self._is_compact(param):
+        if "exp_avg" not in entry or not self._has_own_form(param):
             return entry
-        self._check_dtype(param)
-        dtype = STATE_DTYPES[self.state_dtype]
-        stored = narrowed(entry, param, dtype, _begin_of(param), self._has_residue(param))
+        stored = narrowed(entry, param, *self._form_of(param))
         step = torch.as_tensor(entry["step"])
         return {**stored, "step": step.to(param.device, torch.float32, copy=True).reshape(())}
 
@@ -168,27 +201,27 @@ class FusedAdam(FusedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Loads a state dict of this class, in any format, or of ``torch.optim.AdamW``."""
         params = self._parameters()
-        if not any(self._is_compact(param) for param in params):
+        if not any(self._has_own_form(param) for param in params):
             super().load_state_dict(dict(state_dict))
             return
         groups = state_dict["param_groups"]
         indices = list(itertools.chain.from_iterable(group["params"] for group in groups))
         entries = dict(state_dict["state"])
-        compact = {
+        own = {
             param: entries.pop(index)
             for index, param in zip(indices, params, strict=False)
-            if index in entries and self._is_compact(param)
+            if index in entries and self._has_own_form(param)
         }
-        # Torch would make whole copies, in the dtype of the parameter.
+        # Torch would make whole copies, in the dtype and on the device of the parameter.
         super().load_state_dict({**state_dict, "state": entries})
-        for param, entry in compact.items():
+        for param, entry in own.items():
             self.state[param] = self.stored_entry(param, entry)
 
     def _parameters(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("state_dtype", "stochastic_rounding", "masters")
+        own = ("state_dtype", "stochastic_rounding", "masters", "moments_on_host")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
 
@@ -218,6 +251,11 @@ def imported_entry(
     return optimizer.stored_entry(param, entry) if isinstance(optimizer, FusedAdam) else entry
 
 
+def has_own_form(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
+    """Returns whether `imported_entry` decides about the dtypes and devices of a state."""
+    return isinstance(optimizer, FusedAdam) and optimizer._has_own_form(param)
+
+
 def write_master(optimizer: torch.optim.Optimizer, param: Tensor, value: Tensor) -> None:
     """Writes an FP32 value to a tensor that an optimizer updates, rounded as its residue needs."""
     value = value.to(param.device).view(param.shape)
@@ -228,12 +266,6 @@ def write_master(optimizer: torch.optim.Optimizer, param: Tensor, value: Tensor)
 def keeps_residue(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
     """Returns whether the state of a parameter has digits of it."""
     return isinstance(optimizer, FusedAdam) and optimizer._has_residue(param)
-
-
-def _begin_of(param: Tensor) -> int:
-    """Returns the number of a tensor's first element in the parameter that it is a part of."""
-    holding = holding_with_master(param)
-    return 0 if holding is None else holding.begin
 
 
 def _check_choice(name: str, value: str, choices: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from smp.modules.state_bytes import BLOCK
+from smp.optim.host_moments import zeros_on_host
 from smp.tensor_parallel.partial import MASTER
 
 _RESIDUE = "residue"
@@ -24,7 +25,9 @@ _ONE = 0x3F800000  # bits of 1.0
 Entry = dict[str, Any]
 
 
-def new_entry(param: Tensor, dtype: torch.dtype, begin: int, has_residue: bool) -> Entry:
+def new_entry(
+    param: Tensor, dtype: torch.dtype, begin: int, has_residue: bool, is_away: bool
+) -> Entry:
     """Returns the state of a parameter before its first update, without its step.
 
     Args:
@@ -32,14 +35,15 @@ def new_entry(param: Tensor, dtype: torch.dtype, begin: int, has_residue: bool) 
         dtype: dtype of `STATE_DTYPES`.
         begin: number of the part's first element in the parameter.
         has_residue: whether there are further digits of a 16-bit parameter.
+        is_away: whether the moments are in host memory.
     """
     entry: Entry = {}
+    zeros = zeros_on_host if is_away else _zeros
     for name in _MOMENTS:
-        entry[name] = _zeros(param, dtype)
+        entry[name] = zeros(param, dtype)
         if dtype == torch.uint8:
-            entry[f"{name}_scale"] = torch.zeros(
-                _num_blocks(begin, param.numel()), device=param.device
-            )
+            num_blocks = _num_blocks(begin, param.numel())
+            entry[f"{name}_scale"] = zeros(param.detach().new_empty(num_blocks), torch.float32)
     if has_residue:
         entry[_RESIDUE] = _zeros(param, torch.int8)
     return entry
@@ -62,17 +66,18 @@ def widened(entry: Entry, param: Tensor, begin: int) -> Entry:
 
 
 def narrowed(
-    entry: Entry, param: Tensor, dtype: torch.dtype, begin: int, has_residue: bool
+    entry: Entry, param: Tensor, dtype: torch.dtype, begin: int, has_residue: bool, is_away: bool
 ) -> Entry:
     """Returns an entry of :func:`widened` in a format; values are rounded to nearest.
 
     What :func:`widened` has returned for the same part of the same parameter is stored without a
     change.
     """
-    result = new_entry(param, dtype, begin, has_residue)
+    result = new_entry(param, dtype, begin, has_residue, is_away)
     for name in _MOMENTS:
         if dtype == torch.uint8:
-            _encode(name, _like(param, entry[name]), result[name], result[f"{name}_scale"], begin)
+            codes = result[name]
+            _encode(name, _like(codes, entry[name]), codes, result[f"{name}_scale"], begin)
         else:
             result[name].copy_(entry[name])
     exact = entry.get(MASTER)
@@ -147,10 +152,10 @@ def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(param.detach(), dtype=dtype, memory_format=torch.preserve_format)
 
 
-def _like(param: Tensor, value: Tensor) -> Tensor:
-    """Returns float32 values on the device and in the memory order of a parameter."""
+def _like(like: Tensor, value: Tensor) -> Tensor:
+    """Returns float32 values on the device and in the memory order of another tensor."""
     result = torch.empty_like(
-        param.detach(), dtype=torch.float32, memory_format=torch.preserve_format
+        like.detach(), dtype=torch.float32, memory_format=torch.preserve_format
     )
     return result.copy_(value)
 

@@ -17,7 +17,7 @@ from smp.model.engine import Engine
 from smp.model.torch_training.optimizers import refuse_replaced
 from smp.modules.watching import unwatched
 from smp.optim.fused_step import FusedUpdates
-from smp.optim.masters import adopt_masters, choose_masters, holdings_of
+from smp.optim.masters import adopt_masters, choose_storage, holdings_of
 from smp.optim.script_wrappers import take_apart
 from smp.optim.state import OptimizerState
 from smp.optim.v1_names import LegacyNames
@@ -61,7 +61,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     Raises:
         ValueError: the object is no optimizer; loss scale arguments are unknown; the module of a
-            parameter was replaced; ``bf16_masters`` needs `FusedAdam`; the optimizer needs more
+            parameter was replaced; a key needs `FusedAdam`; the optimizer needs more
             than one whole tensor; an FP16 optimizer of the script comes without ``fp16: True``.
     """
 
@@ -99,7 +99,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         )
         refuse_replaced(optimizer)
         self.whole_tensors: WholeTensors = whole or WholeTensors(current.rank, optimizer)
-        choose_masters(optimizer, current.rank.config)
+        choose_storage(optimizer, current.rank.config)
         self.optimizer = optimizer
         self._is_scaled = current.rank.config.fp16
         self._loss_scaler: LossScaler = scaler if self._is_scaled else StaticLossScaler()

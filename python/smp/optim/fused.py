@@ -43,6 +43,7 @@ class Batch:
     states: list[dict[str, Tensor]] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)  # among all parameters
+    begins: list[int] = field(default_factory=list)  # see `FusedOptimizer._begin_of`
 
     @property
     def lists(self) -> tuple[list[Tensor], ...]:
@@ -146,15 +147,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         }
 
     def _batches(self) -> list[Batch]:
-        """Returns parameters with a gradient, by group, device, dtype and having a copy or not."""
+        """Returns parameters with a gradient, by group and kind of their tensors."""
         result: list[Batch] = []
         position = 0
         for group in self.param_groups:
-            batches: dict[tuple[torch.device, torch.dtype, bool], Batch] = {}
+            batches: dict[Any, Batch] = {}
             for param in group["params"]:
                 if param.grad is not None:
                     copy = getattr(param, "_smp_copy", None)
-                    key = (param.device, param.dtype, copy is not None)
+                    key = (param.device, param.dtype, copy is not None, self._is_away(param))
                     if key not in batches:
                         batches[key] = Batch(group, param.device)
                     self._add(batches[key], param, copy)
@@ -162,6 +163,17 @@ class FusedOptimizer(torch.optim.Optimizer):
                 position += 1
             result += batches.values()
         return result
+
+    def _is_away(self, param: Tensor) -> bool:
+        """Returns whether the moments of a parameter are in host memory between updates."""
+        return False
+
+    def _begin_of(self, param: Tensor) -> int:
+        """Returns the number of a tensor's first element in the parameter; 0 if nothing needs it.
+
+        The tensor may be a part of a sharded parameter.
+        """
+        return 0
 
     def _add(self, batch: Batch, param: Tensor, copy: Tensor | None) -> None:
         state = self.state[param]
@@ -174,6 +186,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         batch.exp_avg_sqs.append(state["exp_avg_sq"])
         batch.steps.append(state["step"])
         batch.states.append(state)
+        batch.begins.append(self._begin_of(param))
         if copy is not None:
             batch.copies.append(copy)
 

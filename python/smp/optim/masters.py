@@ -26,28 +26,37 @@ from smp.world import runtime
 from smp.world.rank import Rank
 
 
-def choose_masters(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """Tells `FusedAdam` how parameters of 16 bits keep their digits.
+def choose_storage(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Tells `FusedAdam` where its moments are and how 16-bit parameters keep their digits.
 
     Raises:
-        ValueError: ``bf16_masters`` needs `FusedAdam`, or contradicts its ``masters``.
+        ValueError: ``bf16_masters`` or ``offload_optimizer_state`` needs `FusedAdam`, or the first
+            contradicts its ``masters``.
     """
     kind = config.bf16_masters
-    own = optimizer.masters if isinstance(optimizer, FusedAdam) else None
-    if own is None and kind != "fp32":
+    if not isinstance(optimizer, FusedAdam):
+        name = type(optimizer).__name__
+        if kind != "fp32":
+            raise ValueError(
+                f'{_C.rank_prefix()}smp config: bf16_masters="{kind}": parameters have no FP32 '
+                f"masters, and {name} would lose most updates in BF16; use "
+                'smp.optimizers.FusedAdam, or leave bf16_masters at "fp32"'
+            )
+        if config.offload_optimizer_state:
+            raise ValueError(
+                f"{_C.rank_prefix()}smp config: offload_optimizer_state: {name} updates on the "
+                "device with all of its state there; use smp.optimizers.FusedAdam, which has the "
+                "update of AdamW and of Adam, or set offload_optimizer_state=False"
+            )
+        return
+    if optimizer.masters not in ("fp32", kind):
         raise ValueError(
-            f'{_C.rank_prefix()}smp config: bf16_masters="{kind}": parameters have no FP32 '
-            f"masters, and {type(optimizer).__name__} would lose most updates in BF16; use "
-            'smp.optimizers.FusedAdam, or leave bf16_masters at "fp32"'
+            f'{_C.rank_prefix()}FusedAdam has masters="{optimizer.masters}", but the configuration '
+            f'has bf16_masters="{kind}", which decides; set bf16=True and '
+            f'bf16_masters="{optimizer.masters}", or leave the argument out'
         )
-    if own not in (None, "fp32", kind):
-        raise ValueError(
-            f'{_C.rank_prefix()}FusedAdam has masters="{own}", but the configuration has '
-            f'bf16_masters="{kind}", which decides; set bf16=True and bf16_masters="{own}", or '
-            "leave the argument out"
-        )
-    if isinstance(optimizer, FusedAdam):
-        optimizer.masters = kind
+    optimizer.masters = kind
+    optimizer.set_moments_on_host(config.offload_optimizer_state)
 
 
 def adopt_masters(optimizer: torch.optim.Optimizer, are_whole: Sequence[bool]) -> None:

@@ -38,6 +38,7 @@ class Layout:
         precision: "fp32", "bf16" or "fp16".
         state_dtype: storage of the optimizer's moments: "fp32", "bf16" or "int8".
         masters: storage of digits that 16-bit parameters lack: "fp32", "residue" or "none".
+        offloads_state: moments of the optimizer are in host memory.
         device: type of the devices: "cpu" or "cuda".
         own_batches: each rank of a tensor-parallel group reads a microbatch of its own.
         persistent: sharded tensors of fewer elements stay whole between uses.
@@ -62,6 +63,7 @@ class Layout:
     precision: str = "fp32"
     state_dtype: str = "fp32"
     masters: str = "fp32"
+    offloads_state: bool = False
     device: str = "cpu"
     own_batches: bool = False
     persistent: int = 1_000_000
@@ -96,6 +98,7 @@ class Layout:
             precision="fp16" if config.fp16 else "bf16" if config.bf16 else "fp32",
             state_dtype=state_dtype,
             masters=config.bf16_masters,
+            offloads_state=config.offload_optimizer_state,
             device=device,
             own_batches=not config.prescaled_batch,
             persistent=config.sdp_param_persistence_threshold,
@@ -162,6 +165,7 @@ class Layout:
             self.precision: True if self.precision != "fp32" else None,
             "bf16_masters": self.masters if self.masters != "fp32" else None,
             "offload_activations": self.offload or None,
+            "offload_optimizer_state": self.offloads_state or None,
             "placement_strategy": self.placement if several else None,
         }
         return {key: value for key, value in keys.items() if value is not None}

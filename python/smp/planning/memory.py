@@ -1,7 +1,8 @@
 """Computes bytes of a rank by kind from the parts of a model that it holds.
 
 The formulas are those of docs/memory.md and docs/design/memory.md. The peak is reached when a
-forward ends, with all activations, or when the backward ends, with all gradients.
+forward ends, with all activations, when the backward ends, with all gradients, or in the update,
+if moments come from host memory.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from smp.modules import state_bytes
 from smp.modules.state_bytes import MASTER_BYTES, moment_bytes
 from smp.planning.layout import Layout
 from smp.planning.stages import Content
@@ -45,6 +47,7 @@ class Weights:
         trained: elements with gradients.
         wide: elements of 32 bits, which are their own masters.
         small: elements in tensors below `Layout.persistent`.
+        near: trained elements whose moments are on the device in any layout.
         largest: elements of the largest tensor.
         units: elements of the two largest layers, without those in small tensors.
     """
@@ -53,6 +56,7 @@ class Weights:
     trained: float
     wide: float = 0.0
     small: float = 0.0
+    near: float = 0.0
     largest: float = 0.0
     units: float = 0.0
 
@@ -96,7 +100,7 @@ def _held(content: Content, layout: Layout, kept: int) -> RankBytes:
 
 def weights_of(content: Content, layout: Layout) -> Weights:
     """Returns the parameters that a rank computes with."""
-    elements = trained = wide = small = largest = 0.0
+    elements = trained = wide = small = near = largest = 0.0
     units: list[float] = []
     for part, count in (*content.kinds, *((part, 1) for part in content.tail)):
         unit = 0.0
@@ -105,13 +109,16 @@ def weights_of(content: Content, layout: Layout) -> Weights:
             elements += count * own
             trained += count * own * weight.is_trained
             wide += count * own * weight.is_wide
+            if own / layout.shard < state_bytes.LEAST_AWAY_ELEMENTS:
+                near += count * own * weight.is_trained
             largest = max(largest, own)
             if own < layout.persistent:
                 small += count * own
             else:
                 unit += own
         units += [unit] * min(count, 2)
-    return Weights(elements, trained, wide, small, largest, sum(sorted(units, reverse=True)[:2]))
+    most = sum(sorted(units, reverse=True)[:2])
+    return Weights(elements, trained, wide, small, near, largest, most)
 
 
 def activations_of(content: Content, weights: Weights, layout: Layout, kept: int) -> Activations:
@@ -150,6 +157,7 @@ def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> Ra
     wide = weights.wide if width < 4 else 0.0
     masters = max(0.0, weights.trained - wide) if width < 4 else 0.0
     moments, digits = moment_bytes(layout.state_dtype), MASTER_BYTES[layout.masters]
+    away = (weights.trained - weights.near) / size if layout.offloads_state else 0.0
     gradients = 4 * weights.trained / size
     buckets = 0.0
     if size > 1:
@@ -158,11 +166,12 @@ def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> Ra
     backward_ends = RankBytes(
         parameters=(width * weights.elements + (4 - width) * wide) / (size if cuts else 1),
         gradients=gradients,
-        optimizer=(moments * weights.trained + digits * masters) / size,
+        optimizer=(moments * weights.trained + digits * masters) / size - moments * away,
         activations=0.0,
         gathered=width * (weights.units + weights.small * (1 - 1 / size)) if cuts else 0.0,
         buckets=buckets,
         temporary=activations.late,
+        host=moments * away,
     )
     forward_ends = replace(
         backward_ends,
@@ -170,6 +179,8 @@ def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> Ra
         gradients=gradients if size == 1 or layout.microbatches > 1 else 0.0,
         activations=activations.kept,
         temporary=activations.temporary,
-        host=activations.host,
+        host=moments * away + activations.host,
     )
-    return max(forward_ends, backward_ends, key=lambda found: found.peak)
+    pieces = min(state_bytes.SLOTS * state_bytes.PIECE_ELEMENTS, away)
+    updating = replace(backward_ends, gathered=0.0, temporary=moments * pieces)
+    return max(forward_ends, backward_ends, updating, key=lambda found: found.peak)

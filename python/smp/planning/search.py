@@ -40,6 +40,7 @@ class Job:
         keys: keys of the configuration that are the same in all layouts.
         state_dtype: storage of the optimizer's moments.
         masters: storage of digits that 16-bit parameters lack.
+        offloads_state: moments of the optimizer are in host memory.
     """
 
     whole: View
@@ -53,6 +54,7 @@ class Job:
     keys: Mapping[str, Any] = field(default_factory=dict)
     state_dtype: str = "fp32"
     masters: str = "fp32"
+    offloads_state: bool = False
 
     @property
     def profile(self) -> ModelProfile:
@@ -258,6 +260,7 @@ def layouts(job: Job) -> Iterator[Layout]:
                         precision=job.precision,
                         state_dtype=job.state_dtype,
                         masters=job.masters,
+                        offloads_state=job.offloads_state,
                         device=job.hardware.type,
                     )
                     yield from _choices(base, job)

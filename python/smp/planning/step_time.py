@@ -184,6 +184,9 @@ def step_time(
     one_update = moved / hardware.memory_bytes_per_s
     if hardware.overheads is not None:
         one_update = hardware.overheads.update_element_s
+    if layout.offloads_state:  # both directions at a time; copies take longer than the update
+        copied = moment_bytes(layout.state_dtype) / hardware.host_copy_bytes_per_s
+        one_update = one_update + copied if hardware.at_once else max(one_update, copied)
     updated = one_update * max(elements) / layout.shard
     reduced = 0.0
     for kind, stage in different.items():
