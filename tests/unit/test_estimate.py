@@ -153,7 +153,7 @@ def test_optimizer_has_the_bytes_of_a_run(
 
 
 def test_an_update_needs_room_for_its_pieces() -> None:
-    """Has the peak in the update if moments are in host memory and activations are few."""
+    """Finds the peak in the update if moments are in host memory and activations are few."""
     layout = Layout(offloads_state=True, precision="bf16", state_dtype="int8")
     few, many = (rank_bytes(Weights(1e9, 1e9), Activations(n), layout) for n in (1e6, 1e9))
     assert few.temporary == moment_bytes("int8") * SLOTS * PIECE_ELEMENTS
