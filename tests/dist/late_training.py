@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ WIDTH, VOCABULARY, LENGTH, SAMPLES = 16, 32, 6, 8
 #: With these, activations of a microbatch have 1 MiB: they are large enough for lanes between
 #: devices, and to be offloaded.
 LARGE_WIDTH, LARGE_LENGTH, LARGE_SAMPLES = 64, 65, 256
+#: Seconds for which each stream of a script is held back, twice a step.
+HELD_S = 0.03
 
 
 class Block(nn.Module):
@@ -229,7 +232,10 @@ def _resume(model: Any, optimizer: Any) -> None:
     import smp
 
     folder = os.environ["SMP_TEST_FOLDER"]
-    smp.save_checkpoint(folder, tag="one", partial=True, model=model, optimizer=optimizer)
+    saved = smp.save_checkpoint(
+        folder, tag="one", partial=True, model=model, optimizer=optimizer, blocking=False
+    )
+    saved.wait()
     with torch.no_grad():
         for _, parameter in own_parameters(model):
             parameter.zero_()
@@ -242,26 +248,45 @@ def train(rank: int, layout: Layout, steps: int = 3) -> Trained:
         import tests.dist.on_late  # noqa: F401
     os.environ["SMP_HOSTNAME"] = f"host{rank * layout.num_hosts // layout.world_size}"
     try:
-        with own_stream() if layout.has_own_stream and is_late() else contextlib.nullcontext():
-            with small_pieces() if layout.offloads_state else contextlib.nullcontext([]) as pieces:
-                trained = _train(layout, steps)
-            trained.pieces = pieces
-            return trained
+        model = wrapped(layout)
+        with (
+            own_stream() if layout.has_own_stream and is_late() else contextlib.nullcontext(),
+            small_pieces() if layout.offloads_state else contextlib.nullcontext([]) as pieces,
+        ):
+            trained = _train(model, layout, steps)
+        trained.pieces = pieces
+        return trained
     finally:
         del os.environ["SMP_HOSTNAME"]
 
 
 def own_stream() -> Any:
-    """Returns a context with a stream that is not the default one."""
+    """Returns a context with a stream of this rank's device that is not the default one."""
+    from smp.world import runtime
+
     device = torch.get_device_module("late")
-    return device.stream(device.Stream())
+    return device.stream(device.Stream(runtime.current().rank.device))
 
 
-def _train(layout: Layout, steps: int) -> Trained:
+def hold_back() -> None:
+    """Keeps work that follows on the current stream from starting, while the host runs ahead.
+
+    Whoever uses its results without a wait finds older ones.
+    """
+    from smp.world import runtime
+
+    if is_late():
+        import tests.device
+
+        device = runtime.current().rank.device
+        stream = torch.get_device_module("late").current_stream(device)
+        tests.device.enqueue(stream, functools.partial(time.sleep, HELD_S))
+
+
+def _train(model: Any, layout: Layout, steps: int) -> Trained:
     import smp
     from smp.world import runtime
 
-    model = wrapped(layout)
     optimizers: dict[str, Any] = {
         "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         "adam": functools.partial(smp.optimizers.FusedAdam, lr=1e-2),
@@ -282,9 +307,12 @@ def _train(layout: Layout, steps: int) -> Trained:
     result = Trained()
     losses: list[list[Tensor]] = []
     device = runtime.current().rank.device
+    # A copy to the device waits, so all are made before the first step.
+    batches = [[t.to(device) for t in batch_of(layout, step)] for step in range(steps)]
     for step in range(steps):
         optimizer.zero_grad()
-        output = train_step(*(tensor.to(device) for tensor in batch_of(layout, step)))
+        hold_back()
+        output = train_step(*batches[step])
         if layout.scales:
             scaler.unscale_(optimizer)
         if layout.clips:
@@ -293,6 +321,7 @@ def _train(layout: Layout, steps: int) -> Trained:
             result.gradients = {
                 name: p.grad.cpu() for name, p in own_parameters(model) if p.grad is not None
             }
+        hold_back()
         if layout.scales:
             scaler.step(optimizer)
             scaler.update()

@@ -91,6 +91,46 @@ class Lamb(torch.optim.Optimizer):
         return loss
 
 
+class EightBits(torch.optim.Optimizer):
+    """Keeps momentum in codes of 8 bits, with a scale for each 16 elements of a large parameter."""
+
+    LEAST, BLOCK = 64, 16
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                momentum = p.grad.clone()
+                if state:
+                    momentum += group["momentum"] * self._decoded(state, p)
+                p.add_(momentum, alpha=-group["lr"])
+                self._encode(state, momentum)
+        return loss
+
+    def _encode(self, state: dict[str, Any], momentum: Tensor) -> None:
+        if momentum.numel() < self.LEAST:
+            state["momentum"] = momentum
+            return
+        flat = nn.functional.pad(momentum.flatten(), (0, -momentum.numel() % self.BLOCK))
+        blocks = flat.view(-1, self.BLOCK)
+        state["scale"] = blocks.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        codes = (blocks / state["scale"] * 127).round().to(torch.int8)
+        state["codes"] = codes.flatten()[: momentum.numel()].view_as(momentum)
+
+    def _decoded(self, state: dict[str, Any], p: Tensor) -> Tensor:
+        if "momentum" in state:
+            return state["momentum"]  # type: ignore[no-any-return]
+        scales = state["scale"].expand(-1, self.BLOCK).flatten()[: p.numel()].view_as(p)
+        return state["codes"] * scales / 127
+
+
 def make_optimizers(name: str, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
     """Makes the optimizers of a script: Muon updates matrices, and AdamW the rest."""
     own = list(parameters)
@@ -102,7 +142,7 @@ def make_optimizers(name: str, parameters: Iterable[Tensor]) -> list[torch.optim
         return [torch.optim.Adafactor(own, lr=0.05)]
     if name == "AdamW":
         return [torch.optim.AdamW(own, lr=0.02, eps=1e-3)]
-    return [{"Shampoo": Shampoo, "LAMB": Lamb}[name](own)]
+    return [{"Shampoo": Shampoo, "LAMB": Lamb, "8 bits": EightBits}[name](own)]
 
 
 def make_net(dtype: torch.dtype, seed: int = 5) -> nn.Module:

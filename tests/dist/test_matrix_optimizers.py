@@ -14,7 +14,7 @@ from tests.dist.matrix_training import LAYOUTS, SPREAD, Alone, Job, Run, distanc
 from tests.dist.pool import Pool, RankFailure
 
 STEPS = 4
-NAMES = ["Muon", "Shampoo", "LAMB", "Adafactor"]
+NAMES = ["Muon", "Shampoo", "LAMB", "Adafactor", "8 bits"]
 
 
 def train_many(rank: int, jobs: list[Job]) -> list[tuple[float, float, list[dict[int, bool]]]]:

@@ -63,8 +63,8 @@ OTHERS = {
     ),
     "replicas on a stream": Layout(has_own_stream=True),
     "sharded on a stream": Layout((("sharded_data_parallel_degree", 2),), has_own_stream=True),
-    "resumed pipeline": Layout((PIPELINE,), 0.1, resumes=True),
-    "resumed shards": Layout((("shard_optimizer_state", True),), resumes=True),
+    "resumed pipeline": Layout((PIPELINE,), 0.1, resumes=True, is_large=True),
+    "resumed shards": Layout((("shard_optimizer_state", True),), resumes=True, is_large=True),
 }
 #: Operators that have to run late.
 MODEL_RUNS = ("aten::addmm", "aten::native_layer_norm_backward")

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import smp
 from smp.model.torch_training.coupling import Coupling, coupling
 from smp.optimizers import FusedAdam, FusedNovoGrad
+from tests.dist.matrix_training import EightBits
 
 
 class Own(torch.optim.Optimizer):
@@ -82,6 +84,21 @@ def own(rule: Callable[[list[Any]], None], **defaults: Any) -> Callable[[Any], O
     return lambda parameters: Own(parameters, rule, **defaults)
 
 
+class Codes(Tensor):
+    """A tensor of a class of its own, as libraries have for state in few bits."""
+
+
+class WithCodes(Own):
+    """Keeps state of large parameters in tensors of a class of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for p in self.own:
+            zeros = torch.zeros_like(p)
+            self.state[p]["momentum"] = zeros.as_subclass(Codes) if p.numel() >= 4096 else zeros
+
+
 CASES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Coupling]] = {
     "AdamW": (torch.optim.AdamW, Coupling.NONE),
     "a class of AdamW": (type("Own", (torch.optim.AdamW,), {}), Coupling.NONE),
@@ -96,6 +113,7 @@ CASES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Coupling]] = {
     "LARS": (own(lars), Coupling.ELEMENTS),
     "clips by itself": (own(by_norm_of_all), Coupling.PARAMETERS),
     "signs": (own(signs), Coupling.NONE),
+    "8 bits": (EightBits, Coupling.ELEMENTS),
     "lr of a warm-up": (own(signs, lr=0.0), Coupling.NONE),
     "lr is a tensor": (own(lars, lr=torch.tensor(0.0)), Coupling.ELEMENTS),
     "draws numbers": (own(noise), Coupling.NONE),
@@ -128,6 +146,17 @@ def test_trial(name: str) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         assert torch.equal(parameter.detach(), value) and parameter.grad is None
     assert optimizer.param_groups[0]["params"][0] is parameters[0]
+
+
+def test_state_in_tensors_of_another_class_is_refused() -> None:
+    smp.init({})
+    try:
+        model = smp.DistributedModel(nn.Linear(2, 2))
+        with pytest.raises(ValueError, match=r"WithCodes keeps its state in .* class Codes.*Fused"):
+            smp.DistributedOptimizer(WithCodes(model.parameters(), signs))
+        smp.DistributedOptimizer(Own(model.parameters(), signs))
+    finally:
+        smp.shutdown()
 
 
 def test_parameters_without_memory_are_no_reason_not_to_try() -> None:

@@ -1,9 +1,10 @@
 """Finds optimizers that need more of a model than a rank has of it.
 
 Adam updates each element by itself, so it does not matter which rank has it. LARS, Muon and
-Adafactor need the whole parameter, and an optimizer that clips by the norm of all gradients needs
-all of them; on parts of these they would train on with other numbers. A trial finds the kind of an
-optimizer: it updates small tensors whole and cut, together and alone, and compares the results.
+Adafactor need the whole parameter, so do optimizers with 8-bit state, whose elements share scales,
+and an optimizer that clips by the norm of all gradients needs all of them; on parts of these they
+would train on with other numbers. A trial finds the kind of an optimizer: it updates small tensors
+whole and cut, together and alone, and compares the results.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import smp._C as _C
 from smp.world.rank import Rank
 
 _STEPS = (3.0, 30.0, 1.0)  # sizes of gradients in three steps
-_SHAPE = (4, 6)
+#: Shapes of tensors, and elements of the first part. State in 8 bits is for tensors with thousands
+#: of elements, in blocks, between which the second cut is not.
+_TRIALS = (((4, 6), 12), ((96, 128), 6239))
 _ELEMENTWISE = {
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
@@ -59,10 +62,14 @@ def needs_whole_tensors(rank: Rank, optimizer: torch.optim.Optimizer) -> list[bo
     for the library's own optimizers, no group needs more than it has.
 
     Raises:
-        ValueError: the optimizer needs several parameters at a time, or whole ones against the key.
+        ValueError: the optimizer needs several parameters at a time, or whole ones against the key;
+            its state is in tensors of a class of its own.
     """
     option, no_group = _what_cuts(rank), [False] * len(optimizer.param_groups)
-    if option is None or _is_ours(optimizer):
+    if _is_ours(optimizer):
+        return no_group
+    _refuse_own_tensors(optimizer)
+    if option is None:
         return no_group
     found = couplings(optimizer)
     if Coupling.PARAMETERS in found:
@@ -125,7 +132,8 @@ def couplings(optimizer: torch.optim.Optimizer) -> list[Coupling]:
         return [Coupling.NONE for _ in groups]
     state = torch.get_rng_state()
     try:
-        found = [_of_group(optimizer, idx) for idx in groups]
+        with torch.compiler.set_stance("force_eager"):
+            found = [_of_group(optimizer, idx) for idx in groups]
         is_random = not torch.equal(torch.get_rng_state(), state)
         return [Coupling.NONE for _ in groups] if is_random else found
     finally:
@@ -135,9 +143,16 @@ def couplings(optimizer: torch.optim.Optimizer) -> list[Coupling]:
 def _of_group(optimizer: torch.optim.Optimizer, idx: int) -> Coupling:
     if not optimizer.param_groups[idx]["params"]:
         return Coupling.NONE
-    numel = _SHAPE[0] * _SHAPE[1]
+    trials = (_of_shape(optimizer, idx, shape, cut) for shape, cut in _TRIALS)
+    return next((found for found in trials if found is not Coupling.NONE), Coupling.NONE)
+
+
+def _of_shape(
+    optimizer: torch.optim.Optimizer, idx: int, shape: tuple[int, int], cut: int
+) -> Coupling:
+    numel = shape[0] * shape[1]
     first, second = torch.linspace(-1, 2, numel), torch.linspace(0.3, -0.8, numel)
-    whole = [first.view(_SHAPE), second.view(_SHAPE)]
+    whole = [first.view(shape), second.view(shape)]
     try:
         wants_closure, alone = False, [_updated(optimizer, idx, [one]) for one in whole]
     except Exception:
@@ -149,10 +164,10 @@ def _of_group(optimizer: torch.optim.Optimizer, idx: int) -> Coupling:
     if not _are_close(together, [one for [one] in alone]):
         return Coupling.PARAMETERS
     try:
-        pieces = _updated(optimizer, idx, list(first.split(numel // 2)), wants_closure)
+        pieces = _updated(optimizer, idx, list(first.split([cut, numel - cut])), wants_closure)
     except Exception:  # it wants a matrix
         return Coupling.ELEMENTS
-    is_close = _are_close([torch.cat(pieces).view(_SHAPE)], alone[0])
+    is_close = _are_close([torch.cat(pieces).view(shape)], alone[0])
     return Coupling.NONE if is_close else Coupling.ELEMENTS
 
 
@@ -172,6 +187,13 @@ def _updated(
 
     Gradients of a closure depend on the updated values, too.
     """
+    return _tried(optimizer, idx, values, wants_closure)[0]
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer, idx: int, values: Sequence[Tensor], wants_closure: bool
+) -> tuple[list[Tensor], torch.optim.Optimizer]:
+    """Returns what `_updated` returns, and the copy, with its state."""
     device = optimizer.param_groups[idx]["params"][0].device
     if device.type == "meta":  # the model gets its memory later
         device = torch.device("cpu")
@@ -191,7 +213,34 @@ def _updated(
             step(copied, functools.partial(give_gradients, size, moves=True))
         else:
             step(copied)
-    return [tensor.detach().cpu() for tensor in tensors]
+    return [tensor.detach().cpu() for tensor in tensors], copied
+
+
+def _refuse_own_tensors(optimizer: torch.optim.Optimizer) -> None:
+    """Raises a ValueError if the state has tensors that cannot be cut, sent and saved."""
+    if type(optimizer) in _ELEMENTWISE:
+        return
+    values = [torch.linspace(-1, 2, shape[0] * shape[1]).view(shape) for shape, _ in _TRIALS]
+    random_state = torch.get_rng_state()
+    for idx, group in enumerate(optimizer.param_groups):
+        if not group["params"]:
+            continue
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                state = _tried(optimizer, idx, values, False)[1].state
+        except Exception:
+            continue  # it needs a closure, or its first step will raise an error of its own
+        finally:
+            torch.set_rng_state(random_state)
+        found = {type(value) for entry in state.values() for value in entry.values()}
+        for kind in found - {Tensor, nn.Parameter, nn.Buffer}:
+            if issubclass(kind, Tensor):
+                raise ValueError(
+                    f"{_C.rank_prefix()}DistributedOptimizer: {type(optimizer).__name__} keeps its "
+                    f"state in tensors of the class {kind.__name__} (found by a trial on small "
+                    "tensors), which cannot be cut, sent and saved as plain tensors are. Use "
+                    'smp.optimizers.FusedAdam(state_dtype="int8" or "bf16") for state in few bytes'
+                )
 
 
 def _copy(
