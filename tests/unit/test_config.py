@@ -141,6 +141,9 @@ def test_words_are_converted(text: str, value: object) -> None:
 def test_words_are_refused_where_values_are_expected() -> None:
     assert "microbatches='4'" in refusal({"microbatches": "4"})
     assert config.normalize({"microbatches": "4"}, from_text=True).values == {"microbatches": 4}
+    for text in ("none", "residue"):
+        given = config.normalize({"bf16_masters": text}, from_text=True).values
+        assert given == {"bf16_masters": text}
 
 
 def test_hints_of_public_scripts_are_accepted() -> None:

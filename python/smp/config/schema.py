@@ -50,6 +50,7 @@ class Kind:
     words: str
     convert: Callable[[object], Any]  # raises TypeError, ValueError or OverflowError
     optional: bool = False
+    choices: tuple[str, ...] = ()  # texts that are meant as they are, such as "none"
 
 
 def _to_number(value: object) -> float:
@@ -140,7 +141,8 @@ def _size(default: int | None) -> Any:
 
 def _choice(default: str, *choices: str) -> Any:
     words = "one of " + ", ".join(repr(c) for c in choices)
-    return _key(default, Kind(words, functools.partial(_to_choice, choices=choices)))
+    convert = functools.partial(_to_choice, choices=choices)
+    return _key(default, Kind(words, convert, choices=choices))
 
 
 # ---- the keys ----------------------------------------------------------------
@@ -381,8 +383,9 @@ def normalize(values: Mapping[str, object], *, from_text: bool = False) -> Check
         if name not in _KINDS:
             notes.append(_reject_unknown(key, raw))
             continue
-        value = convert_text(raw) if from_text and isinstance(raw, str) else raw
         kind = _KINDS[name]
+        is_text = from_text and isinstance(raw, str) and raw not in kind.choices
+        value = convert_text(raw) if is_text else raw
         try:
             parsed = None if value is None and kind.optional else kind.convert(value)
         except (TypeError, ValueError, OverflowError):
