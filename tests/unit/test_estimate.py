@@ -152,6 +152,15 @@ def test_optimizer_has_the_bytes_of_a_run(
         assert found <= really <= 1.001 * found + 1
 
 
+@pytest.mark.parametrize(("tp", "shard"), [(1, 1), (1, 2), (2, 1)])
+def test_owners_hold_whole_tensors_and_their_gradients(tp: int, shard: int) -> None:
+    layouts = [Layout(tp=tp, rdp=shard, shard=shard, has_owners=has) for has in (False, True)]
+    parts, owners = (rank_bytes(Weights(1e9, 1e9), Activations(1e6), one) for one in layouts)
+    owned = 4e9 / shard if tp * shard > 1 else 0
+    assert owners.optimizer == parts.optimizer + owned
+    assert owners.temporary == max(parts.temporary, owned)
+
+
 def test_an_update_needs_room_for_its_pieces() -> None:
     """Finds the peak in the update if moments are in host memory and activations are few."""
     layout = Layout(offloads_state=True, precision="bf16", state_dtype="int8")

@@ -38,6 +38,7 @@ class Layout:
         precision: "fp32", "bf16" or "fp16".
         state_dtype: storage of the optimizer's moments: "fp32", "bf16" or "int8".
         masters: storage of digits that 16-bit parameters lack: "fp32", "residue" or "none".
+        has_owners: where ranks hold parts, an owner updates each tensor whole.
         offloads_state: moments of the optimizer are in host memory.
         device: type of the devices: "cpu" or "cuda".
         own_batches: each rank of a tensor-parallel group reads a microbatch of its own.
@@ -63,6 +64,7 @@ class Layout:
     precision: str = "fp32"
     state_dtype: str = "fp32"
     masters: str = "fp32"
+    has_owners: bool = False
     offloads_state: bool = False
     device: str = "cpu"
     own_batches: bool = False
@@ -98,6 +100,7 @@ class Layout:
             precision="fp16" if config.fp16 else "bf16" if config.bf16 else "fp32",
             state_dtype=state_dtype,
             masters=config.bf16_masters,
+            has_owners=config.optimizer_state == "tensors",
             offloads_state=config.offload_optimizer_state,
             device=device,
             own_batches=not config.prescaled_batch,

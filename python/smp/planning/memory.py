@@ -158,6 +158,8 @@ def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> Ra
     masters = max(0.0, weights.trained - wide) if width < 4 else 0.0
     moments, digits = moment_bytes(layout.state_dtype), MASTER_BYTES[layout.masters]
     away = (weights.trained - weights.near) / size if layout.offloads_state else 0.0
+    # FP32 values of the tensors that a rank owns, and their gradients in an update.
+    owned = 4 * weights.trained / size if layout.has_owners and size * layout.tp > 1 else 0.0
     gradients = 4 * weights.trained / size
     buckets = 0.0
     if size > 1:
@@ -166,7 +168,7 @@ def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> Ra
     backward_ends = RankBytes(
         parameters=(width * weights.elements + (4 - width) * wide) / (size if cuts else 1),
         gradients=gradients,
-        optimizer=(moments * weights.trained + digits * masters) / size - moments * away,
+        optimizer=(moments * weights.trained + digits * masters) / size - moments * away + owned,
         activations=0.0,
         gathered=width * (weights.units + weights.small * (1 - 1 / size)) if cuts else 0.0,
         buckets=buckets,
@@ -182,5 +184,5 @@ def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> Ra
         host=moments * away + activations.host,
     )
     pieces = min(state_bytes.SLOTS * state_bytes.PIECE_ELEMENTS, away)
-    updating = replace(backward_ends, gathered=0.0, temporary=moments * pieces)
+    updating = replace(backward_ends, gathered=0.0, temporary=moments * pieces + owned)
     return max(forward_ends, backward_ends, updating, key=lambda found: found.peak)
