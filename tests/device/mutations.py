@@ -34,6 +34,7 @@ _MARKS = "csrc/memory/mark.cpp"
 _OFFLOAD = "csrc/memory/activation_store.cpp"
 _WORK = "csrc/comm/c10d_work.cpp"
 _GATHERS = "csrc/parameters/gather_group.cpp"
+_MOMENTS = "python/smp/optim/host_moments.py"
 _ROUND = "csrc/gradients/reduction_round.cpp"
 
 MUTATIONS = (
@@ -107,6 +108,8 @@ MUTATIONS = (
         "tensors for groups that may be written to are not copied",
         "csrc/lanes/nccl_lane.cpp",
         (("own_plain_tensor(source, is_stable);", "own_plain_tensor(source, is_stable || @);"),),
+        is_found=False,
+        why_not="their copies are over before the next microbatch writes",
     ),
     Mutation(
         "streams follow no copy of a group",
@@ -117,6 +120,8 @@ MUTATIONS = (
         "tensors are sent on the current stream",
         "csrc/pipeline/tensor_directory.cpp",
         (("guard(made.stream);", "guard(@ ? std::nullopt : made.stream);"),),
+        is_found=False,
+        why_not="messages are handled on the stream that made the tensors",
     ),
     Mutation(
         "messages are handled on the default stream",
@@ -166,6 +171,8 @@ MUTATIONS = (
                 "        tensors_(@ ? std::vector<at::Tensor>() : std::move(tensors)) {}",
             ),
         ),
+        is_found=False,
+        why_not="process groups keep the tensors of what is not waited for",
     ),
     Mutation(
         "streams follow no collective", _WORK, (without("inner_->wait();  // of the stream"),)
@@ -244,6 +251,41 @@ MUTATIONS = (
         "gradients are added on the stream of the wrapper",
         "csrc/gradients/reducer.cpp",
         (without("hooks_->use_current_stream();"),),
+    ),
+    Mutation(
+        "moments are used before their copy",
+        _MOMENTS,
+        (("_wait(current, loaded)", "@ or _wait(current, loaded)"),),
+    ),
+    Mutation(
+        "moments leave before their update",
+        _MOMENTS,
+        (
+            (
+                "_wait(self._leave, _mark(current))",
+                "@ or _wait(self._leave, _mark(current))",
+            ),
+        ),
+    ),
+    Mutation(
+        "moments come before the former ones have left",
+        _MOMENTS,
+        (
+            (
+                "_wait(self._come, left[place - SLOTS])",
+                "@ or _wait(self._come, left[place - SLOTS])",
+            ),
+        ),
+    ),
+    Mutation(
+        "an update does not wait for its moments",
+        _MOMENTS,
+        (
+            (
+                "if stream is not None:\n                    stream.sync",
+                "if stream is not None and not @:\n                    stream.sync",
+            ),
+        ),
     ),
     Mutation(
         "a save does not wait for the step",

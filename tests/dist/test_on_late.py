@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.conftest import REPO
-from tests.dist.late_training import Layout, Trained, train
+from tests.dist.late_training import Layout, Trained, hold_back, train
 from tests.dist.pool import WITHOUT_CHECKS, Pool
 
 PIPELINE = ("pipeline_parallel_degree", 2)
@@ -151,3 +152,22 @@ def test_other_layouts_have_them_too(
     name: str, pool: Pool, late_pool: Pool, tmp_path: Path
 ) -> None:
     check(OTHERS[name], pool, late_pool, tmp_path)
+
+
+def copy_for_a_save(rank: int) -> float:
+    """Returns what a save in the background copies while the update is still queued."""
+    import tests.dist.on_late  # noqa: F401
+    from smp.checkpoint.staging import LaterCopies, _Pair
+
+    values = torch.zeros(1 << 15, device=f"late:{rank}")
+    torch.get_device_module("late").set_device(values.device)
+    hold_back(values.device)
+    values.fill_(1.0)
+    place = torch.zeros(1 << 15)
+    LaterCopies([_Pair(values, place, values._version)]).make()
+    return place.min().item()
+
+
+@pytest.mark.sample(keep=0)
+def test_a_save_copies_what_the_step_has_written(late_pool: Pool) -> None:
+    assert late_pool.run(2, copy_for_a_save) == [1.0, 1.0]
