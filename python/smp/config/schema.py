@@ -384,8 +384,9 @@ def normalize(values: Mapping[str, object], *, from_text: bool = False) -> Check
             notes.append(_reject_unknown(key, raw))
             continue
         kind = _KINDS[name]
-        is_text = from_text and isinstance(raw, str) and raw not in kind.choices
-        value = convert_text(raw) if is_text else raw
+        value = raw
+        if from_text and isinstance(raw, str) and raw not in kind.choices:
+            value = convert_text(raw)
         try:
             parsed = None if value is None and kind.optional else kind.convert(value)
         except (TypeError, ValueError, OverflowError):
