@@ -38,7 +38,7 @@ class Layout:
         precision: "fp32", "bf16" or "fp16".
         state_dtype: storage of the optimizer's moments: "fp32", "bf16" or "int8".
         masters: storage of digits that 16-bit parameters lack: "fp32", "residue" or "none".
-        has_owners: where ranks hold parts, an owner updates each tensor whole.
+        has_owners: an owner updates each tensor whole where ranks hold parts.
         offloads_state: moments of the optimizer are in host memory.
         device: type of the devices: "cpu" or "cuda".
         own_batches: each rank of a tensor-parallel group reads a microbatch of its own.
