@@ -140,7 +140,7 @@ at::Tensor cpu_product(const Fp8Matrix& a, const Fp8Matrix& b,
     sums = at::_scaled_mm(in_rows(a.codes), in_columns(b.codes), one, one, {},
                           {}, at::kFloat);
   }
-  sums = sums.mul(a.factor).mul(b.factor);
+  sums = sums.mul(a.factor.mul(b.factor));
   if (bias.defined()) sums = sums.add(bias);
   return sums.to(dtype);
 }

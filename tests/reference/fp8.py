@@ -6,7 +6,6 @@ that were decoded again.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -52,23 +51,38 @@ class _Product(torch.autograd.Function):
         return dx, dweight, grad.sum(0) if ctx.has_bias else None, None
 
 
-class Fp8Layer(nn.Linear):
-    """An ``nn.Linear`` whose products have 8-bit operands."""
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str) -> Tensor:
+    """Returns ``F.linear(x, weight, bias)`` of a matrix, with 8-bit operands."""
+    result: Tensor = _Product.apply(x, weight, bias, scaling == "rowwise")
+    return result
 
-    by_row = True
+
+class Fp8Layer(nn.Linear):
+    """An ``nn.Linear`` whose products have 8-bit operands.
+
+    Attributes:
+        scaling: "rowwise" or "tensorwise".
+        num: number of matrices that lie behind each other in the weight, with factors of their own.
+    """
+
+    scaling: str
+    num: int
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
-        y: Tensor = _Product.apply(rows, self.weight, self.bias, self.by_row)
-        return y.view(*input.shape[:-1], self.out_features)
+        weights, biases = self.weight.chunk(self.num), [None] * self.num
+        if self.bias is not None:
+            biases = self.bias.chunk(self.num)
+        parts = [product(rows, w, b, self.scaling) for w, b in zip(weights, biases, strict=True)]
+        return torch.cat(parts, -1).view(*input.shape[:-1], self.out_features)
 
 
-def use_fp8(layer: nn.Linear, scaling: str) -> None:
-    """Makes a layer compute with 8-bit operands; parameters stay the same."""
+def use_fp8(layer: nn.Linear, scaling: str, num: int = 1) -> None:
+    """Makes a layer compute with 8-bit operands; parameters stay the same.
+
+    Args:
+        layer: layer of a plain script.
+        scaling, num: as in `Fp8Layer`.
+    """
     layer.__class__ = Fp8Layer
-    layer.by_row = scaling == "rowwise"
-
-
-def is_close_to_bits(value: float) -> bool:
-    """Returns whether a number is a power of two."""
-    return math.frexp(value)[0] == 0.5
+    layer.scaling, layer.num = scaling, num

@@ -74,6 +74,8 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "virtual_stages": 1,
         "fused_linear_cross_entropy": False,
         "bf16_masters": "fp32",
+        "fp8": "none",
+        "fp8_skip": "head, first, last",
         "layout_independent_dropout": False,
     }
 
