@@ -67,8 +67,8 @@ at::Tensor power_of_two(const at::Tensor& exponent) {
 }
 
 // Codes a matrix with the largest power of two by which its largest numbers
-// stay finite. Both formats end at 1.75 * 2^n. Infinities and NaN stay what they
-// are, or become NaN in e4m3.
+// stay finite. Both formats end at 1.75 * 2^n. Infinities and NaN stay what
+// they are, or become NaN in e4m3.
 Fp8Matrix coded(const Operand& operand, const at::Tensor& maximum) {
   constexpr int64_t kBias = 127, kBeyond = 0x1fffff;  // up from 1.75
   const int64_t most = operand.type == kValues ? 8 : 15;
@@ -79,8 +79,8 @@ Fp8Matrix coded(const Operand& operand, const at::Tensor& maximum) {
                                   .add(most + 2 * kBias)
                                   .clamp(1, 2 * kBias - 1);
   const at::Tensor scale = power_of_two(exponent);
-  const auto wide = operand.numbers.scalar_type() == at::kDouble ? at::kDouble
-                                                                 : at::kFloat;
+  const auto wide =
+      operand.numbers.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   return {(operand.numbers.to(wide) * scale).to(operand.type),
           power_of_two(exponent.neg().add(2 * kBias))};
 }
@@ -112,10 +112,9 @@ Fp8Matrix transposed(const Fp8Matrix& matrix) {
 
 // Releases before 2.7 have no kernel for the CPU.
 bool has_cpu_kernel() {
-  static const bool has =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("aten::_scaled_mm", "")
-          .hasKernelForDispatchKey(c10::DispatchKey::CPU);
+  static const bool has = c10::Dispatcher::singleton()
+                              .findSchemaOrThrow("aten::_scaled_mm", "")
+                              .hasKernelForDispatchKey(c10::DispatchKey::CPU);
   return has;
 }
 
@@ -155,12 +154,13 @@ at::Tensor padded(const at::Tensor& codes, int64_t dim) {
   return result;
 }
 
-// Returns the product on a device, whose kernels add up 16 numbers or a multiple.
+// Returns the product on a device, whose kernels add up 16 numbers or a
+// multiple.
 at::Tensor device_product(const Fp8Matrix& a, const Fp8Matrix& b,
                           const at::Tensor& bias, c10::ScalarType dtype,
                           bool fast) {
-  SMP_CHECK_VALUE(dtype != at::kDouble,
-                  "fp8: a layer computes in float64 on ", a.codes.device(),
+  SMP_CHECK_VALUE(dtype != at::kDouble, "fp8: a layer computes in float64 on ",
+                  a.codes.device(),
                   "; expected bfloat16, float16 or float32: train with bf16 or "
                   "fp16, or name the layer in fp8_skip");
   const bool adds = bias.defined() && dtype != at::kFloat;

@@ -28,9 +28,7 @@ struct Fp8Call {
   bool was_alone = alone();
 };
 
-at::Tensor as_rows(const at::Tensor& x) {
-  return x.reshape({-1, x.size(-1)});
-}
+at::Tensor as_rows(const at::Tensor& x) { return x.reshape({-1, x.size(-1)}); }
 
 std::vector<int64_t> with_last(std::vector<int64_t> shape, int64_t size) {
   shape.back() = size;
@@ -65,15 +63,15 @@ struct Fp8Linear : torch::autograd::Function<Fp8Linear> {
       at::AutoDispatchBelowADInplaceOrView below;
       const at::Tensor grad = as_rows(with_data(grads)[0]);
       const bool needs_x = context->needs_input_grad(0);
-      nn::Fp8Backward backward(call.recipe, {grad},
-                               needs_x ? at::TensorList(weight)
-                                       : at::TensorList());
+      nn::Fp8Backward backward(
+          call.recipe, {grad},
+          needs_x ? at::TensorList(weight) : at::TensorList());
       if (needs_x) results[1] = backward.input_grad().view(call.input_shape);
       if (context->needs_input_grad(1)) {
-        results[2] = saved.size() == 2
-                         ? backward.weight_grad(0, as_rows(saved[1]))
-                         : backward.weight_grad(
-                               0, nn::Fp8Matrix{saved[1], saved[2]});
+        results[2] =
+            saved.size() == 2
+                ? backward.weight_grad(0, as_rows(saved[1]))
+                : backward.weight_grad(0, nn::Fp8Matrix{saved[1], saved[2]});
       }
       if (call.bias_type && context->needs_input_grad(2)) {
         results[3] = grad.sum(0).to(*call.bias_type);
@@ -110,10 +108,10 @@ at::Tensor fp8_linear(const GroupPtr& group, const at::Tensor& x,
                       const at::Tensor& weight,
                       const std::optional<at::Tensor>& bias,
                       const std::string& scaling, nn::SplitFeatures split) {
-  SMP_CHECK_VALUE(weight.dim() == 2 && x.dim() >= 1 &&
-                      x.size(-1) == weight.size(1),
-                  kName, ": expected an input [..., in] and a weight [out, in]",
-                  ", got ", x.sizes(), " and ", weight.sizes());
+  SMP_CHECK_VALUE(
+      weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1), kName,
+      ": expected an input [..., in] and a weight [out, in]", ", got ",
+      x.sizes(), " and ", weight.sizes());
   const at::Tensor input = as_autocast(x);
   const at::Tensor matrix = as_autocast(weight);
   SMP_CHECK_VALUE(input.scalar_type() == matrix.scalar_type(), kName,

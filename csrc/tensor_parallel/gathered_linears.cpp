@@ -192,8 +192,9 @@ struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
             : x;
     variable_list saved{x};
     saved.insert(saved.end(), weights.begin(), weights.end());
-    variable_list outputs = call.fp8 ? fp8_products(call, whole, weights, biases)
-                                     : products(call, whole, weights, biases);
+    variable_list outputs = call.fp8
+                                ? fp8_products(call, whole, weights, biases)
+                                : products(call, whole, weights, biases);
     keep(context, call);
     context->save_for_backward(std::move(saved));
     context->set_materialize_grads(false);
@@ -216,13 +217,11 @@ struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
 
 }  // namespace
 
-std::vector<at::Tensor> gathered_linears(const GroupPtr& group,
-                                         const at::Tensor& x,
-                                         const std::vector<at::Tensor>& weights,
-                                         const std::vector<at::Tensor>& biases,
-                                         std::optional<int64_t> dim,
-                                         const Sizes& sizes,
-                                         const std::optional<std::string>& fp8) {
+std::vector<at::Tensor> gathered_linears(
+    const GroupPtr& group, const at::Tensor& x,
+    const std::vector<at::Tensor>& weights,
+    const std::vector<at::Tensor>& biases, std::optional<int64_t> dim,
+    const Sizes& sizes, const std::optional<std::string>& fp8) {
   SMP_CHECK_VALUE(!weights.empty() && biases.size() == weights.size(),
                   kGatheredLinears,
                   ": expected one bias (or None) per weight, got ",
@@ -232,7 +231,8 @@ std::vector<at::Tensor> gathered_linears(const GroupPtr& group,
                   ": expected an input of two or more dims, gathered "
                   "along any but the last; got shape ",
                   x.sizes());
-  LinearsCall call{group, dim, sizes, weights.size(), {}, alone(), std::nullopt};
+  LinearsCall call{group, dim,     sizes,       weights.size(),
+                   {},    alone(), std::nullopt};
   if (fp8) call.fp8 = fp8_recipe(group, *fp8, nn::SplitFeatures::kOut);
   std::vector<at::Tensor> given_weights;
   std::vector<at::Tensor> given_biases;

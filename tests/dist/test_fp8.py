@@ -23,6 +23,7 @@ from tests.reference.tolerances import MIXED_TOLERANCE, TOLERANCE
 Config = dict[str, Any]
 MICROBATCHES, SAMPLES, LENGTH, VOCABULARY = 2, 8, 12, 31
 SCALINGS = ("rowwise", "tensorwise")
+SPLIT = [name for name, (_, config) in LAYOUTS.items() if "tensor_parallel_degree" in config]
 SIZES: dict[str, Any] = {
     "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
@@ -56,7 +57,7 @@ MODELS = {"llama": llama, "gpt2": gpt2}
 def plain(kind: str, scaling: str) -> nn.Module:
     """Returns the model of the plain script, in which all layers but the head have 8 bits."""
     model = MODELS[kind]()
-    for name, module in model.named_modules():
+    for module in list(model.modules()):
         for key, child in list(module.named_children()):
             if type(child).__name__ == "Conv1D":
                 linear = nn.Linear(child.nx, child.nf, dtype=torch.float64)
@@ -169,13 +170,12 @@ def check(
 def test_plain_and_planned_layers_equal_the_plain_script(
     pool: Pool, layout: str, scaling: str
 ) -> None:
-    is_split = "tensor_parallel_degree" in LAYOUTS[layout][1]
-    classes = {"PlannedColumn", "PlannedRow"} if is_split else {"Fp8Linear"}
+    classes = {"PlannedColumn", "PlannedRow"} if layout in SPLIT else {"Fp8Linear"}
     check("llama", scaling, layout, pool, classes, TOLERANCE[torch.float64])
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("layout", [n for n in LAYOUTS if "tensor_parallel_degree" in LAYOUTS[n][1]])
+@pytest.mark.parametrize("layout", SPLIT)
 def test_layers_of_smp_nn_equal_the_plain_script(pool: Pool, layout: str, scaling: str) -> None:
     classes = {"ColumnLinear", "RowLinear"}
     check("gpt2", scaling, layout, pool, classes, TOLERANCE[torch.float64])

@@ -31,7 +31,7 @@ def converted() -> nn.Module:
 
 
 def train(rank: int, config: Config, folder: str, resumes: bool) -> tuple[float, dict[str, Tensor]]:
-    """Makes an update, after the one of a checkpoint or before saving it; returns loss and state."""
+    """Makes an update, and saves it or has resumed before; returns loss and state."""
     import smp
 
     smp.init({"ddp": True, "microbatches": MICROBATCHES, **config})

@@ -82,7 +82,8 @@ def use_fp8(layer: nn.Linear, scaling: str, num: int = 1) -> None:
 
     Args:
         layer: layer of a plain script.
-        scaling, num: as in `Fp8Layer`.
+        scaling: "rowwise" or "tensorwise".
+        num: number of matrices in its weight.
     """
     layer.__class__ = Fp8Layer
     layer.scaling, layer.num = scaling, num

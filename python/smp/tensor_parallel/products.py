@@ -1,4 +1,4 @@
-"""Products of linear layers of which ranks hold parts, with operands of 8 bits or of their dtype."""
+"""Products of linear layers, whose operands have 8 bits or keep their dtype."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def use_fp8(layer: nn.Module, scaling: str) -> None:
         layer: layer whose forward calls `product`, `fp8_of` or an operator of fp8.
         scaling: "rowwise" or "tensorwise".
     """
-    layer.__dict__["_smp_fp8"] = scaling
+    layer.__dict__["_smp_scaling"] = scaling
 
 
 def fp8_of(layer: object) -> str | None:
     """Returns the scaling of a layer's 8-bit operands, or None if they keep their dtype."""
-    scaling: str | None = layer.__dict__.get("_smp_fp8")
+    scaling: str | None = layer.__dict__.get("_smp_scaling")
     return scaling
 
 
 def product(
     layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None, *, splits_in: bool | None
 ) -> Tensor:
-    """Computes ``F.linear(x, weight, bias)`` of this rank, with 8-bit operands if the layer says so.
+    """Computes ``F.linear(x, weight, bias)``, with 8-bit operands if the layer has a scaling.
 
     Args:
         layer: layer that computes.
