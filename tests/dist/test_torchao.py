@@ -13,7 +13,10 @@ from tests.dist.pool import Pool
 from tests.dist.test_fp8 import LAYOUTS, MICROBATCHES, batch, distance, llama, loss_of, pieces
 from tests.reference.tolerances import MIXED_TOLERANCE
 
-float8 = pytest.importorskip("torchao.float8")
+float8 = pytest.importorskip(
+    "torchao.float8",
+    reason="torchao is not installed; pip install -r requirements/torchao.txt",
+)
 
 Config = dict[str, Any]
 TRIED = ("own batches", "pipeline", "replicas", "sharded", "sharded state", "common batch")
@@ -87,4 +90,3 @@ def test_float8_linear_trains_in_any_layout(pool: Pool, layout: str, tmp_path: P
             assert found == pytest.approx(loss, rel=limit.losses)
             change = {name: value - begin[name] for name, value in state.items()}
             assert distance(change, want) < limit.changes
-            print(layout, resumes, found - loss, distance(change, want))
