@@ -1,4 +1,4 @@
-"""Loss curves of a GPT with optimizer state in fewer bytes, next to three seeds with FP32 state.
+"""Loss curves of a GPT with state or products in fewer bits, next to three seeds with FP32 state.
 
 The text is the ``.py`` files of the installed Python, in bytes. A seed decides the weights and the
 order of the samples; all storages begin with the first one. One process, one thread, one JSON line
@@ -33,7 +33,7 @@ SEEDS = 3
 
 @dataclass(frozen=True)
 class Storage:
-    """Storage of parameters and state: keys of the configuration, options of `FusedAdam`."""
+    """Bits of parameters, state and products: keys of the configuration, options of `FusedAdam`."""
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +57,8 @@ STORAGES = [
     Storage("no masters, bf16 moments", half("none"), {"state_dtype": "bf16"}),
     Storage("residues, int8 moments", half("residue"), {"state_dtype": "int8"}),
     Storage("no masters, int8 moments", half("none"), {"state_dtype": "int8"}),
+    Storage("fp8 rowwise", {"bf16": True, "fp8": "rowwise"}),
+    Storage("fp8 tensorwise", {"bf16": True, "fp8": "tensorwise"}),
 ]
 
 
@@ -141,7 +143,8 @@ def main() -> None:
         spread = max(abs(end - center) for end in seeds)
         off = ends[storage.name][0] - center
         print(
-            f"{storage.name}: {off:+.4f} from the mean {center:.4f} of {SEEDS} seeds, "
+            f"{storage.name}: {off:+.4f} ({off / center:+.2%}) from the mean {center:.4f} of "
+            f"{SEEDS} seeds, "
             f"which are up to {spread:.4f} from it: {'within' if abs(off) <= spread else 'OUTSIDE'}"
         )
 

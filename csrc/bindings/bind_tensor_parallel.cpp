@@ -5,6 +5,7 @@
 
 #include "csrc/bindings/waits.h"
 #include "csrc/health/fault_board.h"
+#include "csrc/tensor_parallel/fp8_linear.h"
 #include "csrc/tensor_parallel/layer_name.h"
 #include "csrc/tensor_parallel/regions.h"
 #include "csrc/tensor_parallel/seeds.h"
@@ -38,12 +39,22 @@ std::vector<at::Tensor> gathered_linears(
     const GroupPtr& group, const at::Tensor& x,
     const std::vector<at::Tensor>& weights,
     const std::vector<std::optional<at::Tensor>>& biases,
-    std::optional<int64_t> dim, const Sizes& sizes) {
+    std::optional<int64_t> dim, const Sizes& sizes,
+    const std::optional<std::string>& fp8) {
   std::vector<at::Tensor> given;
   given.reserve(biases.size());
   for (const auto& bias : biases) given.push_back(bias.value_or(at::Tensor()));
-  return tensor_parallel::gathered_linears(group, x, weights, given, dim,
-                                           sizes);
+  return tensor_parallel::gathered_linears(group, x, weights, given, dim, sizes,
+                                           fp8);
+}
+
+at::Tensor fp8_linear(const GroupPtr& group, const at::Tensor& x,
+                      const at::Tensor& weight,
+                      const std::optional<at::Tensor>& bias,
+                      const std::string& scaling, bool splits_in) {
+  return tensor_parallel::fp8_linear(
+      group, x, weight, bias, scaling,
+      splits_in ? nn::SplitFeatures::kIn : nn::SplitFeatures::kOut);
 }
 
 at::Tensor cross_entropy(const GroupPtr& group, const at::Tensor& logits,
@@ -119,7 +130,11 @@ void bind_tensor_parallel(py::module_& m) {
       .def("combine", &tp::combine, py::arg("y"), py::arg("routes"), NoGil())
       .def("gathered_linears", &gathered_linears, py::arg("x"),
            py::arg("weights"), py::arg("biases"), py::arg("dim"),
-           py::arg("sizes") = even, NoGil())
+           py::arg("sizes") = even, py::arg("fp8") = py::none(), NoGil())
+      .def("fp8_linear", &fp8_linear, py::arg("x"), py::arg("weight"),
+           py::arg("bias"), py::arg("scaling"), py::kw_only(),
+           py::arg("splits_in"), NoGil(),
+           "A linear layer of which ranks have parts; see fp8_linear.h.")
       .def("vocabulary_cross_entropy", &cross_entropy, py::arg("logits"),
            py::arg("targets"), py::kw_only(), py::arg("begin"),
            py::arg("vocab_size"), py::arg("ignore_index") = -100,

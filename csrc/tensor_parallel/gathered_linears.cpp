@@ -1,14 +1,18 @@
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
+#include "csrc/nn/fp8.h"
+#include "csrc/tensor_parallel/autocast.h"
+#include "csrc/tensor_parallel/fp8_linear.h"
 #include "csrc/tensor_parallel/region_call.h"
 #include "csrc/tensor_parallel/regions.h"
 
@@ -28,6 +32,7 @@ struct LinearsCall {
   size_t num_outputs;
   std::vector<int> bias_of;  // index among the biases; -1: none
   bool was_alone = alone();
+  std::optional<nn::Fp8Recipe> fp8;  // none: operands keep their dtype
 
   bool gathers() const { return dim.has_value() && group->size() > 1; }
 };
@@ -75,6 +80,27 @@ at::Tensor input_grad(const variable_list& grads, const variable_list& saved) {
   return sum.view(shape);
 }
 
+std::vector<int64_t> input_shape(const variable_list& grads,
+                                 const variable_list& saved) {
+  const auto given = std::find_if(grads.begin(), grads.end(),
+                                  [](const auto& g) { return g.defined(); });
+  std::vector<int64_t> shape = given->sizes().vec();
+  shape.back() = saved[1].size(1);
+  return shape;
+}
+
+nn::Fp8Backward fp8_backward(const LinearsCall& call, const Needs& needs,
+                             const variable_list& grads,
+                             const variable_list& saved) {
+  variable_list matrices;
+  for (const at::Tensor& grad : grads) {
+    matrices.push_back(grad.defined() ? flat(grad) : grad);
+  }
+  const at::TensorList weights =
+      needs.x() ? at::TensorList(saved).slice(1) : at::TensorList();
+  return nn::Fp8Backward(*call.fp8, std::move(matrices), weights);
+}
+
 Pending begin_input_grad(const LinearsCall& call, const at::Tensor& dx) {
   if (call.group->size() == 1) return Pending(dx);
   if (call.gathers()) {
@@ -101,8 +127,15 @@ variable_list run_backward(const LinearsCall& call, const Needs& needs,
                                                           call.sizes, kBackward)
                            : Pending(x);
   }
+  std::optional<nn::Fp8Backward> fp8;
+  if (call.fp8) fp8.emplace(fp8_backward(call, needs, grads, saved));
   std::optional<Pending> dx;
-  if (needs.x()) dx = begin_input_grad(call, input_grad(grads, saved));
+  if (needs.x()) {
+    const at::Tensor own =
+        fp8 ? fp8->input_grad().view(input_shape(grads, saved))
+            : input_grad(grads, saved);
+    dx = begin_input_grad(call, own);
+  }
   for (size_t i = 0; i < grads.size(); ++i) {
     if (!grads[i].defined() || !needs.bias(i)) continue;
     results[2 + call.num_outputs + call.bias_of[i]] = flat(grads[i]).sum(0);
@@ -111,11 +144,40 @@ variable_list run_backward(const LinearsCall& call, const Needs& needs,
     const at::Tensor inputs = flat(whole->take());
     for (size_t i = 0; i < grads.size(); ++i) {
       if (!grads[i].defined() || !needs.weight(i)) continue;
-      results[2 + i] = at::mm(flat(grads[i]).t(), inputs);
+      results[2 + i] = fp8 ? fp8->weight_grad(i, inputs)
+                           : at::mm(flat(grads[i]).t(), inputs);
     }
   }
   if (dx) results[1] = dx->take();
   return results;
+}
+
+variable_list products(const LinearsCall& call, const at::Tensor& x,
+                       at::TensorList weights, at::TensorList biases) {
+  variable_list outputs;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const int bias = call.bias_of[i];
+    outputs.push_back(at::linear(
+        x, weights[i],
+        bias < 0 ? std::nullopt : std::optional<at::Tensor>(biases[bias])));
+  }
+  return outputs;
+}
+
+variable_list fp8_products(const LinearsCall& call, const at::Tensor& x,
+                           at::TensorList weights, at::TensorList biases) {
+  variable_list bias_of;
+  for (const int bias : call.bias_of) {
+    bias_of.push_back(bias < 0 ? at::Tensor() : biases[bias]);
+  }
+  variable_list outputs =
+      nn::fp8_forward(*call.fp8, flat(x), weights, bias_of).outputs;
+  std::vector<int64_t> shape = x.sizes().vec();
+  for (at::Tensor& output : outputs) {
+    shape.back() = output.size(1);
+    output = at::_unsafe_view(output, shape);
+  }
+  return outputs;
 }
 
 struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
@@ -130,13 +192,9 @@ struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
             : x;
     variable_list saved{x};
     saved.insert(saved.end(), weights.begin(), weights.end());
-    variable_list outputs;
-    for (size_t i = 0; i < weights.size(); ++i) {
-      const int bias = call.bias_of[i];
-      outputs.push_back(at::linear(
-          whole, weights[i],
-          bias < 0 ? std::nullopt : std::optional<at::Tensor>(biases[bias])));
-    }
+    variable_list outputs = call.fp8
+                                ? fp8_products(call, whole, weights, biases)
+                                : products(call, whole, weights, biases);
     keep(context, call);
     context->save_for_backward(std::move(saved));
     context->set_materialize_grads(false);
@@ -157,20 +215,13 @@ struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
   }
 };
 
-// Casts the argument of a product as `torch.autocast` would do.
-at::Tensor cast(const at::Tensor& tensor, at::DeviceType device) {
-  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device),
-                                   tensor, device);
-}
-
 }  // namespace
 
-std::vector<at::Tensor> gathered_linears(const GroupPtr& group,
-                                         const at::Tensor& x,
-                                         const std::vector<at::Tensor>& weights,
-                                         const std::vector<at::Tensor>& biases,
-                                         std::optional<int64_t> dim,
-                                         const Sizes& sizes) {
+std::vector<at::Tensor> gathered_linears(
+    const GroupPtr& group, const at::Tensor& x,
+    const std::vector<at::Tensor>& weights,
+    const std::vector<at::Tensor>& biases, std::optional<int64_t> dim,
+    const Sizes& sizes, const std::optional<std::string>& fp8) {
   SMP_CHECK_VALUE(!weights.empty() && biases.size() == weights.size(),
                   kGatheredLinears,
                   ": expected one bias (or None) per weight, got ",
@@ -180,22 +231,22 @@ std::vector<at::Tensor> gathered_linears(const GroupPtr& group,
                   ": expected an input of two or more dims, gathered "
                   "along any but the last; got shape ",
                   x.sizes());
-  const at::DeviceType device = x.device().type();
-  const bool casts = at::autocast::is_autocast_enabled(device);
-  LinearsCall call{group, dim, sizes, weights.size(), {}};
+  LinearsCall call{group, dim,     sizes,       weights.size(),
+                   {},    alone(), std::nullopt};
+  if (fp8) call.fp8 = fp8_recipe(group, *fp8, nn::SplitFeatures::kOut);
   std::vector<at::Tensor> given_weights;
   std::vector<at::Tensor> given_biases;
   for (size_t i = 0; i < weights.size(); ++i) {
     SMP_CHECK_VALUE(weights[i].dim() == 2 && weights[i].size(1) == x.size(-1),
                     kGatheredLinears, ": expected weights [out, ", x.size(-1),
                     "], got ", weights[i].sizes());
-    given_weights.push_back(casts ? cast(weights[i], device) : weights[i]);
+    given_weights.push_back(as_autocast(weights[i]));
     call.bias_of.push_back(
         biases[i].defined() ? static_cast<int>(given_biases.size()) : -1);
     if (!biases[i].defined()) continue;
-    given_biases.push_back(casts ? cast(biases[i], device) : biases[i]);
+    given_biases.push_back(as_autocast(biases[i]));
   }
-  const at::Tensor input = casts ? cast(x, device) : x;
+  const at::Tensor input = as_autocast(x);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       c10::autocast_dispatch_keyset);
   return GatheredLinears::apply(call, input, at::TensorList(given_weights),

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "csrc/tensor_parallel/group.h"
@@ -51,11 +52,12 @@ at::Tensor exchange(const GroupPtr& group, const at::Tensor& x,
 /// gathers again in backward, where the sum of the input gradients is
 /// reduce-scattered once. Without a dim the input is whole on every rank, and
 /// its gradient is all-reduced.
-std::vector<at::Tensor> gathered_linears(const GroupPtr& group,
-                                         const at::Tensor& x,
-                                         const std::vector<at::Tensor>& weights,
-                                         const std::vector<at::Tensor>& biases,
-                                         std::optional<int64_t> dim,
-                                         const Sizes& sizes);
+/// @param fp8  scaling of operands of 8 bits (`nn::fp8_scaling`); none: they
+///     keep their dtype
+std::vector<at::Tensor> gathered_linears(
+    const GroupPtr& group, const at::Tensor& x,
+    const std::vector<at::Tensor>& weights,
+    const std::vector<at::Tensor>& biases, std::optional<int64_t> dim,
+    const Sizes& sizes, const std::optional<std::string>& fp8 = std::nullopt);
 
 }  // namespace smp::tensor_parallel

@@ -36,3 +36,18 @@ def forked_generators(device: torch.device) -> AbstractContextManager[None]:
     if not is_accelerator(device):
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def fp8_problem(device: torch.device) -> str | None:
+    """Returns why a device cannot multiply numbers of 8 bits, or None if it can."""
+    if not is_accelerator(device):
+        return None
+    if device.type != "cuda":
+        return f"devices of type {device.type!r} have no products of 8 bits"
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= (8, 9):
+        return None
+    major, minor = capability
+    return (
+        f"{device} has compute capability {major}.{minor}, and products of 8 bits need 8.9 or later"
+    )

@@ -8,6 +8,7 @@ from tests.lint.layers import REPO
 
 # Each names CUDA for something that only CUDA has.
 _OWNERS = {
+    "python/smp/_device.py": "compute capabilities with products of 8 bits",
     "python/smp/_torch_releases.py": "a guard that exists without CUDA only",
     "python/smp/compilation/trial.py": "devices for which PyTorch compiles",
     "python/smp/dropout/by_sample.py": "TF32",

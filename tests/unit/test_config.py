@@ -75,6 +75,8 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "fused_linear_cross_entropy": False,
         "bf16_masters": "fp32",
         "offload_optimizer_state": False,
+        "fp8": "none",
+        "fp8_skip": "head, first, last",
         "layout_independent_dropout": False,
     }
 

@@ -194,6 +194,11 @@ class Config:
     bf16_masters: str = _choice("fp32", "fp32", "residue", "none")
     """Digits of parameters beyond BF16: FP32 masters; residue: 8 further bits in the state of
     `FusedAdam`; none. The last two need that optimizer, which updates the parameters themselves."""
+    fp8: str = _choice("none", "none", "rowwise", "tensorwise")
+    """Linear layers multiply numbers of 8 bits that share a scale by row, or by tensor."""
+    fp8_skip: str = _text("head, first, last")
+    """Layers that `fp8` leaves as they are: the words head, first and last (blocks), and patterns
+    of names, as in "head, *.gate"; none: all layers have 8 bits."""
     shard_optimizer_state: bool = _bool(False)
     """Each data-parallel rank keeps a part of the optimizer state."""
     optimizer_state: str = _choice("auto", "auto", "elements", "tensors")

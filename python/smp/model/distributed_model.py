@@ -41,7 +41,7 @@ from smp.partition.decision import Decision
 from smp.partition.expected_memory import Expected
 from smp.partition.trace_choice import TraceOptions, check_tracing
 from smp.precision.holdings import master_of, updates_some
-from smp.replacement import fuse_heads, replace_marked
+from smp.replacement import convert_to_fp8, fuse_heads, replace_marked
 from smp.world import runtime
 from smp.world.wrapped import module_manager
 
@@ -128,6 +128,7 @@ class DistributedModel(ModelViews):
         tries_plans = rank.settings.check_first_step != "0"
         module, registrations = replace_marked(module, rank.device, tries_plans=tries_plans)
         fuse_heads(module, rank.config)
+        convert_to_fp8(module, rank.config, rank.device)
         translators = [r.translators for r in registrations if r.translators is not None]
         module_manager.add(translators)
         if current.rank.config.fp16_params and current.rank.config.half_dtype is None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from smp.dropout.masks import Slice
 from smp.tensor_parallel import regions, sharding
+from smp.tensor_parallel.products import fp8_of
 from smp.world import runtime
 
 
@@ -139,7 +140,20 @@ class Layout:
         """
         biases = [layer.bias if layer.adds_bias else None for layer in layers]
         weights: list[Tensor] = [layer.weight for layer in layers]
-        return list(regions.gathered_linears(x, weights, biases, self.dim, self.sizes(extent)))
+        results: dict[int, Tensor] = {}
+        scalings = [fp8_of(layer) for layer in layers]
+        for fp8 in dict.fromkeys(scalings):  # one gather, unless some operands have 8 bits
+            idxs = [idx for idx, scaling in enumerate(scalings) if scaling == fp8]
+            products = regions.gathered_linears(
+                x,
+                [weights[idx] for idx in idxs],
+                [biases[idx] for idx in idxs],
+                self.dim,
+                self.sizes(extent),
+                fp8,
+            )
+            results.update(zip(idxs, products, strict=True))
+        return [results[idx] for idx in range(len(layers))]
 
     def gathered(self, x: Tensor, extent: int | None) -> Tensor:
         """Returns ``[all B, all S, H]`` of ``x``, in this layout, for products with split layers.

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from smp.nn import layout as layouts
 from smp.nn.layout import Layout, uneven
 from smp.nn.module import ReadAsWhole
 from smp.nn.parameters import add_split, fill_linear, split_or_refuse
 from smp.tensor_parallel import reading, regions, sharding
+from smp.tensor_parallel.products import fp8_of, product
 
 
 class ColumnLinear(nn.Module):
@@ -41,6 +41,7 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.adds_bias = adds_bias
+        self.sizes = list(sizes)
         self.in_features, self.out_features = in_features, sum(sizes)
         self._std = std
         add_split(self, "weight", [self.out_features, in_features], 0, sizes)
@@ -56,7 +57,8 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the own part ``[*, out]`` of the product of a gathered input ``[*, in]``."""
-        return F.linear(x, self.weight, self.bias if self.adds_bias else None)
+        bias = self.bias if self.adds_bias else None
+        return product(self, x, self.weight, bias, splits_in=False)
 
     def extra_repr(self) -> str:
         return _describe(self)
@@ -80,6 +82,7 @@ class RowLinear(nn.Module):
         self, sizes: Sequence[int], out_features: int, bias: bool, std: float | None, layout: Layout
     ) -> None:
         super().__init__()
+        self.sizes = list(sizes)
         self.in_features, self.out_features = sum(sizes), out_features
         self._std = std
         add_split(self, "weight", [out_features, self.in_features], 1, sizes)
@@ -103,8 +106,9 @@ class RowLinear(nn.Module):
             x: own part of the input.
             other: tensor ``[*, out]`` that is added; the product adds up onto it.
         """
-        if other is None:
-            return F.linear(x, self.weight)
+        if other is None or fp8_of(self) is not None:
+            term = product(self, x, self.weight, None, splits_in=True)
+            return term if other is None else term + other
         total = torch.addmm(other.flatten(0, -2), x.flatten(0, -2), self.weight.t())
         return total.view(other.shape)
 
@@ -164,15 +168,18 @@ class DistributedLinear(ReadAsWhole):
         sizes = uneven(self._sizes)
         if self._layout.has_own_batches:
             x = regions.exchange(x, x.dim() - 1, 0, split_sizes=sizes)
-            y = regions.reduce_scatter(F.linear(x, self._matrix()), 0)
+            y = regions.reduce_scatter(self._product(x), 0)
         else:
             x = regions.scatter(x, x.dim() - 1, sizes)
-            y = regions.reduce(F.linear(x, self._matrix()))
+            y = regions.reduce(self._product(x))
         if self.bias is not None:
             y = y + self.bias
         elif y._is_view():  # a view made by an autograd node cannot be written in place
             y = y.clone()
         return y if input.dim() > 1 else y[0]
+
+    def _product(self, x: Tensor) -> Tensor:
+        return product(self, x, self._matrix(), None, splits_in=True)
 
     def _matrix(self) -> Tensor:
         """Returns ``[out_features, own part of in_features]``."""

@@ -156,7 +156,7 @@ def _written(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
 _RULES: dict[str, Callable[[Sequence[Any], Mapping[str, Any]], Call]] = {
     **dict.fromkeys(
         (
-            *("linear", "bilinear", "prelu", "conv1d", "conv2d", "conv3d"),
+            *("linear", "fp8_linear", "bilinear", "prelu", "conv1d", "conv2d", "conv3d"),
             *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding_bag"),
             *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner"),
             *("addmm", "addmv", "addbmm", "baddbmm", "addr", "einsum", "tensordot"),

@@ -231,6 +231,7 @@ def gathered_linears(
     biases: Sequence[Tensor | None],
     dim: int | None,
     sizes: Sizes = None,
+    fp8: str | None = None,
 ) -> list[Tensor]:
     """Multiplies one gathered input by several weights.
 
@@ -244,11 +245,31 @@ def gathered_linears(
         dim: dim along which `x` is gathered, not the last; None: all ranks have `x` alike, and its
             gradient is summed over the ranks.
         sizes: sizes of the parts along `dim`.
+        fp8: scaling of 8-bit operands, "rowwise" or "tensorwise"; None: operands keep their dtype.
 
     Returns:
         One [..., out] for each weight.
     """
-    return _group().gathered_linears(x, list(weights), list(biases), dim, _sizes(sizes))
+    return _group().gathered_linears(x, list(weights), list(biases), dim, _sizes(sizes), fp8)
+
+
+@_of_data
+def fp8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scaling: str, *, splits_in: bool
+) -> Tensor:
+    """Computes a linear layer, of which ranks hold parts, with 8-bit operands.
+
+    The result is this rank's part of the features, or its term of their sum, as `F.linear` would
+    compute it. Ranks exchange the largest numbers where parts share a factor.
+
+    Args:
+        x: [..., in] of this rank.
+        weight: [out, in] of this rank.
+        bias: [out] of this rank, or None.
+        scaling: "rowwise" or "tensorwise".
+        splits_in: whether ranks hold parts of the input features; else of the output features.
+    """
+    return _group().fp8_linear(x, weight, bias, scaling, splits_in=splits_in)
 
 
 @_of_data

@@ -14,6 +14,7 @@ from smp.nn.huggingface.outputs import is_lazy, lazy_result
 from smp.nn.planned.linear import PlannedGatheredColumn
 from smp.nn.planned.logits import SplitLogits, Vocabulary
 from smp.tensor_parallel import reading, regions
+from smp.tensor_parallel.products import fp8_of
 
 
 class PlannedHead(PlannedGatheredColumn):
@@ -26,7 +27,9 @@ class PlannedHead(PlannedGatheredColumn):
             return super().forward(input)
         dim = 0 if self._has_own else None
         layout = self._smp_layout
-        [local] = regions.gathered_linears(input, [self._matrix()], [self.bias], dim)
+        [local] = regions.gathered_linears(
+            input, [self._matrix()], [self.bias], dim, fp8=fp8_of(self)
+        )
         return SplitLogits(local, Vocabulary(layout, tuple(self._smp_sizes)))
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules import module
 
 import smp._C as _C
@@ -18,6 +17,7 @@ from smp.nn.module import DistributedModule
 from smp.nn.planned.calls import for_columns, sums_late
 from smp.nn.planned.late import LateSum, OfFirstRank
 from smp.tensor_parallel import reading, regions
+from smp.tensor_parallel.products import product
 
 
 class PlannedPart(DistributedModule):
@@ -47,6 +47,14 @@ class PlannedPart(DistributedModule):
         weight: Tensor = self.weight
         return weight
 
+    def _column(self, x: Tensor) -> Tensor:
+        """Returns own output features of the product with ``[*, in]``, with the bias."""
+        return product(self, x, self._matrix(), self.bias, splits_in=False)
+
+    def _row(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns this rank's term of the product, from own input features ``[*, in]``."""
+        return product(self, x, self._matrix(), bias, splits_in=True)
+
     def __getattr__(self, name: str) -> Any:
         value: Any = super().__getattr__(name)
         if name in self._smp_splits and value is not None and reading.is_outside():
@@ -61,7 +69,7 @@ class PlannedColumn(PlannedPart, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Maps common ``[*, in]`` to ``[*, own part of out]``. Collective in backward."""
         column_runs(input, self._smp_sizes, self._smp_query_heads)
-        return F.linear(for_columns(input), self._matrix(), self.bias)
+        return self._column(for_columns(input))
 
 
 class PlannedRow(PlannedPart, nn.Linear):
@@ -87,9 +95,9 @@ class PlannedRow(PlannedPart, nn.Linear):
         row_runs()
         if self._smp_sums_late and sums_late() and not has_hooks(self):
             bias = None if self.bias is None else OfFirstRank.apply(self.bias)
-            term = F.linear(input, self._matrix(), bias)
+            term = self._row(input, bias)
             return LateSum.of(term, self) if type(term) is Tensor else regions.reduce(term)
-        y = regions.reduce(F.linear(input, self._matrix()))
+        y = regions.reduce(self._row(input))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -109,10 +117,10 @@ class PlannedGatheredColumn(PlannedPart, nn.Linear):
         last, sizes = x.dim() - 1, uneven(self._smp_sizes)
         if self._has_own:
             x = regions.gather(x, 0, grad="sum")
-            y = F.linear(x, self._matrix(), self.bias)
+            y = self._column(x)
             y = regions.exchange(y, 0, last, concat_sizes=sizes)
         else:
-            y = F.linear(for_columns(x), self._matrix(), self.bias)
+            y = self._column(for_columns(x))
             y = regions.gather(y, last, sizes, grad="own")
         return y if input.dim() > 1 else y[0]
 
@@ -127,9 +135,9 @@ class PlannedSplitRow(PlannedPart, nn.Linear):
         last, sizes = x.dim() - 1, uneven(self._smp_sizes)
         if self._has_own:
             x = regions.exchange(x, last, 0, split_sizes=sizes)
-            y = regions.reduce_scatter(F.linear(x, self._matrix()), 0)
+            y = regions.reduce_scatter(self._row(x), 0)
         else:
-            y = regions.reduce(F.linear(regions.scatter(x, last, sizes), self._matrix()))
+            y = regions.reduce(self._row(regions.scatter(x, last, sizes)))
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return y if input.dim() > 1 else y[0]
@@ -154,7 +162,8 @@ class PlannedHeads(PlannedPart, nn.Linear):
         """Maps common ``[*, in]`` to ``[*, features of the heads]``. Collective in backward."""
         column_runs(input, (), self._smp_query_heads)
         bias = None if self.bias is None else self._rows(self.bias)
-        return F.linear(for_columns(input), self._rows(self._matrix()), bias)
+        matrix = self._rows(self._matrix())
+        return product(self, for_columns(input), matrix, bias, splits_in=False)
 
     def _rows(self, whole: Tensor) -> Tensor:
         heads = torch.tensor(self._smp_heads, device=whole.device)
@@ -183,7 +192,7 @@ class PlannedLatent(PlannedPart, nn.Linear):
     @reading.own_code
     def forward(self, input: Tensor) -> Tensor:
         """Maps ``[*, in]`` to common ``[*, out]``. Collective in backward."""
-        y = F.linear(input, self._matrix(), self.bias)
+        y = product(self, input, self._matrix(), self.bias, splits_in=None)
         num = self._smp_num_direct
         latent, direct = y.split([y.shape[-1] - num, num], dim=-1)
         return torch.cat([latent, regions.copy(direct)], dim=-1)
