@@ -251,6 +251,10 @@ def gathered_linears(
     return _group().gathered_linears(x, list(weights), list(biases), dim, _sizes(sizes))
 
 
+def num_pieces(x: Tensor, extent: int) -> int:
+    return 1
+
+
 @_of_data
 def vocabulary_embedding(
     ids: Tensor, table: Tensor, begin: int, padding_id: int | None = None
