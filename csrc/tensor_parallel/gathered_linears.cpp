@@ -1,14 +1,18 @@
-#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <functional>
+#include <memory>
 #include <optional>
 #include <utility>
 
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
+#include "csrc/tensor_parallel/autocast.h"
+#include "csrc/tensor_parallel/pieces.h"
 #include "csrc/tensor_parallel/region_call.h"
 #include "csrc/tensor_parallel/regions.h"
 
@@ -30,9 +34,12 @@ struct LinearsCall {
   bool was_alone = alone();
 
   bool gathers() const { return dim.has_value() && group->size() > 1; }
+  // Returns whether an input [c, 1, ..., features] is gathered piece by piece.
+  bool in_pieces(const at::Tensor& x) const {
+    return gathers() && *dim == 1 && sizes.empty() && x.dim() > 3 &&
+           x.size(0) > 1 && x.size(1) == 1;
+  }
 };
-
-at::Tensor flat(const at::Tensor& x) { return x.reshape({-1, x.size(-1)}); }
 
 // The arguments whose gradients are wanted; edges are in the order of the
 // arguments.
@@ -75,7 +82,7 @@ at::Tensor input_grad(const variable_list& grads, const variable_list& saved) {
   return sum.view(shape);
 }
 
-Pending begin_input_grad(const LinearsCall& call, const at::Tensor& dx) {
+Pending begin_sum(const LinearsCall& call, const at::Tensor& dx) {
   if (call.group->size() == 1) return Pending(dx);
   if (call.gathers()) {
     return call.group->begin_reduce_scatter(dx, *call.dim, call.sizes,
@@ -83,6 +90,45 @@ Pending begin_input_grad(const LinearsCall& call, const at::Tensor& dx) {
   }
   return call.group->begin_all_reduce(dx, comm::ReduceOp::kSum, kBackward,
                                       /*may_overwrite=*/true);
+}
+
+// The end of a transfer that has begun: waits for the result, once.
+using Take = std::function<at::Tensor()>;
+
+Take begin_whole_input(const LinearsCall& call, const at::Tensor& x) {
+  if (!call.gathers()) return [x] { return x; };
+  if (call.in_pieces(x)) {
+    auto pieces = std::make_shared<GatherOfPieces>(*call.group, x, kBackward);
+    return [pieces] { return pieces->take_all(); };
+  }
+  auto whole =
+      call.group->begin_all_gather(x, *call.dim, call.sizes, kBackward);
+  return [whole]() mutable { return whole.take(); };
+}
+
+// Begins to send a piece while the product of the next one runs.
+Take begin_input_grad_by_piece(const LinearsCall& call, int64_t num_pieces,
+                               const variable_list& grads,
+                               const variable_list& saved) {
+  auto sum =
+      std::make_shared<SumOfPieces>(*call.group, num_pieces, kBackward);
+  for (int64_t piece = 0; piece < num_pieces; ++piece) {
+    variable_list of_piece;
+    for (const at::Tensor& grad : grads) {
+      of_piece.push_back(grad.defined() ? grad[piece] : grad);
+    }
+    sum->begin(input_grad(of_piece, saved));
+  }
+  return [sum] { return sum->take(); };
+}
+
+Take begin_input_grad(const LinearsCall& call, const variable_list& grads,
+                      const variable_list& saved) {
+  if (call.in_pieces(saved[0])) {
+    return begin_input_grad_by_piece(call, saved[0].size(0), grads, saved);
+  }
+  auto sum = begin_sum(call, input_grad(grads, saved));
+  return [sum]() mutable { return sum.take(); };
 }
 
 // Runs the backward. Both transfers are on their way while products that do not
@@ -94,49 +140,93 @@ variable_list run_backward(const LinearsCall& call, const Needs& needs,
   for (const int bias : call.bias_of) {
     if (bias >= 0) results.emplace_back();
   }
-  const at::Tensor& x = saved[0];
-  std::optional<Pending> whole;
-  if (needs.any_weight()) {
-    whole = call.gathers() ? call.group->begin_all_gather(x, *call.dim,
-                                                          call.sizes, kBackward)
-                           : Pending(x);
-  }
-  std::optional<Pending> dx;
-  if (needs.x()) dx = begin_input_grad(call, input_grad(grads, saved));
+  Take whole;
+  if (needs.any_weight()) whole = begin_whole_input(call, saved[0]);
+  Take dx;
+  if (needs.x()) dx = begin_input_grad(call, grads, saved);
   for (size_t i = 0; i < grads.size(); ++i) {
     if (!grads[i].defined() || !needs.bias(i)) continue;
     results[2 + call.num_outputs + call.bias_of[i]] = flat(grads[i]).sum(0);
   }
   if (whole) {
-    const at::Tensor inputs = flat(whole->take());
+    const at::Tensor inputs = flat(whole());
     for (size_t i = 0; i < grads.size(); ++i) {
       if (!grads[i].defined() || !needs.weight(i)) continue;
       results[2 + i] = at::mm(flat(grads[i]).t(), inputs);
     }
   }
-  if (dx) results[1] = dx->take();
+  if (dx) results[1] = dx();
   return results;
+}
+
+std::optional<at::Tensor> bias_of(const LinearsCall& call, size_t i,
+                                  at::TensorList biases) {
+  const int bias = call.bias_of[i];
+  return bias < 0 ? std::nullopt : std::optional<at::Tensor>(biases[bias]);
+}
+
+variable_list products(const LinearsCall& call, const at::Tensor& x,
+                       at::TensorList weights, at::TensorList biases) {
+  const at::Tensor whole =
+      call.gathers()
+          ? call.group
+                ->begin_all_gather(x, *call.dim, call.sizes, kGatheredLinears)
+                .take()
+          : x;
+  variable_list outputs;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    outputs.push_back(
+        at::linear(whole, weights[i], bias_of(call, i, biases)));
+  }
+  return outputs;
+}
+
+// Multiplies a piece while the next ones are on their way.
+variable_list products_by_piece(const LinearsCall& call, const at::Tensor& x,
+                                at::TensorList weights,
+                                at::TensorList biases) {
+  GatherOfPieces gather(*call.group, x, kGatheredLinears);
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape[1] = call.group->size();
+  variable_list outputs;
+  for (const at::Tensor& weight : weights) {
+    shape.back() = weight.size(0);
+    outputs.push_back(x.new_empty(shape));
+  }
+  for (int64_t piece = 0; piece < x.size(0); ++piece) {
+    const at::Tensor input = flat(gather.take(piece));
+    for (size_t i = 0; i < weights.size(); ++i) {
+      at::Tensor output = flat(outputs[i][piece]);
+      const auto bias = bias_of(call, i, biases);
+      if (bias) {
+        at::addmm_out(output, *bias, input, weights[i].t());
+      } else {
+        at::mm_out(output, input, weights[i].t());
+      }
+    }
+  }
+  return outputs;
+}
+
+// Returns gradients as matrices whose rows lie one after the other, since each
+// is read by several products.
+variable_list contiguous(const variable_list& grads) {
+  variable_list result = with_data(grads);
+  for (at::Tensor& grad : result) {
+    if (grad.defined()) grad = grad.contiguous();
+  }
+  return result;
 }
 
 struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
   static variable_list forward(AutogradContext* context,
                                const LinearsCall& call, const at::Tensor& x,
                                at::TensorList weights, at::TensorList biases) {
-    const at::Tensor whole =
-        call.gathers()
-            ? call.group
-                  ->begin_all_gather(x, *call.dim, call.sizes, kGatheredLinears)
-                  .take()
-            : x;
     variable_list saved{x};
     saved.insert(saved.end(), weights.begin(), weights.end());
-    variable_list outputs;
-    for (size_t i = 0; i < weights.size(); ++i) {
-      const int bias = call.bias_of[i];
-      outputs.push_back(at::linear(
-          whole, weights[i],
-          bias < 0 ? std::nullopt : std::optional<at::Tensor>(biases[bias])));
-    }
+    variable_list outputs = call.in_pieces(x)
+                                ? products_by_piece(call, x, weights, biases)
+                                : products(call, x, weights, biases);
     keep(context, call);
     context->save_for_backward(std::move(saved));
     context->set_materialize_grads(false);
@@ -151,17 +241,11 @@ struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
     {
       at::NoGradGuard no_grad;
       results =
-          run_backward(call, Needs(context, call), with_data(grads), saved);
+          run_backward(call, Needs(context, call), contiguous(grads), saved);
     }
     return autograd::once(kGatheredLinears, std::move(results), grads);
   }
 };
-
-// Casts the argument of a product as `torch.autocast` would do.
-at::Tensor cast(const at::Tensor& tensor, at::DeviceType device) {
-  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device),
-                                   tensor, device);
-}
 
 }  // namespace
 
@@ -180,8 +264,6 @@ std::vector<at::Tensor> gathered_linears(const GroupPtr& group,
                   ": expected an input of two or more dims, gathered "
                   "along any but the last; got shape ",
                   x.sizes());
-  const at::DeviceType device = x.device().type();
-  const bool casts = at::autocast::is_autocast_enabled(device);
   LinearsCall call{group, dim, sizes, weights.size(), {}};
   std::vector<at::Tensor> given_weights;
   std::vector<at::Tensor> given_biases;
@@ -189,13 +271,13 @@ std::vector<at::Tensor> gathered_linears(const GroupPtr& group,
     SMP_CHECK_VALUE(weights[i].dim() == 2 && weights[i].size(1) == x.size(-1),
                     kGatheredLinears, ": expected weights [out, ", x.size(-1),
                     "], got ", weights[i].sizes());
-    given_weights.push_back(casts ? cast(weights[i], device) : weights[i]);
+    given_weights.push_back(as_autocast(weights[i]));
     call.bias_of.push_back(
         biases[i].defined() ? static_cast<int>(given_biases.size()) : -1);
     if (!biases[i].defined()) continue;
-    given_biases.push_back(casts ? cast(biases[i], device) : biases[i]);
+    given_biases.push_back(as_autocast(biases[i]));
   }
-  const at::Tensor input = casts ? cast(x, device) : x;
+  const at::Tensor input = as_autocast(x);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       c10::autocast_dispatch_keyset);
   return GatheredLinears::apply(call, input, at::TensorList(given_weights),
