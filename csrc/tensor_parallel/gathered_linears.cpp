@@ -1,4 +1,5 @@
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
@@ -110,8 +111,7 @@ Take begin_whole_input(const LinearsCall& call, const at::Tensor& x) {
 Take begin_input_grad_by_piece(const LinearsCall& call, int64_t num_pieces,
                                const variable_list& grads,
                                const variable_list& saved) {
-  auto sum =
-      std::make_shared<SumOfPieces>(*call.group, num_pieces, kBackward);
+  auto sum = std::make_shared<SumOfPieces>(*call.group, num_pieces, kBackward);
   for (int64_t piece = 0; piece < num_pieces; ++piece) {
     variable_list of_piece;
     for (const at::Tensor& grad : grads) {
@@ -173,18 +173,22 @@ variable_list products(const LinearsCall& call, const at::Tensor& x,
                 ->begin_all_gather(x, *call.dim, call.sizes, kGatheredLinears)
                 .take()
           : x;
+  // A product of matrices adds the bias by itself, whatever the dims were. The
+  // result may be written in place, which a view would not.
+  const at::Tensor input = flat(whole);
+  std::vector<int64_t> shape = whole.sizes().vec();
   variable_list outputs;
   for (size_t i = 0; i < weights.size(); ++i) {
-    outputs.push_back(
-        at::linear(whole, weights[i], bias_of(call, i, biases)));
+    shape.back() = weights[i].size(0);
+    outputs.push_back(at::_unsafe_view(
+        at::linear(input, weights[i], bias_of(call, i, biases)), shape));
   }
   return outputs;
 }
 
 // Multiplies a piece while the next ones are on their way.
 variable_list products_by_piece(const LinearsCall& call, const at::Tensor& x,
-                                at::TensorList weights,
-                                at::TensorList biases) {
+                                at::TensorList weights, at::TensorList biases) {
   GatherOfPieces gather(*call.group, x, kGatheredLinears);
   std::vector<int64_t> shape = x.sizes().vec();
   shape[1] = call.group->size();

@@ -344,12 +344,12 @@ Pending Group::begin_scatter_into(const at::Tensor& part,
   }
   const at::Tensor input = blocks.detach();
   const Header header = Header::of(what, blocks, blocks.sizes());
-  comm::WorkPtr work = issue(
-      *communicator_, header,
-      static_cast<int64_t>(blocks.nbytes()) / size_ * (size_ - 1),
-      [&](auto& on) {
-        return on.reduce_scatter(part, input, comm::ReduceOp::kSum);
-      });
+  comm::WorkPtr work =
+      issue(*communicator_, header,
+            static_cast<int64_t>(blocks.nbytes()) / size_ * (size_ - 1),
+            [&](auto& on) {
+              return on.reduce_scatter(part, input, comm::ReduceOp::kSum);
+            });
   return {*this, header, std::move(work), [part] { return part; }};
 }
 

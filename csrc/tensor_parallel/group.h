@@ -87,8 +87,8 @@ class Group {
   /// `dim`.
   Pending begin_reduce_scatter(const at::Tensor& x, int64_t dim,
                                const Sizes& sizes, const char* what);
-  /// Begins to gather parts, all of one shape, one after the other into `blocks`
-  /// [t, ...]. Both are contiguous.
+  /// Begins to gather parts, all of one shape, one after the other into
+  /// `blocks` [t, ...]. Both are contiguous.
   Pending begin_gather_into(const at::Tensor& blocks, const at::Tensor& part,
                             const char* what);
   /// Begins to sum `blocks` [t, ...] over all ranks; block i goes into the

@@ -51,8 +51,8 @@ at::Tensor exchange(const GroupPtr& group, const at::Tensor& x,
 /// gathers again in backward, where the sum of the input gradients is
 /// reduce-scattered once. Without a dim the input is whole on every rank, and
 /// its gradient is all-reduced. An input [c, 1, ..., in] that is gathered along
-/// dim 1 in equal parts is gathered in c pieces, each beside the products of the
-/// one before; its gradient is sent likewise.
+/// dim 1 in equal parts is gathered in c pieces, each beside the products of
+/// the one before; its gradient is sent likewise.
 std::vector<at::Tensor> gathered_linears(const GroupPtr& group,
                                          const at::Tensor& x,
                                          const std::vector<at::Tensor>& weights,
@@ -62,8 +62,8 @@ std::vector<at::Tensor> gathered_linears(const GroupPtr& group,
 
 /// Returns this rank's part [c, 1, ..., out] of the sum over the ranks of a
 /// product of x [c, t, ..., in] and a weight [out, in], in which block i of
-/// dim 1 is for group rank i. The sum of a piece is on its way while the product
-/// of the next one runs; backward: gathers gradients likewise.
+/// dim 1 is for group rank i. The sum of a piece is on its way while the
+/// product of the next one runs; backward: gathers gradients likewise.
 /// @param other  second term of this rank, of the shape of the product
 at::Tensor summed_linear(const GroupPtr& group, const at::Tensor& x,
                          const at::Tensor& weight,

@@ -104,7 +104,8 @@ at::Tensor summed_linear(const GroupPtr& group, const at::Tensor& x,
   if (other) term = as_autocast(*other);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       c10::autocast_dispatch_keyset);
-  return SummedLinear::apply(SummedLinearCall{group, other.has_value()}, input, matrix, term);
+  return SummedLinear::apply(SummedLinearCall{group, other.has_value()}, input,
+                             matrix, term);
 }
 
 }  // namespace smp::tensor_parallel

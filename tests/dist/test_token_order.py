@@ -155,7 +155,7 @@ def test_only_what_attention_reads_is_copied(pool: Pool) -> None:
     # Forward and backward of the stack's borders each take a part, and gather all.
     borders = 2 * (whole // 2 + whole)
     for runs in pool.run(2, layer_runs, 2, config, {}, SAMPLES):
-        # Forward and backward each have two gathers and two sums; backward gathers inputs once more.
+        # Forward and backward have two gathers and two sums each; inputs are gathered twice.
         assert runs["sorted"].copied == borders + 10 * whole
         # Queries, keys, values and the results of attention, of the heads of a rank, twice.
         assert runs["gathered"].copied == borders + 2 * 4 * whole // 2

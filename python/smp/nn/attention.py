@@ -201,8 +201,8 @@ class DistributedAttentionLayer(IndivisibleModule):
         Args:
             inputs: tuple that the class describes.
             extent: length of the sequence where `Layout.sizes` needs it; only inside of a layer.
-            products: products with `columns`, in the order of `Layout.order`, if they exist already;
-                only inside of a layer.
+            products: products with `columns`, by `Layout.order`, if they exist already; only in a
+                layer.
             unreduced: return this rank's term of the projection, before sum, bias, dropout and
                 residual; only inside of a layer.
         """

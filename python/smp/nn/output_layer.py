@@ -112,7 +112,7 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         Args:
             hidden_states: ``[N, S, H]``.
             extent: length of the sequence where `Layout.sizes` needs it.
-            products: products with `columns`, in the order of `Layout.order`, if they exist already.
+            products: products with `columns`, by `Layout.order`, if they exist already.
             residual: tensor added at the end instead of the hidden states.
             term: extra term of this rank in the sum of all ranks' products.
             bias: second bias added to the sum.

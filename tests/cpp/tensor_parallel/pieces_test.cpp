@@ -119,8 +119,8 @@ TEST_P(Pieces, SumsAreThoseOfAllRanksTerms) {
     for (int rank = 0; rank < size(); ++rank) {
       expect_close(got.outputs[rank], sum.narrow(1, rank, 1), "sum");
       expect_close(got.grads[rank][0], at::matmul(every, weight[rank]), "x");
-      expect_close(got.grads[rank][1],
-                   at::mm(flat(every).t(), flat(x[rank])), "weight");
+      expect_close(got.grads[rank][1], at::mm(flat(every).t(), flat(x[rank])),
+                   "weight");
       if (has_other) expect_close(got.grads[rank][2], every, "other");
     }
   }
@@ -174,9 +174,9 @@ class LogProducts {
  public:
   explicit LogProducts(Log& log) {
     log_of_thread = &log;
-    handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(
-        [](const at::RecordFunction& f)
-            -> std::unique_ptr<at::ObserverContext> {
+    handle_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback([](const at::RecordFunction& f)
+                                       -> std::unique_ptr<at::ObserverContext> {
           const std::string name = f.name();
           if (name == "aten::mm" || name == "aten::addmm") {
             log_of_thread->push_back("product");
@@ -223,8 +223,7 @@ TEST(PieceOrder, SumsRunBesideTheProductsOfLaterPieces) {
     const at::NoGradGuard no_grad;
     summed_linear(group, randn({2, 2, 1, 2, 5}), randn({4, 5}), std::nullopt);
   });
-  EXPECT_EQ(log,
-            (Log{"product", "sum", "product", "sum", "wait", "wait"}));
+  EXPECT_EQ(log, (Log{"product", "sum", "product", "sum", "wait", "wait"}));
 }
 
 TEST(PieceOrder, BackwardGathersAndSumsBesideProducts) {
