@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Run:
-    """What a rank saw of one forward and backward."""
+    """A record of one forward and backward on a rank."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     num_pieces: list[int] = field(default_factory=list)

@@ -145,7 +145,7 @@ class LoggedWork final : public comm::Work {
   Log& log_;
 };
 
-// Logs the begin of collectives, and waits for them.
+// Logs when collectives begin, and when they are waited for.
 class Logged final : public comm::ForwardingCommunicator {
  public:
   Logged(comm::CommunicatorPtr inner, Log& log)
