@@ -24,6 +24,11 @@ class Timing:
     def median_s(self) -> float:
         return statistics.median(self.samples_s)
 
+    @property
+    def cpu(self) -> Timing:
+        """The same repeats with CPU seconds in place of the clock's."""
+        return Timing(self.cpu_samples_s)
+
     def summary(self, prefix: str = "", scale: float = 1e3, unit: str = "ms") -> dict[str, float]:
         """Median, quartiles and minimum, keys ending in the unit."""
         return {

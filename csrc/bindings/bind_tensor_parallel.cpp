@@ -135,6 +135,9 @@ void bind_tensor_parallel(py::module_& m) {
            py::arg("bias"), py::arg("scaling"), py::kw_only(),
            py::arg("splits_in"), NoGil(),
            "A linear layer of which ranks have parts; see fp8_linear.h.")
+      .def("summed_linear", &tp::summed_linear, py::arg("x"), py::arg("weight"),
+           py::arg("other") = py::none(), NoGil())
+      .def("num_pieces", &Group::num_pieces, py::arg("part"), py::arg("extent"))
       .def("vocabulary_cross_entropy", &cross_entropy, py::arg("logits"),
            py::arg("targets"), py::kw_only(), py::arg("begin"),
            py::arg("vocab_size"), py::arg("ignore_index") = -100,

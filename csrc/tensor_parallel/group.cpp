@@ -10,6 +10,7 @@
 
 #include "csrc/comm/communicator_checks.h"
 #include "csrc/common/check.h"
+#include "csrc/tensor_parallel/pieces.h"
 
 namespace smp::tensor_parallel {
 namespace {
@@ -319,6 +320,43 @@ Pending Group::begin_reduce_scatter(const at::Tensor& x, int64_t dim,
   const int64_t own = sizes[group_rank_];
   return {*this, header, std::move(work),
           [=] { return part.narrow(dim, 0, own).contiguous(); }};
+}
+
+Pending Group::begin_gather_into(const at::Tensor& blocks,
+                                 const at::Tensor& part, const char* what) {
+  if (is_alone(part)) {
+    blocks.copy_(part.expand_as(blocks));
+    return Pending(blocks);
+  }
+  const at::Tensor input = part.detach();
+  const Header header = Header::of(what, part, part.sizes());
+  comm::WorkPtr work = issue(
+      *communicator_, header, static_cast<int64_t>(part.nbytes()) * (size_ - 1),
+      [&](auto& on) { return on.all_gather(blocks, input); });
+  return {*this, header, std::move(work), [blocks] { return blocks; }};
+}
+
+Pending Group::begin_scatter_into(const at::Tensor& part,
+                                  const at::Tensor& blocks, const char* what) {
+  if (is_alone(blocks)) {
+    part.copy_(blocks[group_rank_]);
+    return Pending(part);
+  }
+  const at::Tensor input = blocks.detach();
+  const Header header = Header::of(what, blocks, blocks.sizes());
+  comm::WorkPtr work =
+      issue(*communicator_, header,
+            static_cast<int64_t>(blocks.nbytes()) / size_ * (size_ - 1),
+            [&](auto& on) {
+              return on.reduce_scatter(part, input, comm::ReduceOp::kSum);
+            });
+  return {*this, header, std::move(work), [part] { return part; }};
+}
+
+int64_t Group::num_pieces(const at::Tensor& part, int64_t extent) const {
+  if (is_alone(part) || !communicator_->is_stream_ordered()) return 1;
+  const auto num_bytes = static_cast<int64_t>(part.nbytes()) * size_;
+  return tensor_parallel::num_pieces(num_bytes, extent);
 }
 
 Pending Group::begin_exchange(const at::Tensor& x, int64_t split_dim,

@@ -87,6 +87,14 @@ class Group {
   /// `dim`.
   Pending begin_reduce_scatter(const at::Tensor& x, int64_t dim,
                                const Sizes& sizes, const char* what);
+  /// Begins to gather parts, all of one shape, one after the other into
+  /// `blocks` [t, ...]. Both are contiguous.
+  Pending begin_gather_into(const at::Tensor& blocks, const at::Tensor& part,
+                            const char* what);
+  /// Begins to sum `blocks` [t, ...] over all ranks; block i goes into the
+  /// `part` of group rank i. Both are contiguous.
+  Pending begin_scatter_into(const at::Tensor& part, const at::Tensor& blocks,
+                             const char* what);
   /// Sends part i along `split_dim` to group rank i, and concatenates the parts
   /// received along `concat_dim`.
   Pending begin_exchange(const at::Tensor& x, int64_t split_dim,
@@ -111,6 +119,10 @@ class Group {
   /// Returns whether `says` is true on every rank. Only hosts exchange
   /// messages.
   bool all_say(bool says, const char* what);
+
+  /// Returns in how many pieces a part [...] is gathered beside products, see
+  /// `num_pieces` in pieces.h.
+  int64_t num_pieces(const at::Tensor& part, int64_t extent) const;
 
   /// Returns whether nothing is communicated for a tensor.
   bool is_alone(const at::Tensor& tensor) const;

@@ -51,7 +51,9 @@ at::Tensor exchange(const GroupPtr& group, const at::Tensor& x,
 /// biases where they are defined. Keeps only the own part of the input and
 /// gathers again in backward, where the sum of the input gradients is
 /// reduce-scattered once. Without a dim the input is whole on every rank, and
-/// its gradient is all-reduced.
+/// its gradient is all-reduced. An input [c, 1, ..., in] that is gathered along
+/// dim 1 in equal parts is gathered in c pieces, each beside the products of
+/// the one before, unless operands have 8 bits; its gradient is sent likewise.
 /// @param fp8  scaling of operands of 8 bits (`nn::fp8_scaling`); none: they
 ///     keep their dtype
 std::vector<at::Tensor> gathered_linears(
@@ -59,5 +61,14 @@ std::vector<at::Tensor> gathered_linears(
     const std::vector<at::Tensor>& weights,
     const std::vector<at::Tensor>& biases, std::optional<int64_t> dim,
     const Sizes& sizes, const std::optional<std::string>& fp8 = std::nullopt);
+
+/// Returns this rank's part [c, 1, ..., out] of the sum over the ranks of a
+/// product of x [c, t, ..., in] and a weight [out, in], in which block i of
+/// dim 1 is for group rank i. The sum of a piece is on its way while the
+/// product of the next one runs; backward: gathers gradients likewise.
+/// @param other  second term of this rank, of the shape of the product
+at::Tensor summed_linear(const GroupPtr& group, const at::Tensor& x,
+                         const at::Tensor& weight,
+                         const std::optional<at::Tensor>& other);
 
 }  // namespace smp::tensor_parallel

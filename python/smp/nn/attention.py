@@ -21,6 +21,7 @@ from smp.nn.layout import Layout
 from smp.nn.linear import ColumnLinear, RowLinear
 from smp.nn.module import IndivisibleModule
 from smp.nn.parameters import split_or_refuse
+from smp.nn.token_order import TokenOrder
 from smp.tensor_parallel import regions, sharding
 
 
@@ -200,7 +201,8 @@ class DistributedAttentionLayer(IndivisibleModule):
         Args:
             inputs: tuple that the class describes.
             extent: length of the sequence where `Layout.sizes` needs it; only inside of a layer.
-            products: products with `columns` if they exist already; only inside of a layer.
+            products: products with `columns`, by `Layout.order`, if they exist already; only in a
+                layer.
             unreduced: return this rank's term of the projection, before sum, bias, dropout and
                 residual; only inside of a layer.
         """
@@ -252,9 +254,10 @@ class DistributedAttentionLayer(IndivisibleModule):
     ) -> Tensor:
         """Computes `forward` between the borders; all tensors are in the layout."""
         layout = self._layout
+        order = layout.order(hidden, extent)
         if products is None:
-            products = layout.columns(self.norm(hidden), self.columns, extent)
-        query, key, value = self._heads(products, cross, mask)
+            products = layout.columns(self.norm(hidden), self.columns, extent, order)
+        query, key, value = self._heads(products, order, cross, mask)
         if self.causal_mask_size is not None and query.shape[1] > self.causal_mask_size:
             raise ValueError(
                 f"a sequence has {query.shape[1]} positions; causal_mask_size is "
@@ -272,12 +275,15 @@ class DistributedAttentionLayer(IndivisibleModule):
             self._own_heads,
             layout.has_own_batches,
         )
-        term = self.dense(context.transpose(1, 2).flatten(2))
-        assert isinstance(term, Tensor)
+        context = context.transpose(1, 2)
+        if order is not None:
+            context = order.blocks(context)
+        context = context.flatten(-2)
         if unreduced:
+            term: Tensor = self.dense(context)
             return term
         return close_block(
-            layout.sum_up(term, extent),
+            layout.rows(context, self.dense, extent, order),
             self.dense.bias,
             hidden,
             self.hidden_dropout_prob if self.training else 0.0,
@@ -302,16 +308,26 @@ class DistributedAttentionLayer(IndivisibleModule):
         return [self.query] if self.cross_attention else [self.query, self.key, self.value]
 
     def _heads(
-        self, products: Sequence[Tensor], cross: Tensor | None, mask: Tensor | None
+        self,
+        products: Sequence[Tensor],
+        order: TokenOrder | None,
+        cross: Tensor | None,
+        mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values ``[all B, all S, own heads, D]``."""
         layout, size = self._layout, self.attention_head_size
+        if order is not None:  # attention looks at whole sequences
+            products = [order.sorted(product) for product in products]
         if self._fused:
             query, key, value = products[0].unflatten(2, (-1, 3, size)).unbind(3)
             return query, key, value
         if cross is not None:
             extent = layout.extent_inside(cross, mask)
-            products = [*products, *layout.columns(cross, [self.key, self.value], extent)]
+            order = layout.order(cross, extent)
+            of_cross = layout.columns(cross, [self.key, self.value], extent, order)
+            if order is not None:
+                of_cross = [order.sorted(product) for product in of_cross]
+            products = [*products, *of_cross]
         query, key, value = (product.unflatten(2, (-1, size)) for product in products)
         return query, key, value
 

@@ -147,8 +147,11 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Maps ``[B, S]`` to ``[B, S, hidden_size]`` in the layout. Collective over the group."""
         every = self._layout.all_samples(ids)
+        order = self._layout.order_of(every)
+        if order is not None:
+            every = order.blocks(every)
         rows = regions.vocabulary_embedding(every, self.weight, self._begin)
-        return self._layout.sum_up(rows, ids.shape[1])
+        return self._layout.sum_up(rows, ids.shape[1], order)
 
     def extra_repr(self) -> str:
         return f"{self.vocab_size}, {self.hidden_size}, local rows {self.weight.shape[0]}"

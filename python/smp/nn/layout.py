@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from smp.dropout.masks import Slice
+from smp.nn.token_order import TokenOrder
 from smp.tensor_parallel import regions, sharding
 from smp.tensor_parallel.products import fp8_of
 from smp.world import runtime
@@ -28,6 +29,14 @@ class Column(Protocol):
     weight: nn.Parameter
     bias: nn.Parameter | None
     adds_bias: bool
+
+
+class Row(Protocol):
+    """A linear layer whose input features are split."""
+
+    weight: nn.Parameter
+
+    def __call__(self, x: Tensor, other: Tensor | None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -127,47 +136,110 @@ class Layout:
 
     # ---- products ----------------------------------------------------------------------
 
-    def columns(self, x: Tensor, layers: Sequence[Column], extent: int | None) -> list[Tensor]:
+    def order(self, x: Tensor, extent: int | None) -> TokenOrder | None:
+        """Returns the order in which products of ``x`` may have their tokens.
+
+        Args:
+            x: activations ``[B, S, *]`` in this layout.
+            extent: length of the sequence if `dim` is 1.
+
+        Returns:
+            The order, or None where tokens have no order but that of ``[all B, all S]``: nothing is
+            gathered, or parts of the sequence differ in size.
+        """
+        if self.dim is None or self.sizes(extent) is not None:
+            return None
+        samples, positions = x.shape[:2]
+        num_pieces = regions.num_pieces(x, samples if samples > 1 else positions)
+        return TokenOrder(self.dim, self.num_ranks, (samples, positions), num_pieces)
+
+    def order_of(self, every: Tensor) -> TokenOrder | None:
+        """Returns the order, in one piece, of numbers ``[all B, all S]`` that all ranks have."""
+        samples, positions = every.shape
+        if self.dim is None or self.sizes(positions) is not None:
+            return None
+        part = [samples, positions]
+        part[self.dim] //= self.num_ranks
+        return TokenOrder(self.dim, self.num_ranks, (part[0], part[1]))
+
+    def columns(
+        self,
+        x: Tensor,
+        layers: Sequence[Column],
+        extent: int | None,
+        order: TokenOrder | None = None,
+    ) -> list[Tensor]:
         """Returns products of ``x``, in this layout, with layers whose output features are split.
 
         Args:
             x: ``[B, S, in]``.
             layers: layers, each for one result, biased if it ``adds_bias``.
             extent: length of the sequence if `dim` is 1.
+            order: order of the results' tokens, from `order`; None for that of the samples.
 
         Returns:
-            ``[all B, all S, own part of out]`` each.
+            ``[all B, all S, own part of out]`` each, or blocks of the order.
         """
         biases = [layer.bias if layer.adds_bias else None for layer in layers]
         weights: list[Tensor] = [layer.weight for layer in layers]
+        parts, dim, sizes = x, self.dim, self.sizes(extent)
+        if order is not None:
+            parts, dim, sizes = order.parts(x), 1, None
         results: dict[int, Tensor] = {}
         scalings = [fp8_of(layer) for layer in layers]
         for fp8 in dict.fromkeys(scalings):  # one gather, unless some operands have 8 bits
             idxs = [idx for idx, scaling in enumerate(scalings) if scaling == fp8]
             products = regions.gathered_linears(
-                x,
-                [weights[idx] for idx in idxs],
-                [biases[idx] for idx in idxs],
-                self.dim,
-                self.sizes(extent),
-                fp8,
+                parts, [weights[idx] for idx in idxs], [biases[idx] for idx in idxs], dim, sizes, fp8
             )
             results.update(zip(idxs, products, strict=True))
         return [results[idx] for idx in range(len(layers))]
 
-    def gathered(self, x: Tensor, extent: int | None) -> Tensor:
+    def rows(
+        self,
+        x: Tensor,
+        layer: Row,
+        extent: int | None,
+        order: TokenOrder | None,
+        other: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the product of ``x`` with a layer whose input features are split, in this layout.
+
+        The ranks' terms are summed, and the bias is not added.
+
+        Args:
+            x: ``[all B, all S, own part of in]``, or blocks of the order.
+            layer: layer that computes this rank's term.
+            extent: length of the sequence if `dim` is 1.
+            order: order of the tokens in ``x``; None for that of the samples.
+            other: second term of this rank, in the order of ``x``.
+        """
+        if order is not None and order.num_pieces > 1 and fp8_of(layer) is None:
+            return order.own(regions.summed_linear(x, layer.weight, other))
+        return self.sum_up(layer(x, other), extent, order)
+
+    def gathered(self, x: Tensor, order: TokenOrder | None, extent: int | None) -> Tensor:
         """Returns ``[all B, all S, H]`` of ``x``, in this layout, for products with split layers.
 
         Gradients of the ranks are summed, as by `columns`, which keeps less for backward.
+
+        Args:
+            x: ``[B, S, H]``.
+            order: order of the result's tokens, which is then of blocks.
+            extent: length of the sequence if `dim` is 1.
         """
         if self.dim is None:
             return regions.copy(x)
+        if order is not None:
+            return regions.gather(order.parts(x), 1, grad="sum")
         return regions.gather(x, self.dim, self.sizes(extent), grad="sum")
 
-    def sum_up(self, x: Tensor, extent: int | None) -> Tensor:
-        """Adds the ranks' terms ``[all B, all S, H]``; the sum is in this layout."""
+    def sum_up(self, x: Tensor, extent: int | None, order: TokenOrder | None = None) -> Tensor:
+        """Adds the ranks' terms ``[all B, all S, H]``, or blocks; the sum is in this layout."""
         if self.dim is None:
             return regions.reduce(x)
+        if order is not None:
+            return order.own(regions.reduce_scatter(x, 1))
         return regions.reduce_scatter(x, self.dim, self.sizes(extent))
 
     # ---- the rest ----------------------------------------------------------------------

@@ -112,7 +112,7 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         Args:
             hidden_states: ``[N, S, H]``.
             extent: length of the sequence where `Layout.sizes` needs it.
-            products: products with `columns` if they exist already.
+            products: products with `columns`, by `Layout.order`, if they exist already.
             residual: tensor added at the end instead of the hidden states.
             term: extra term of this rank in the sum of all ranks' products.
             bias: second bias added to the sum.
@@ -133,13 +133,13 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         term: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
+        order = self._layout.order(hidden, extent)
         if products is None:
-            products = self._layout.columns(self.norm(hidden), self.columns, extent)
-        product = self.dense2(self._activate(products), term)
+            products = self._layout.columns(self.norm(hidden), self.columns, extent, order)
         own_bias = self.dense2.bias
         assert own_bias is not None
         return close_block(
-            self._layout.sum_up(product, extent),
+            self._layout.rows(self._activate(products), self.dense2, extent, order, term),
             own_bias if bias is None else own_bias + bias,
             hidden if residual is None else residual,
             self.hidden_dropout_prob if self.training else 0.0,
@@ -162,7 +162,7 @@ class DistributedTransformerOutputLayer(IndivisibleModule):
         return [self.dense1]
 
     def _activate(self, products: Sequence[Tensor]) -> Tensor:
-        """Returns ``[all B, all S, own intermediate channels]``."""
+        """Returns the own intermediate channels of all tokens, in the order of the products."""
         (product,) = products
         if self.activation in _GELUS:
             return functional.bias_gelu(product, self.dense1.bias, _GELUS[self.activation])

@@ -224,7 +224,8 @@ class DistributedTransformerLayer(GradientCheckpointing, IndivisibleModule):
         if self.single_pre_layernorm:  # gathered once for both blocks
             columns = attention.columns
             normed = attention.norm(hidden)
-            products = self._layout.columns(normed, [*columns, *output.columns], extent)
+            order = self._layout.order(hidden, extent)
+            products = self._layout.columns(normed, [*columns, *output.columns], extent, order)
             mine, others = products[: len(columns)], products[len(columns) :]
         drops = self.training and output.hidden_dropout_prob > 0.0
         # Without dropout in between, the terms of both blocks are summed over ranks at once.

@@ -170,17 +170,18 @@ class VocabularyHead(nn.Module):
             the loss is computed without them.
         """
         if targets is not None and self.fuses_loss:
+            order = self._layout.order_of(targets)
             losses = linear_cross_entropy(
-                self._layout.gathered(hidden, extent),
+                self._layout.gathered(hidden, order, extent),
                 self.weight,
-                targets,
+                targets if order is None else order.blocks(targets),
                 bias=self.bias,
                 ignore_index=IGNORE_INDEX,
                 reduction="none",
                 begin=self._begin,
                 vocab_size=self.vocab_size,
             )
-            return losses, None
+            return losses if order is None else order.sorted(losses), None
         local = self._layout.columns(hidden, [self], extent)[0]
         if targets is None:
             return None, local

@@ -243,7 +243,8 @@ def gathered_linears(
         weights: each [out, features].
         biases: one for each weight, or None.
         dim: dim along which `x` is gathered, not the last; None: all ranks have `x` alike, and its
-            gradient is summed over the ranks.
+            gradient is summed over the ranks. Pieces [c, 1, ..., features] are gathered along dim 1
+            one by one, each beside the products of the one before.
         sizes: sizes of the parts along `dim`.
         fp8: scaling of 8-bit operands, "rowwise" or "tensorwise"; None: operands keep their dtype.
 
@@ -270,6 +271,34 @@ def fp8_linear(
         splits_in: whether ranks hold parts of the input features; else of the output features.
     """
     return _group().fp8_linear(x, weight, bias, scaling, splits_in=splits_in)
+
+
+@_of_data
+def summed_linear(x: Tensor, weight: Tensor, other: Tensor | None = None) -> Tensor:
+    """Multiplies pieces of all ranks by a weight, and sums them over the ranks.
+
+    The sum of a piece is on its way while the next one is multiplied. Backward gathers gradients in
+    the same way.
+
+    Args:
+        x: [pieces, ranks, ..., own features].
+        weight: [out, own features].
+        other: second term of this rank, [pieces, ranks, ..., out].
+
+    Returns:
+        This rank's part [pieces, 1, ..., out].
+    """
+    return _group().summed_linear(x, weight, other)
+
+
+def num_pieces(part: Tensor, extent: int) -> int:
+    """Returns in how many pieces this rank's part of a tensor is gathered beside products.
+
+    Args:
+        part: own part.
+        extent: size of the dim that pieces cut, which their number divides.
+    """
+    return _group().num_pieces(part, extent)
 
 
 @_of_data

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/allclose.h>
+#include <ATen/ops/randn.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -18,6 +19,16 @@
 namespace smp::tensor_parallel {
 
 using Tensors = std::vector<at::Tensor>;
+
+inline at::Tensor randn(std::vector<int64_t> shape) {
+  return at::randn(shape, at::TensorOptions(at::kDouble));
+}
+
+inline at::Tensor sum_of(const Tensors& tensors) {
+  at::Tensor sum = tensors[0].clone();
+  for (size_t i = 1; i < tensors.size(); ++i) sum.add_(tensors[i]);
+  return sum;
+}
 
 /// The results of each rank.
 struct Outcome {

@@ -1,6 +1,5 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
 
 #include <numeric>
@@ -12,16 +11,6 @@
 
 namespace smp::tensor_parallel {
 namespace {
-
-at::Tensor randn(std::vector<int64_t> shape) {
-  return at::randn(shape, at::TensorOptions(at::kDouble));
-}
-
-at::Tensor sum_of(const Tensors& tensors) {
-  at::Tensor sum = tensors[0].clone();
-  for (size_t i = 1; i < tensors.size(); ++i) sum.add_(tensors[i]);
-  return sum;
-}
 
 // A way to split a dim of a tensor [4, 6, 12] over some ranks.
 struct Case {
