@@ -190,7 +190,12 @@ class Layout:
         for fp8 in dict.fromkeys(scalings):  # one gather, unless some operands have 8 bits
             idxs = [idx for idx, scaling in enumerate(scalings) if scaling == fp8]
             products = regions.gathered_linears(
-                parts, [weights[idx] for idx in idxs], [biases[idx] for idx in idxs], dim, sizes, fp8
+                parts,
+                [weights[idx] for idx in idxs],
+                [biases[idx] for idx in idxs],
+                dim,
+                sizes,
+                fp8,
             )
             results.update(zip(idxs, products, strict=True))
         return [results[idx] for idx in range(len(layers))]
