@@ -143,8 +143,8 @@ def main() -> None:
         spread = max(abs(end - center) for end in seeds)
         off = ends[storage.name][0] - center
         print(
-            f"{storage.name}: {off:+.4f} ({off / center:+.2%}) from the mean {center:.4f} of "
-            f"{SEEDS} seeds, "
+            f"{storage.name}: {ends[storage.name][0] / seeds[0] - 1:+.2%} from the same seed, "
+            f"{off:+.4f} from the mean {center:.4f} of {SEEDS} seeds, "
             f"which are up to {spread:.4f} from it: {'within' if abs(off) <= spread else 'OUTSIDE'}"
         )
 
