@@ -8,6 +8,8 @@ from benchmarks.gpu.tests_of import left_out, row_of
 FILES = (
     "tests/gpu/test_fused_ops.py",
     "tests/gpu/test_fused_optimizers.py",
+    "tests/gpu/test_fp8.py",
+    "tests/gpu/test_host_moments.py",
     "tests/unit/test_optim_ops.py",
 )
 #: Arguments of pytest in a dry run: few tests of these files.
