@@ -99,6 +99,15 @@ class WithCodes(Own):
             self.state[p]["momentum"] = zeros.as_subclass(Codes) if p.numel() >= 4096 else zeros
 
 
+class WithNumber(Own):
+    """Keeps a number beside the states of parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.state["updates"] = self.state.get("updates", 0) + 1  # type: ignore[assignment, index]
+
+
 CASES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Coupling]] = {
     "AdamW": (torch.optim.AdamW, Coupling.NONE),
     "a class of AdamW": (type("Own", (torch.optim.AdamW,), {}), Coupling.NONE),
@@ -155,6 +164,7 @@ def test_state_in_tensors_of_another_class_is_refused() -> None:
         with pytest.raises(ValueError, match=r"WithCodes keeps its state in .* class Codes.*Fused"):
             smp.DistributedOptimizer(WithCodes(model.parameters(), signs))
         smp.DistributedOptimizer(Own(model.parameters(), signs))
+        smp.DistributedOptimizer(WithNumber(model.parameters(), signs))
     finally:
         smp.shutdown()
 

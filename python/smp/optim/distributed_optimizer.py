@@ -60,9 +60,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             keywords.
 
     Raises:
-        ValueError: the object is no optimizer; loss scale arguments are unknown; the module of a
-            parameter was replaced; a key needs `FusedAdam`; the optimizer needs more
-            than one whole tensor; an FP16 optimizer of the script comes without ``fp16: True``.
+        ValueError: no optimizer; unknown loss scale arguments; the module of a parameter was
+            replaced; a key needs `FusedAdam`; the optimizer needs several whole tensors, or has a
+            class of its own for its state; an FP16 optimizer of the script without ``fp16: True``.
     """
 
     # Accelerate does not wrap such an optimizer, and asks it whether a step was skipped.

@@ -132,7 +132,7 @@ class MomentSlots:
                         host.copy_(value, non_blocking=True)
                 left.append(_mark(self._leave))
         finally:
-            # Who reads the state reads host memory, and slots are freed without a stream.
+            # The state is read on the host, and slots are freed without a stream.
             for stream in (self._come, current, self._leave):
                 if stream is not None:
                     stream.synchronize()

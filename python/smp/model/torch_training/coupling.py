@@ -232,7 +232,8 @@ def _refuse_own_tensors(optimizer: torch.optim.Optimizer) -> None:
             continue  # it needs a closure, or its first step will raise an error of its own
         finally:
             torch.set_rng_state(random_state)
-        found = {type(value) for entry in state.values() for value in entry.values()}
+        entries = [entry for entry in state.values() if isinstance(entry, dict)]  # or a number
+        found = {type(value) for entry in entries for value in entry.values()}
         for kind in found - {Tensor, nn.Parameter, nn.Buffer}:
             if issubclass(kind, Tensor):
                 raise ValueError(
