@@ -301,6 +301,12 @@ def test_model_without_such_layers_is_told(caplog: pytest.LogCaptureFixture) -> 
     assert "0 of 1 linear layers of Sequential multiply with 8 bits; 1 heads: 0" in caplog.text
 
 
+def test_patterns_that_fit_no_layer_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "smp"):
+        wrapped({"fp8": "rowwise", "fp8_skip": "hed, *.down, head,"}, Net())
+    assert "no linear layer of Net has a name like 'hed'; its words are head" in caplog.text
+
+
 def test_devices_without_such_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from smp._device import fp8_problem
 

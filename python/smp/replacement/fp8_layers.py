@@ -23,6 +23,7 @@ from smp.world.log import first_rank_log
 
 _UNIT = 16  # kernels multiply blocks of so many numbers
 _SHOWN = 4
+_WORDS = {"head", "first", "last", "none"}  # of `fp8_skip`; others are patterns
 
 
 @dataclass
@@ -32,10 +33,12 @@ class Choice:
     Attributes:
         converted: layers with 8-bit operands, by name.
         left: names of other layers, by reason.
+        unknown: patterns that no layer is named by.
     """
 
     converted: dict[str, nn.Module] = field(default_factory=dict)
     left: dict[str, list[str]] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
 
 
 def convert_to_fp8(root: nn.Module, config: Config, device: torch.device) -> None:
@@ -72,13 +75,14 @@ def choose_layers(root: nn.Module, skip: str) -> Choice:
         root: model.
         skip: value of the key `fp8_skip`.
     """
-    words = {word.strip() for word in skip.split(",")}
+    words = {word.strip() for word in skip.split(",")} - {""}
     layers = {name: module for name, module in root.named_modules() if _is_linear(module)}
     ends = _ends_of_blocks(root, layers)
     heads = _heads(root, layers)
-    choice = Choice()
+    patterns = sorted(words - _WORDS)
+    choice = Choice(unknown=[p for p in patterns if not fnmatch.filter(layers, p)])
     for name, layer in layers.items():
-        pattern = next((word for word in words if fnmatch.fnmatchcase(name, word)), None)
+        pattern = next((p for p in patterns if fnmatch.fnmatchcase(name, p)), None)
         if "head" in words and name in heads:
             reason: str | None = "heads"
         elif ends.get(name) in words:
@@ -210,6 +214,13 @@ def _log(root: nn.Module, choice: Choice, config: Config) -> None:
         type(root).__name__,
         "".join(f"; {len(n)} {reason}: {_shown(n)}" for reason, n in choice.left.items()),
     )
+    if choice.unknown:  # a script with several models has one key for all of them
+        first_rank_log.warning(
+            "smp: fp8_skip: no linear layer of %s has a name like %s; its words are head, first "
+            "and last, and its patterns fit whole names, as in '*.gate'",
+            type(root).__name__,
+            ", ".join(map(repr, choice.unknown)),
+        )
     wide = {str(_weight(layer).dtype) for layer in choice.converted.values()}  # type: ignore[union-attr]
     wide &= {"torch.float32", "torch.float64"}
     if config.half_dtype is None and wide:
