@@ -6,6 +6,8 @@ cd "$(dirname "$0")/.."
 
 python=$1
 fix=${2:-}
+# The tools of this python's environment come before others of the same name.
+PATH=$(dirname "$python"):$PATH
 failed=0
 code=(python tests benchmarks examples website cmake setup.py)
 

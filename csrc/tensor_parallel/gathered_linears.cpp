@@ -153,9 +153,8 @@ Take begin_input_grad(const LinearsCall& call, const variable_list& grads,
   if (call.in_pieces(saved[0])) {
     return begin_input_grad_by_piece(call, saved[0].size(0), grads, saved);
   }
-  const at::Tensor own =
-      fp8 ? fp8->input_grad().view(input_shape(grads, saved))
-          : input_grad(grads, saved);
+  const at::Tensor own = fp8 ? fp8->input_grad().view(input_shape(grads, saved))
+                             : input_grad(grads, saved);
   auto sum = begin_sum(call, own);
   return [sum]() mutable { return sum.take(); };
 }
@@ -281,10 +280,10 @@ struct GatheredLinears : torch::autograd::Function<GatheredLinears> {
                                at::TensorList weights, at::TensorList biases) {
     variable_list saved{x};
     saved.insert(saved.end(), weights.begin(), weights.end());
-    variable_list outputs =
-        call.fp8            ? fp8_products(call, x, weights, biases)
-        : call.in_pieces(x) ? products_by_piece(call, x, weights, biases)
-                            : products(call, x, weights, biases);
+    variable_list outputs = call.fp8 ? fp8_products(call, x, weights, biases)
+                            : call.in_pieces(x)
+                                ? products_by_piece(call, x, weights, biases)
+                                : products(call, x, weights, biases);
     keep(context, call);
     context->save_for_backward(std::move(saved));
     context->set_materialize_grads(false);
