@@ -49,9 +49,13 @@ class WrapperKind(enum.IntEnum):
     """Fetches sharded parameters before the forward, and frees them after it."""
     PLACE = 1
     """Sets the place of the running code in the model, on which dropout masks depend."""
-    CHECKPOINT = 2
+    ATTENTION = 2
+    """Exchanges tokens against heads where a block computes a part of the tokens."""
+    CHECKPOINT = 3
     """Keeps only the arguments, and computes again in backward."""
-    REMOTE = 3
+    SEQUENCE = 4
+    """Cuts sequences into the parts of the ranks."""
+    REMOTE = 5
     """Sends the call to the rank that owns the module."""
 
 

@@ -1,0 +1,1 @@
+"""Context parallelism: ranks compute parts of each sequence ([how](docs/design/context_parallel.md))."""

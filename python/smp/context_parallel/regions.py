@@ -1,0 +1,83 @@
+"""Borders between whole sequences and parts of them, and between parts of sequences and of heads.
+
+Each function is collective over the context-parallel group: its ranks call the same functions in
+one order, forward and backward. The backward of each is its exact transpose. So where all ranks
+begin a backward with their own loss, each parameter's gradient is a term of the derivative of the
+sum of all losses, whether ranks compute something alike or in parts; the mean over the ranks, which
+replicas take anyway, is the derivative of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import smp._C as _C
+from smp.context_parallel.parts import Interval, even_parts
+from smp.world import runtime
+
+
+def group() -> _C.TensorParallelGroup:
+    """Returns the context-parallel group of this rank."""
+    return runtime.current().rank.comms.cp_group
+
+
+def own(extent: int) -> Interval:
+    """Returns this rank's part of a dim."""
+    ranks = group()
+    return Interval.of_rank(even_parts(extent, ranks.size), ranks.group_rank)
+
+
+def cut(x: Tensor, dim: int) -> Tensor:
+    """Returns a copy of this rank's part of a tensor that all ranks have.
+
+    Backward: zeros for the parts of others. Communicates nothing.
+    """
+    return own(x.shape[dim]).of(x, dim).clone(memory_format=torch.contiguous_format)
+
+
+def gather(part: Tensor, dim: int, extent: int) -> Tensor:
+    """Concatenates the parts of all ranks; backward: the sum over the ranks, of it the own part.
+
+    Args:
+        part: this rank's part.
+        dim: dim of the concatenation.
+        extent: size of the whole along the dim.
+    """
+    ranks = group()
+    return ranks.gather(part, dim, even_parts(extent, ranks.size), True)
+
+
+def to_heads(x: Tensor, length: int, heads: Sequence[int]) -> Tensor:
+    """Exchanges a part of the tokens of all heads for all tokens of some heads.
+
+    Args:
+        x: ``[B, heads, part of the tokens, D]``.
+        length: number of tokens of all ranks.
+        heads: numbers of heads of each rank.
+
+    Returns:
+        ``[B, heads of this rank, length, D]``. Backward: the inverse.
+    """
+    ranks = group()
+    return ranks.exchange(x, 1, 2, list(heads), even_parts(length, ranks.size))
+
+
+def to_tokens(x: Tensor, tokens_dim: int, heads_dim: int, heads: Sequence[int]) -> Tensor:
+    """Exchanges all tokens of some heads for a part of the tokens of all heads.
+
+    Args:
+        x: tokens of all ranks along ``tokens_dim``, heads of this rank along ``heads_dim``.
+        tokens_dim, heads_dim: dims.
+        heads: numbers of heads of each rank.
+    """
+    ranks = group()
+    sizes = even_parts(x.shape[tokens_dim], ranks.size)
+    return ranks.exchange(x, tokens_dim, heads_dim, sizes, list(heads))
+
+
+def all_say(says: bool, what: str) -> bool:
+    """Returns whether all ranks pass True. Only hosts communicate."""
+    return group().all_say(says, what)

@@ -1,0 +1,280 @@
+"""A trial whether a block computes the same from a part of the tokens as from all of them.
+
+Before the first call of its kind a block runs twice more, without a graph and in eval mode: with
+all tokens, and with this rank's part of them. In the second run attention gives the part of what it
+gave in the first one, so nobody communicates. What attention gets, and what the block gives, then
+has to be this rank's part. A convolution over time, a recurrent mixer, positions by index, a router
+with a capacity or a norm over the sequence give something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp.context_parallel import attention, regions
+from smp.context_parallel.attention import Call, CannotShare, Form
+from smp.context_parallel.caches import CacheChanges, copied
+from smp.context_parallel.parts import Interval, walk
+from smp.modules.state_changes import StateComparison
+from smp.nn.run_aside import run_aside
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_OF_16_BITS = 3e-2  # of norms; the same products with other numbers of rows differ by rounding
+
+
+class Different(Exception):
+    """A part gives other numbers than the whole; the text is the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """How a tensor of a part belongs to the one of the whole.
+
+    Attributes:
+        dim: dim along which it is a part; None: all ranks have the same.
+        num_samples: number of samples if the dim has the tokens of all of them, one after the
+            other; else 0.
+    """
+
+    dim: int | None
+    is_flat: bool = False
+
+
+@dataclass
+class Verdict:
+    """The result of a trial.
+
+    Attributes:
+        problem: reason why the block runs on whole sequences, as the end of a sentence; or None.
+        forms: its calls of attention.
+        results: tensors of its result, by place.
+        cached: tensors that it leaves in caches among its arguments, in their order.
+    """
+
+    problem: str | None = None
+    forms: list[Form] = field(default_factory=list)
+    results: dict[str, Leaf] = field(default_factory=dict)
+    cached: list[Leaf] = field(default_factory=list)
+
+
+@dataclass
+class _Outcome:
+    """What a run has given.
+
+    Attributes:
+        result: result of the block.
+        left: tensors in attributes and containers that it has changed.
+        buffers: buffers that it has written, by name.
+        cached: new tensors in caches.
+    """
+
+    result: Any = None
+    left: list[Tensor] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    cached: list[Tensor] = field(default_factory=list)
+
+
+def try_block(
+    block: nn.Module,
+    inner: Callable[..., Any],
+    arguments: Callable[[bool], tuple[tuple[Any, ...], dict[str, Any]]],
+    length: int,
+) -> Verdict:
+    """Compares a block's run on a part of the tokens with one on all of them.
+
+    Not collective: ranks may come to different verdicts.
+
+    Args:
+        block: block.
+        inner: its forward.
+        arguments: makes arguments for all tokens, or with True for this rank's part of them.
+        length: number of tokens of the whole.
+    """
+    recorder = _Recorder()
+    try:
+        whole = _run(block, inner, recorder, *arguments(False))
+    except Exception as error:
+        return Verdict(f"it cannot be tried ({type(error).__name__}: {_first_line(error)})")
+    checker = _Checker(recorder.calls, length)
+    try:
+        own = _run(block, inner, checker, *arguments(True))
+        return _compare(whole, own, checker, length)
+    except (Different, CannotShare) as reason:
+        return Verdict(str(reason))
+    except Exception as error:
+        return Verdict(
+            f"its code fails with a part of the tokens ({type(error).__name__}: "
+            f"{_first_line(error)})"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:160]
+
+
+def _run(
+    block: nn.Module,
+    inner: Callable[..., Any],
+    handler: attention.Handler,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> _Outcome:
+    outcome = _Outcome()
+    args = tuple(map(copied, args))
+    kwargs = {name: copied(value) for name, value in kwargs.items()}
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        watch = StateComparison([block], copies=False)
+        versions = {name: b._version for name, b in block.named_buffers()}
+        caches = CacheChanges([*args, *kwargs.values()])
+        with torch.no_grad(), attention.handled_by(handler), _in_eval_mode(block):
+            outcome.result = inner(*args, **kwargs)
+        outcome.left = list(watch.compare().tensors)
+        for name, buffer in block.named_buffers():
+            if buffer._version != versions.get(name):
+                outcome.buffers[name] = buffer.clone()
+        outcome.cached = caches.added()
+
+    run_aside(block, run, args, kwargs)
+    return outcome
+
+
+@contextlib.contextmanager
+def _in_eval_mode(block: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in block.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def is_close(part: Tensor, whole: Tensor) -> bool:
+    """Returns whether numbers are the same but for rounding, measured by their norm."""
+    if part.shape != whole.shape or part.dtype != whole.dtype:
+        return False
+    if not part.is_floating_point():
+        return bool(torch.equal(part, whole))
+    a, b = (torch.nan_to_num(x.double(), nan=0.0, posinf=0.0, neginf=0.0) for x in (part, whole))
+    tolerance = _TOLERANCES.get(part.dtype, _OF_16_BITS)
+    is_same_nan = torch.equal(part.isfinite(), whole.isfinite())
+    return is_same_nan and bool((a - b).norm() <= tolerance * b.norm())
+
+
+def _leaf(part: Tensor, whole: Tensor, length: int, what: str) -> Leaf:
+    """Returns how a part belongs to its whole.
+
+    Raises:
+        Different: it does not.
+    """
+    own = regions.own(length)
+    if is_close(part, whole):
+        return Leaf(None)
+    dims = [d for d in range(whole.dim()) if part.dim() == whole.dim()]
+    for dim in (d for d in dims if part.shape[d] != whole.shape[d]):
+        if whole.shape[dim] == length and is_close(part, own.of(whole, dim)):
+            return Leaf(dim)
+        if dim == 0 and whole.shape[0] % length == 0:
+            apart = own.of(whole.unflatten(0, (-1, length)), 1).flatten(0, 1)
+            if is_close(part, apart):
+                return Leaf(0, is_flat=True)
+    raise Different(f"{what} is another one for a part of the tokens, which its code mixes")
+
+
+def _compare(whole: _Outcome, own: _Outcome, checker: _Checker, length: int) -> Verdict:
+    wholes, parts = dict(walk(whole.result, "")), dict(walk(own.result, ""))
+    if wholes.keys() != parts.keys() or len(checker.calls) != len(checker.forms):
+        raise Different("its code does something else with a part of the tokens")
+    results = {
+        name: _leaf(parts[name], wholes[name], length, f"result{name}") for name in wholes
+    }
+    if len(whole.left) != len(own.left) or whole.buffers.keys() != own.buffers.keys():
+        raise Different("it leaves something else in attributes for a part of the tokens")
+    pairs = [*zip(own.left, whole.left, strict=True)]
+    pairs += [(own.buffers[name], whole.buffers[name]) for name in whole.buffers]
+    if not all(is_close(part, of_all) for part, of_all in pairs):
+        raise Different("it leaves tensors in attributes that depend on the tokens")
+    if len(whole.cached) != len(own.cached):
+        raise Different("it leaves something else in a cache for a part of the tokens")
+    cached = [
+        _leaf(part, of_all, length, "what it leaves in a cache")
+        for part, of_all in zip(own.cached, whole.cached, strict=True)
+    ]
+    return Verdict(None, checker.forms, results, cached)
+
+
+@dataclass
+class _Recorded:
+    call: Call
+    output: Tensor
+    problem: str | None
+
+
+class _Recorder:
+    """Computes attention of all tokens and heads, and tries this rank's heads alone."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Recorded] = []
+
+    def attend(self, call: Call) -> Tensor:
+        output = call.run(call.query, call.key, call.value, None)
+        self.calls.append(_Recorded(call, output, self._problem(call, output)))
+        return output
+
+    def _problem(self, call: Call, output: Tensor) -> str | None:
+        try:
+            heads = call.heads()
+        except CannotShare as reason:
+            return str(reason)
+        share = call.share(heads)
+        keys = Interval.of_rank(heads.keys, regions.group().group_rank)
+        key, value = (keys.of(attention.repeated(x, heads), 1) for x in (call.key, call.value))
+        own = call.run(share.own.of(call.query, 1), key, value, share)
+        if is_close(own, share.own.of(output, call.heads_dim)):
+            return None
+        return "its function of attention gives something else for some of the heads"
+
+
+class _Checker:
+    """Gives the own part of recorded results, and compares what attention gets."""
+
+    def __init__(self, calls: list[_Recorded], length: int) -> None:
+        self.calls, self.forms = calls, list[Form]()
+        self._length = length
+
+    def attend(self, call: Call) -> Tensor:
+        if len(self.forms) == len(self.calls):
+            raise Different("it calls attention more often for a part of the tokens")
+        known = self.calls[len(self.forms)]
+        cut = [
+            self._is_cut(name, getattr(call, name), getattr(known.call, name))
+            for name in ("query", "key", "value")
+        ]
+        form = Form(cut[0], cut[1])
+        if cut[1] != cut[2] or (cut[1] and not cut[0]):
+            raise Different("its attention mixes tokens of a part with others")
+        if form.queries_cut and known.problem is not None:
+            raise CannotShare(known.problem)
+        self.forms.append(form)
+        own = regions.own(self._length)
+        return own.of(known.output, call.tokens_dim) if form.queries_cut else known.output
+
+    def _is_cut(self, name: str, part: Tensor, whole: Tensor) -> bool:
+        if is_close(part, whole):
+            return False
+        dim = whole.dim() - 2
+        is_part = whole.shape[dim] == self._length
+        if is_part and is_close(part, regions.own(self._length).of(whole, dim)):
+            return True
+        raise Different(
+            f"the {name} of its attention is another one for a part of the tokens (positions by "
+            "index, or a mix of tokens)"
+        )
