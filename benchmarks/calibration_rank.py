@@ -165,7 +165,7 @@ def sums() -> dict[str, object]:
     smp.init({"ddp": True})
     torch.set_num_threads(1)
     rank = runtime.current().rank
-    communicator = rank.comms.dp
+    communicator = rank.comms.dp_cp
     assert communicator is not None, "there are several ranks"
     gradients = torch.zeros(_MOVED_BYTES // 4).split(bucket_cap_bytes(DEFAULT_MB, rank.device) // 4)
     spent = []

@@ -29,18 +29,20 @@ void bind_topology(py::module_& m) {
         py::arg("group_rank"), "`hosts` by group rank.");
 
   py::class_<Coordinates>(m, "Coordinates", "Place of a rank on the grid.")
-      .def(py::init<int, int, int>(), py::arg("pp"), py::arg("tp"),
-           py::arg("rdp"))
+      .def(py::init<int, int, int, int>(), py::arg("pp"), py::arg("tp"),
+           py::arg("rdp"), py::arg("cp") = 0)
       .def_readonly("pp", &Coordinates::pp)
       .def_readonly("tp", &Coordinates::tp)
-      .def_readonly("rdp", &Coordinates::rdp);
+      .def_readonly("rdp", &Coordinates::rdp)
+      .def_readonly("cp", &Coordinates::cp);
 
   py::class_<ProcessGrid>(m, "ProcessGrid",
                           "Which global rank has which place; a group kind is "
-                          "one of world, mp, dp, pp, tp, rdp.")
-      .def(py::init<int, int, int, const std::string&>(), py::arg("world_size"),
-           py::arg("pp_size"), py::arg("tp_size"),
-           py::arg("placement_strategy"))
+                          "one of world, mp, dp, pp, tp, rdp, cp, dp_cp, "
+                          "rdp_cp, tp_cp.")
+      .def(py::init<int, int, int, int, const std::string&>(),
+           py::arg("world_size"), py::arg("pp_size"), py::arg("tp_size"),
+           py::arg("cp_size"), py::arg("placement_strategy"))
       .def_property_readonly("world_size", &ProcessGrid::world_size)
       .def_property_readonly("placement", &ProcessGrid::placement)
       .def("coordinates", &ProcessGrid::coordinates, py::arg("global_rank"))

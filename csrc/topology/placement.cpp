@@ -1,6 +1,7 @@
 #include "csrc/topology/placement.h"
 
 #include <algorithm>
+#include <cstddef>
 
 #include "csrc/common/check.h"
 
@@ -8,7 +9,7 @@ namespace smp::topology {
 
 namespace {
 
-constexpr char kLetters[kNumAxes] = {'P', 'T', 'D'};  // indexed by Axis
+constexpr char kLetters[kNumAxes] = {'P', 'T', 'D', 'C'};  // indexed by Axis
 
 std::string resolve_name(const std::string& strategy) {
   if (strategy == "cluster") return "DPT";
@@ -16,14 +17,24 @@ std::string resolve_name(const std::string& strategy) {
   return strategy;
 }
 
+/// Puts C beside T, on the side of D. Of the replicas of parameters, those that
+/// exchange activations are then the nearest.
+std::string with_context_axis(std::string letters) {
+  const size_t tp = letters.find('T');
+  return letters.insert(letters.find('D') < tp ? tp : tp + 1, "C");
+}
+
 }  // namespace
 
 AxisOrder parse_placement(const std::string& strategy) {
-  const std::string letters = resolve_name(strategy);
+  std::string letters = resolve_name(strategy);
   std::string sorted = letters;
   std::sort(sorted.begin(), sorted.end());
-  SMP_CHECK_VALUE(sorted == "DPT", "placement_strategy is '", strategy,
-                  "', expected 'cluster', 'spread' or a permutation of 'DPT'");
+  SMP_CHECK_VALUE(sorted == "DPT" || sorted == "CDPT",
+                  "placement_strategy is '", strategy,
+                  "', expected 'cluster', 'spread' or a permutation of 'DPT' "
+                  "or 'DPTC'");
+  if (sorted == "DPT") letters = with_context_axis(letters);
   AxisOrder order{};
   for (int i = 0; i < kNumAxes; ++i) {
     const auto* found =

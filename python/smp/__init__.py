@@ -56,6 +56,7 @@ from smp.replacement import (  # noqa: E402
 from smp.step import step  # noqa: E402
 from smp.step.microbatch import StepOutput  # noqa: E402
 from smp.world.comm import (  # noqa: E402
+    CP_GROUP,
     DP_GROUP,
     MP_GROUP,
     PP_GROUP,
@@ -67,9 +68,14 @@ from smp.world.comm import (  # noqa: E402
     allgather,
     barrier,
     broadcast,
+    cp_barrier,
+    cp_rank,
+    cp_size,
     dp_barrier,
     dp_rank,
     dp_size,
+    get_cp_group,
+    get_cp_process_group,
     get_dp_group,
     get_dp_process_group,
     get_mp_group,
@@ -111,6 +117,7 @@ use_saver(StoppingSaver())
 use_observers(*OBSERVERS)
 
 __all__ = [
+    "CP_GROUP",
     "DP_GROUP",
     "MP_GROUP",
     "PP_GROUP",
@@ -129,6 +136,9 @@ __all__ = [
     "barrier",
     "broadcast",
     "clip_grad_norm_",
+    "cp_barrier",
+    "cp_rank",
+    "cp_size",
     "delay_param_initialization",
     "delayed_parameter_initialization",
     "dp_barrier",
@@ -136,6 +146,8 @@ __all__ = [
     "dp_size",
     "detect_nonfinite",
     "explain_partition",
+    "get_cp_group",
+    "get_cp_process_group",
     "get_dp_group",
     "get_dp_process_group",
     "get_mp_group",

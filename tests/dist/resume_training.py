@@ -25,7 +25,7 @@ class Job:
     """The layout of a job.
 
     Attributes:
-        pp, tp, rdp: sizes.
+        pp, tp, rdp, cp: sizes.
         sharding: "none", "state", or "sdp<degree>".
         precision: "fp64", "fp32", "fp16" or "bf16".
         dropout: whether the model drops elements at random.
@@ -45,28 +45,34 @@ class Job:
     state_dtype: str = ""
     masters: str = "fp32"
     offloads_state: bool = False
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.tp * self.rdp
+        return self.pp * self.tp * self.num_replicas
+
+    @property
+    def num_replicas(self) -> int:
+        return self.rdp * self.cp
 
     @property
     def num_shards(self) -> int:
         if self.sharding.startswith("sdp"):
             return int(self.sharding[3:])
-        return self.rdp if self.sharding == "state" else 1
+        return self.num_replicas if self.sharding == "state" else 1
 
     @property
     def is_legal(self) -> bool:
         if self.sharding == "state":
-            return self.rdp > 1
-        return self.rdp % self.num_shards == 0
+            return self.num_replicas > 1
+        return self.num_replicas % self.num_shards == 0
 
     @property
     def config(self) -> dict[str, Any]:
         config: dict[str, Any] = {
             "pipeline_parallel_degree": self.pp,
             "tensor_parallel_degree": self.tp,
+            "context_parallel_degree": self.cp,
             "microbatches": 2,
             "prescaled_batch": True,
             "ddp": True,
@@ -91,6 +97,7 @@ class Job:
         flags = f"-{self.state_dtype}-{self.masters}" if self.state_dtype else ""
         flags += "-offloaded" if self.offloads_state else ""
         flags += ("-dropout" if self.dropout else "") + ("-delayed" if self.delayed else "")
+        flags += f"-cp{self.cp}" if self.cp > 1 else ""
         return f"pp{self.pp}-tp{self.tp}-rdp{self.rdp}-{self.sharding}-{self.precision}{flags}"
 
 
@@ -206,7 +213,7 @@ def facts_of(job: Job, model: Any) -> dict[str, Any]:
 
     local = list(model.local_parameters())
     return {
-        "places": (smp.pp_rank(), smp.tp_rank(), smp.rdp_rank()),
+        "places": (smp.pp_rank(), smp.tp_rank(), smp.rdp_rank(), smp.cp_rank()),
         "local": sum(p.numel() for p in local),
         "split": sum(sharding.interval_of(p) is not None for p in local),
         "is_sharded": isinstance(engine_of(model).storage, ShardedParameters),

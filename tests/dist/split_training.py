@@ -48,6 +48,7 @@ class SplitRun:
     pp: int
     tp: int
     rdp: int
+    cp: int = 1
     optimize: str = "memory"
     prescaled: bool = False
     dtype: torch.dtype = torch.float64
@@ -58,7 +59,7 @@ class SplitRun:
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.tp * self.rdp
+        return self.pp * self.tp * self.cp * self.rdp
 
     @property
     def num_batches(self) -> int:
@@ -69,8 +70,8 @@ class SplitRun:
         batch = "prescaled" if self.prescaled else "own batch"
         dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"{self.case} pp{self.pp} tp{self.tp} rdp{self.rdp} {self.optimize} {batch} {dtype} "
-            f"mb{self.microbatches}"
+            f"{self.case} pp{self.pp} tp{self.tp} cp{self.cp} rdp{self.rdp} {self.optimize} "
+            f"{batch} {dtype} mb{self.microbatches}"
         )
 
 
@@ -93,6 +94,7 @@ def init_split(run: SplitRun) -> None:
         {
             "pipeline_parallel_degree": run.pp,
             "tensor_parallel_degree": run.tp,
+            "context_parallel_degree": run.cp,
             "microbatches": run.microbatches,
             "pipeline": run.schedule,
             "optimize": run.optimize,
@@ -127,7 +129,7 @@ def _train(run: SplitRun) -> SplitRecord:
 
     batch_idx = smp.rdp_rank() if run.prescaled else smp.dp_rank()
     record = SplitRecord(
-        rdp_rank=smp.rdp_rank(),
+        rdp_rank=smp.rdp_rank() * run.cp + smp.cp_rank(),
         batch_idx=batch_idx,
         pp_rank=smp.pp_rank(),
         tp_rank=smp.tp_rank(),

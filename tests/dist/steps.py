@@ -30,7 +30,7 @@ class Steps:
     """Records what one rank saw.
 
     Attributes:
-        rdp_rank: the rank's number in its reduced data-parallel group.
+        rdp_rank: the rank's number among those with the same slices of the same partition.
         batch_idx: index of the batch that the rank reads among a step's batches.
     """
 
@@ -187,6 +187,6 @@ def compare(
 
 
 def replicas_of(records: Sequence[Steps]) -> list[list[Any]]:
-    """The records of each rank of reduced data parallelism together."""
+    """The records of each replica of the model together."""
     ranks = sorted({record.rdp_rank for record in records})
     return [[record for record in records if record.rdp_rank == rank] for rank in ranks]

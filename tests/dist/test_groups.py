@@ -58,7 +58,7 @@ def read_everything(rank: int, config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("placement", ["cluster", "spread"])
 def test_public_functions_agree_with_the_grid(pool: Pool, placement: str) -> None:
     config = {"partitions": 2, "ddp": True, "placement_strategy": placement}
-    grid = _C.ProcessGrid(4, 2, 1, placement)
+    grid = _C.ProcessGrid(4, 2, 1, 1, placement)
     for rank, seen in enumerate(pool.run(4, read_everything, config)):
         assert seen["size"] == (4, 4)
         for kind in KINDS:
@@ -96,7 +96,7 @@ def sum_ranks(rank: int, config: dict[str, Any]) -> dict[str, tuple[float, list[
 
 @pytest.mark.parametrize("config", [{"partitions": 2, "ddp": True}, {"ddp": True}])
 def test_process_groups_reduce_over_the_listed_ranks(pool: Pool, config: dict[str, Any]) -> None:
-    grid = _C.ProcessGrid(4, config.get("partitions", 1), 1, "cluster")
+    grid = _C.ProcessGrid(4, config.get("partitions", 1), 1, 1, "cluster")
     for rank, sums in enumerate(pool.run(4, sum_ranks, config)):
         for kind in KINDS:
             members = grid.group(kind, rank)
@@ -153,7 +153,7 @@ def test_process_group_of_the_user_is_used_and_left_alone(pool: Pool) -> None:
 
 def build_with_tp(rank: int, placement: str) -> dict[str, float]:
     """Groups of a grid with tp 2, which init does not offer yet."""
-    grid = _C.ProcessGrid(4, 1, 2, placement)
+    grid = _C.ProcessGrid(4, 1, 2, 1, placement)
     launch = read_launch(os.environ, "here")
     store = MeetingPoint().open(launch, os.environ, 30.0)
     board = _C.FaultBoard(rank)
@@ -181,8 +181,8 @@ def build_with_tp(rank: int, placement: str) -> dict[str, float]:
     assert made.replica is None
     sums = {}
     communicators = {
-        "dp": made.dp,
-        "dp_control": made.dp_control,
+        "dp": made.dp_cp,
+        "dp_control": made.dp_cp_control,
         "mp": made.mp,
         "shard": made.shard,
         "shard_reduce": made.shard_reduce,
@@ -204,7 +204,7 @@ def build_with_tp(rank: int, placement: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("placement", ["DPT", "TPD"])
 def test_groups_with_tensor_parallelism_reduce_over_the_grid(pool: Pool, placement: str) -> None:
-    grid = _C.ProcessGrid(4, 1, 2, placement)
+    grid = _C.ProcessGrid(4, 1, 2, 1, placement)
     for rank, sums in enumerate(pool.run(4, build_with_tp, placement)):
         for name, total in sums.items():
             kind = "rdp" if name.startswith("shard") else name.removesuffix("_control")
@@ -212,7 +212,7 @@ def test_groups_with_tensor_parallelism_reduce_over_the_grid(pool: Pool, placeme
 
 
 def test_shard_groups_are_neighbours_and_replicas_have_equal_places() -> None:
-    grid = _C.ProcessGrid(16, 1, 2, "cluster")
+    grid = _C.ProcessGrid(16, 1, 2, 1, "cluster")
     own = [groups.own_groups(grid, rank, 2) for rank in range(16)]
     for rank in range(16):
         rdp = own[rank]["rdp"]

@@ -155,7 +155,7 @@ def check_layout(where: str, job: Job, seen: Sequence[Seen]) -> None:
     assert all(fact["is_sharded"] == job.sharding.startswith("sdp") for fact in facts), where
     assert all(fact["is_flat"] == (job.sharding == "state") for fact in facts), where
     if job.pp > 1:
-        whole = sum(f["local"] for f in facts if f["places"][1:] == (0, 0))
+        whole = sum(f["local"] for f in facts if f["places"][1:] == (0, 0, 0))
         assert all(0 < fact["local"] < whole for fact in facts), where
 
 

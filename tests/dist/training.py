@@ -39,16 +39,17 @@ class Run:
     config: tuple[tuple[str, Any], ...] = ()  # further keys for smp.init
     model_args: tuple[tuple[str, Any], ...] = ()  # for DistributedModel
     placed: tuple[tuple[str, int], ...] = ()  # name and partition for smp.set_partition
+    cp: int = 1  # ranks that read one batch
     lifted: bool = False  # the model, here and in one process, without its casts to float32
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp
+        return self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
         kind = "manual" if self.manual else "auto"
         return (
-            f"{self.case} pp{self.pp} dp{self.dp} {self.schedule} mb{self.microbatches} "
+            f"{self.case} pp{self.pp} dp{self.dp} cp{self.cp} {self.schedule} mb{self.microbatches} "
             f"{str(self.dtype).removeprefix('torch.')} {kind}"
         )
 
@@ -59,6 +60,7 @@ class RankRecord:
 
     pp_rank: int
     dp_rank: int
+    cp_rank: int = 0
     losses: list[list[float]] = field(default_factory=list)  # [step][microbatch]
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)  # of local parameters
     params: dict[str, Tensor] = field(default_factory=dict)  # local, after the last step
@@ -72,9 +74,10 @@ def init(run: Run) -> None:
 
     config: dict[str, Any] = {
         "pipeline_parallel_degree": run.pp,
+        "context_parallel_degree": run.cp,
         "microbatches": run.microbatches,
         "pipeline": run.schedule,
-        "ddp": run.dp > 1,
+        "ddp": run.dp * run.cp > 1,
         "auto_partition": not run.manual,
     }
     if run.manual:
@@ -125,11 +128,11 @@ def train(rank: int, run: Run) -> RankRecord:
     init(run)
     # Replicas other than the first start with wrong weights: they have to
     # receive the first one's.
-    model = make_model(run, seed=1 + smp.dp_rank())
+    model = make_model(run, seed=1 + smp.dp_rank() * run.cp + smp.cp_rank())
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
     case = run.case
     train_step = train_step_of(model, lambda model, batch: compute_loss(case, model, batch))
-    record = RankRecord(smp.pp_rank(), smp.dp_rank())
+    record = RankRecord(smp.pp_rank(), smp.dp_rank(), smp.cp_rank())
     for step in range(run.steps):
         batch = make_batch(case, run.dtype, smp.dp_rank(), step)
         if run.dummies and smp.pp_rank() != 0:
@@ -170,10 +173,10 @@ def train_all(rank: int, runs: list[Run]) -> list[RankRecord]:
 
 def join_parts(records: list[RankRecord], run: Run, what: str) -> dict[str, Any]:
     """Joins the local parts of one replica's ranks; replicas must agree bit by bit."""
-    joined: list[dict[str, Any]] = [{} for _ in range(run.dp)]
+    joined: list[dict[str, Any]] = [{} for _ in range(run.dp * run.cp)]
     for record in records:
         part = record.params if what == "params" else record.grads[int(what)]
-        own = joined[record.dp_rank]
+        own = joined[record.dp_rank * run.cp + record.cp_rank]
         assert not set(own) & set(part), f"{run}: two ranks hold {sorted(set(own) & set(part))}"
         own.update(part)
     for other in joined[1:]:
@@ -222,15 +225,15 @@ def loss_tolerance(run: Run) -> float:
 def check_was_distributed(records: list[RankRecord], run: Run) -> None:
     """Refuses a vacuous pass: every pipeline rank holds and did something."""
     assert len(records) == run.world_size > 1
-    assert {(r.pp_rank, r.dp_rank) for r in records} == {
-        (p, d) for p in range(run.pp) for d in range(run.dp)
+    assert {(r.pp_rank, r.dp_rank, r.cp_rank) for r in records} == {
+        (p, d, c) for p in range(run.pp) for d in range(run.dp) for c in range(run.cp)
     }
     if run.pp > 1:
         for record in records:
             assert record.params, f"{run}: pp_rank {record.pp_rank} holds no parameter"
         for dp_rank in range(run.dp):
             calls = sum(r.remote_calls for r in records if r.dp_rank == dp_rank)
-            assert calls >= run.steps * run.microbatches, f"{run}: only {calls} remote calls"
+            assert calls >= run.steps * run.microbatches * run.cp, f"{run}: only {calls} remote calls"
 
 
 def check_runs(pool: Any, runs: list[Run], timeout: float = PATIENCE_S) -> None:

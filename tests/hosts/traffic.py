@@ -55,7 +55,7 @@ def sum_replicas(rank: int, backend: str, num_bytes: int, repeats: int) -> Summe
     """Sums of a tensor over all ranks, as reducers begin them; one before, which connects."""
     smp.init({"ddp": True, "ddp_dist_backend": backend})
     comms = runtime.current().rank.comms
-    dp = comms.dp
+    dp = comms.dp_cp
     assert dp is not None
     expected = sum(range(1, smp.size() + 1))
     seconds = []

@@ -47,6 +47,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "offload_activations": False,
         "activation_loading_horizon": 4,
         "tensor_parallel_degree": 1,
+        "context_parallel_degree": 1,
         "expert_parallel_degree": 1,
         "fp16": False,
         "fp16_params": False,

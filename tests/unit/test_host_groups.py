@@ -45,7 +45,7 @@ def test_default_placement_puts_slow_links_between_stages_and_replicas(
     num_crossing = 0
     for tp in (d for d in degrees if d <= per_host):
         for pp in (d for d in degrees if d * tp <= world):
-            grid = _C.ProcessGrid(world, pp, tp, Config.from_dict({}).placement_strategy)
+            grid = _C.ProcessGrid(world, pp, tp, 1, Config.from_dict({}).placement_strategy)
             for ranks in grid.groups("tp"):
                 assert len({hosts[rank] for rank in ranks}) == 1
             for ranks in grid.groups("pp"):

@@ -14,7 +14,7 @@ def test_small_world_has_a_line_for_each_rank() -> None:
     text = placement_map(
         ["a", "a", "bb", "bb"],
         ["cuda:0", "cuda:1", "cuda:0", "cuda:1"],
-        [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)],
+        [(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 1)],
         "DPT",
     )
     assert text.splitlines() == [
@@ -27,7 +27,7 @@ def test_small_world_has_a_line_for_each_rank() -> None:
 
 
 def test_log_says_in_words_how_many_ranks_there_are_and_where() -> None:
-    places = [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)]
+    places = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 1)]
     assert placement_words(["a"] * 4, ["cpu"] * 4, places) == [
         "4 ranks on 1 host, CPU: 2 pipeline stages, 2 replicas"
     ]
@@ -37,10 +37,20 @@ def test_log_says_in_words_how_many_ranks_there_are_and_where() -> None:
         "ranks 0-1 on a, 2-3 on b",
     ]
     many = [f"host{rank}" for rank in range(120)]
-    lines = placement_words(many, ["cpu"] * 120, [(0, rank, 0) for rank in range(120)])
+    lines = placement_words(many, ["cpu"] * 120, [(0, rank, 0, 0) for rank in range(120)])
     assert lines == [
         "120 ranks on 120 hosts, CPU: 120 tensor-parallel ranks",
         "ranks 0 on host0, 1 on host1, 2 on host2, and 117 hosts more",
+    ]
+
+
+def test_context_ranks_are_shown_where_there_are_several() -> None:
+    places = [(0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, 1)]
+    words = placement_words(["a"] * 4, ["cpu"] * 4, places)
+    assert words == ["4 ranks on 1 host, CPU: 2 context-parallel ranks, 2 replicas"]
+    rows = placement_map(["a"] * 4, ["cpu"] * 4, places, "DPCT").splitlines()[1:]
+    assert [row.split()[-8:] for row in rows] == [
+        f"pp 0 tp 0 cp {cp} rdp {rdp}".split() for rdp in (0, 1) for cp in (0, 1)
     ]
 
 
@@ -50,7 +60,7 @@ def test_large_world_has_a_line_for_each_host_and_few_hosts_are_shown() -> None:
     text = placement_map(
         [f"host{rank // per_host}" for rank in ranks],
         [f"cuda:{rank % per_host}" for rank in ranks],
-        [(rank // per_host % 6, rank % per_host, rank // 48) for rank in ranks],
+        [(rank // per_host % 6, rank % per_host, 0, rank // 48) for rank in ranks],
         "DPT",
     )
     lines = text.splitlines()
@@ -62,7 +72,7 @@ def test_large_world_has_a_line_for_each_host_and_few_hosts_are_shown() -> None:
 
 def test_host_of_scattered_ranks_is_written_in_ranges() -> None:
     hosts = ["a" if rank % 2 else "b" for rank in range(20)]
-    places = [(rank % 2, 0, rank // 2) for rank in range(20)]
+    places = [(rank % 2, 0, 0, rank // 2) for rank in range(20)]
     text = placement_map(hosts, ["cpu"] * 20, places, "DPT")
     row = text.splitlines()[1].split()
     assert row[:2] == ["global_ranks", "0"] and "b" in row and "cpu" in row

@@ -24,7 +24,7 @@ def make_reducer(model: nn.Module, **options: object) -> _C.Reducer:
     options = {"bucket_cap_bytes": 512} | options
     return _C.Reducer(
         [p for _, p in named],
-        make_records(named, [Reduction("dp", 1.0)] * len(named)),
+        make_records(named, [Reduction("dp_cp", 1.0)] * len(named)),
         None,
         **options,
     )
@@ -136,7 +136,7 @@ def test_a_new_reducer_replaces_the_old_one() -> None:
 def test_records_name_what_a_parameter_is() -> None:
     model = make_model()
     named = list(model.named_parameters())
-    reductions = [Reduction("dp", 4.0)] * len(named)
+    reductions = [Reduction("dp_cp", 4.0)] * len(named)
     record = make_records(named, reductions, {"0.weight": ["tied"]})[0]
     assert (record.name, record.shape, record.dtype) == ("0.weight", [8, 5], torch.float32)
     assert (record.divisor, record.ties, record.group) == (4.0, ["tied"], _C.ReductionGroup.DP)

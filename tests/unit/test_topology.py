@@ -38,7 +38,7 @@ def digits(text: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("strategy", [*GOLDEN_RANKS, *NAMES])
 def test_ranks_of_all_permutations_equal_the_documentation(strategy: str) -> None:
-    grid = _C.ProcessGrid(8, 2, 2, strategy)
+    grid = _C.ProcessGrid(8, 2, 2, 1, strategy)
     for kind, row in zip(
         ("rdp", "pp", "tp", "dp", "mp"), GOLDEN_RANKS[NAMES.get(strategy, strategy)], strict=True
     ):
@@ -47,7 +47,7 @@ def test_ranks_of_all_permutations_equal_the_documentation(strategy: str) -> Non
 
 @pytest.mark.parametrize("strategy", [*GOLDEN_GROUPS, *NAMES])
 def test_groups_of_all_permutations_equal_the_documentation(strategy: str) -> None:
-    grid = _C.ProcessGrid(8, 2, 2, strategy)
+    grid = _C.ProcessGrid(8, 2, 2, 1, strategy)
     for kind, row in zip(
         ("tp", "pp", "rdp", "dp", "mp"), GOLDEN_GROUPS[NAMES.get(strategy, strategy)], strict=True
     ):
@@ -64,7 +64,7 @@ def test_groups_of_all_permutations_equal_the_documentation(strategy: str) -> No
 def test_documented_example_without_tensor_parallelism(
     strategy: str, mp_groups: str, dp_groups: str, mp_ranks: str, dp_ranks: str
 ) -> None:
-    grid = _C.ProcessGrid(8, 2, 1, strategy)
+    grid = _C.ProcessGrid(8, 2, 1, 1, strategy)
     assert grid.groups("mp") == grid.groups("pp") == digits(mp_groups)
     assert grid.groups("dp") == grid.groups("rdp") == digits(dp_groups)
     assert [grid.group_rank("mp", r) for r in range(8)] == digits(mp_ranks)[0]
@@ -85,7 +85,7 @@ def test_every_factoring_keeps_the_documented_identities(
     layout: tuple[int, int, int], strategy: str
 ) -> None:
     world, pp, tp = layout
-    grid = _C.ProcessGrid(world, pp, tp, strategy)
+    grid = _C.ProcessGrid(world, pp, tp, 1, strategy)
     size = {kind: grid.group_size(kind) for kind in KINDS}
     assert size["mp"] * size["rdp"] == world
     assert size["pp"] * size["dp"] == world
@@ -115,7 +115,7 @@ def test_every_factoring_keeps_the_documented_identities(
 
 def test_right_most_letter_varies_fastest() -> None:
     for strategy in GOLDEN_RANKS:
-        grid = _C.ProcessGrid(30, 2, 3, strategy)  # rdp 5
+        grid = _C.ProcessGrid(30, 2, 3, 1, strategy)  # rdp 5
         first, second = grid.coordinates(0), grid.coordinates(1)
         changed = {"P": first.pp != second.pp, "T": first.tp != second.tp}
         changed["D"] = first.rdp != second.rdp
@@ -124,11 +124,11 @@ def test_right_most_letter_varies_fastest() -> None:
 
 def test_impossible_grids_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple"):
-        _C.ProcessGrid(8, 3, 1, "cluster")
+        _C.ProcessGrid(8, 3, 1, 1, "cluster")
     with pytest.raises(ValueError, match="placement_strategy"):
-        _C.ProcessGrid(8, 2, 1, "DDT")
+        _C.ProcessGrid(8, 2, 1, 1, "DDT")
     with pytest.raises(ValueError, match="outside"):
-        _C.ProcessGrid(8, 2, 1, "cluster").coordinates(8)
+        _C.ProcessGrid(8, 2, 1, 1, "cluster").coordinates(8)
 
 
 def test_shard_intervals_compare_and_travel() -> None:

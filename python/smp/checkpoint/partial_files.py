@@ -124,8 +124,8 @@ class _Plan:
         self.result = RankState()
         self._state, self._rank = state, rank
         self._covered: set[str] = set()  # entries in the optimizer's file
-        self._num_replicas = rank.sizes["rdp"] // rank.sizes["shard"]
-        self._replica = rank.ranks["rdp"] // rank.sizes["shard"]
+        self._num_replicas = rank.sizes["rdp_cp"] // rank.sizes["shard"]
+        self._replica = rank.ranks["rdp_cp"] // rank.sizes["shard"]
 
     def _writes(self, kind: str) -> bool:
         turn = {MODEL: 0, MODEL_SHARDS: 0, OPTIMIZER: 1, FP16_STATES: 2}[kind]

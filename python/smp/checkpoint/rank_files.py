@@ -26,7 +26,7 @@ def suffix(rank: Rank, is_own: bool) -> str:
     """
     places = rank.ranks
     if is_own:
-        return f"_{places['pp']}_{places['tp']}_{places['rdp']}"
+        return f"_{places['pp']}_{places['tp']}_{places['rdp_cp']}"
     return f"_{places['pp']}_{places['tp']}" if rank.sizes["tp"] > 1 else f"_{places['mp']}"
 
 
@@ -118,7 +118,7 @@ def merge(parts: Sequence[Any], layout: Layout | None = None) -> Any:
 
 
 def _layout_of(rank: Rank, is_own: bool) -> Layout:
-    return rank.sizes["pp"], rank.sizes["tp"], rank.sizes["rdp"] if is_own else 0
+    return rank.sizes["pp"], rank.sizes["tp"], rank.sizes["rdp_cp"] if is_own else 0
 
 
 def _with(path: Path, end: str) -> Path:

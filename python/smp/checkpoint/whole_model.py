@@ -191,7 +191,7 @@ class Gatherer:
         is_source = rank.ranks["pp"] == owner and (interval is not None or rank.ranks["tp"] == 0)
         value = tensor.detach()
         if is_source and storage.gathers(tensor):
-            if rank.ranks["rdp"] >= rank.sizes["shard"]:
+            if rank.ranks["rdp_cp"] >= rank.sizes["shard"]:
                 return value  # another copy
             value = storage.gathered(tensor)
         if not self._is_with_first:

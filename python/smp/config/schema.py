@@ -27,7 +27,13 @@ import torch
 import smp._C as _C
 
 PIPELINES = tuple(_C.policy_names())
-PLACEMENTS = ("cluster", "spread", *("".join(p) for p in itertools.permutations("DPT")))
+# A placement without C puts the ranks of a context-parallel group beside those of a tensor-parallel
+# one (csrc/topology/placement.h).
+PLACEMENTS = (
+    "cluster",
+    "spread",
+    *("".join(p) for letters in ("DPT", "DPTC") for p in itertools.permutations(letters)),
+)
 
 
 def config_error(key: str, value: object, reason: str, fix: str) -> ValueError:
@@ -145,6 +151,12 @@ def _choice(default: str, *choices: str) -> Any:
     return _key(default, Kind(words, convert, choices=choices))
 
 
+def _placement() -> Any:
+    words = "'cluster', 'spread' or a permutation of 'DPT' or 'DPTC'"
+    convert = functools.partial(_to_choice, choices=PLACEMENTS)
+    return _key("cluster", Kind(words, convert, choices=PLACEMENTS))
+
+
 # ---- the keys ----------------------------------------------------------------
 
 
@@ -160,7 +172,7 @@ class Config:
     """Schedule of microbatches."""
     optimize: str = _choice("memory", "memory", "speed")
     """Default of `memory_weight`; communication style of tensor parallelism."""
-    placement_strategy: str = _choice("cluster", *PLACEMENTS)
+    placement_strategy: str = _placement()
     """Layout of ranks; the right-most letter varies fastest over neighbours."""
     auto_partition: bool = _bool(True)
     """Let the library assign modules to partitions."""
@@ -185,6 +197,8 @@ class Config:
     """Ranks over which single modules are split."""
     expert_parallel_degree: int = _int(1, 1)
     """Ranks over which the experts of a module are spread; 1 or `tensor_parallel_degree`."""
+    context_parallel_degree: int = _int(1, 1)
+    """Ranks that read one batch and compute a part of each of its sequences."""
     fp16: bool = _bool(False)
     """FP16 training with master weights and loss scaling."""
     fp16_params: bool = _bool(False)
@@ -258,15 +272,15 @@ class Config:
         """Alias of `pipeline_parallel_degree`."""
         return self.pipeline_parallel_degree
 
-    def shard_size(self, rdp_size: int) -> int:
+    def shard_size(self, num_replicas: int) -> int:
         """Returns the number of ranks that share one copy of parameters or optimizer state.
 
         The number is 1 without sharding.
 
         Args:
-            rdp_size: number of ranks that have the same slices of the same partition.
+            num_replicas: number of ranks that have the same slices of the same partition.
         """
-        return rdp_size if self.shard_optimizer_state else self.sharded_data_parallel_degree
+        return num_replicas if self.shard_optimizer_state else self.sharded_data_parallel_degree
 
     @property
     def orders_replicas(self) -> bool:
@@ -349,6 +363,7 @@ _TENSORFLOW_KEYS = ("horovod", "contiguous")
 TOPOLOGY_KEYS = (
     "pipeline_parallel_degree",
     "tensor_parallel_degree",
+    "context_parallel_degree",
     "sharded_data_parallel_degree",
     "shard_optimizer_state",
     "placement_strategy",
@@ -471,7 +486,8 @@ def check_stages(config: Config) -> None:
 def check_ranks(config: Config) -> None:
     """Raises ValueError if keys for the work and the dtypes of ranks contradict each other."""
     tp, sharding = config.tensor_parallel_degree, config.sharded_data_parallel_degree
-    for key in ("tensor_parallel_degree", "sharded_data_parallel_degree"):
+    degrees = ("tensor_parallel_degree", "context_parallel_degree", "sharded_data_parallel_degree")
+    for key in degrees:
         if getattr(config, key) > 1 and not config.ddp:
             raise config_error(key, getattr(config, key), "needs ddp", "set ddp=True")
     experts = config.expert_parallel_degree
@@ -510,16 +526,22 @@ def check_world(config: Config, world_size: int) -> None:
     Raises:
         ValueError: degrees do not fit; the text is the same on every rank.
     """
-    pp, tp = config.pipeline_parallel_degree, config.tensor_parallel_degree
-    if world_size % (pp * tp) != 0:
-        key = "tensor_parallel_degree" if world_size % pp == 0 else "pipeline_parallel_degree"
+    degrees = _degrees_of_replica(config)
+    per_replica = math.prod(degrees.values())
+    if world_size % per_replica != 0:
+        key, so_far = "", 1
+        for key, degree in degrees.items():
+            so_far *= degree
+            if world_size % so_far != 0:
+                break
         raise config_error(
             key,
             getattr(config, key),
-            f"{world_size} processes cannot form groups of "
-            f"pipeline_parallel_degree * tensor_parallel_degree = {pp} * {tp} = {pp * tp}",
-            f"start a multiple of {pp * tp} processes or lower a degree",
+            f"{world_size} processes cannot form groups of {' * '.join(degrees)} = "
+            f"{' * '.join(map(str, degrees.values()))} = {per_replica}",
+            f"start a multiple of {per_replica} processes or lower a degree",
         )
+    pp, tp = config.pipeline_parallel_degree, config.tensor_parallel_degree
     if world_size > pp and not config.ddp:
         raise config_error(
             "ddp",
@@ -528,14 +550,24 @@ def check_world(config: Config, world_size: int) -> None:
             f"{world_size // pp} data-parallel ranks",
             f"set ddp=True or start {pp} processes",
         )
-    rdp, degree = world_size // (pp * tp), config.sharded_data_parallel_degree
-    if rdp % degree != 0:
+    replicas, degree = world_size // (pp * tp), config.sharded_data_parallel_degree
+    if replicas % degree != 0:
+        cp = config.context_parallel_degree
+        size = str(replicas) if cp == 1 else f"times context_parallel_degree, {replicas}"
         raise config_error(
             "sharded_data_parallel_degree",
             degree,
-            f"does not divide the reduced data-parallel size {rdp}",
-            f"use a divisor of {rdp}",
+            f"does not divide the reduced data-parallel size {size}",
+            f"use a divisor of {replicas}",
         )
+
+
+def _degrees_of_replica(config: Config) -> dict[str, int]:
+    """Returns the degrees whose product is the number of ranks with one batch each."""
+    keys = ["pipeline_parallel_degree", "tensor_parallel_degree"]
+    if config.context_parallel_degree > 1:
+        keys.append("context_parallel_degree")
+    return {key: getattr(config, key) for key in keys}
 
 
 def check_same_topology(current: Config, new: Config) -> None:

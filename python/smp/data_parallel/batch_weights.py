@@ -48,7 +48,7 @@ class BatchWeights:
         self._sums = array("d", [self._total, len(self._weights), 1.0, code])
         self._num_microbatches = float(len(self._weights))
         self._num_readers = 1.0
-        self._is_global = rank.comms.dp_host is None
+        self._is_global = rank.comms.dp_cp_host is None
 
     @staticmethod
     def absent(rank: Rank) -> BatchWeights:
@@ -66,7 +66,7 @@ class BatchWeights:
 
         Collective over them.
         """
-        group = self._rank.comms.dp_host
+        group = self._rank.comms.dp_cp_host
         if group is not None and not self._is_global:
             self._work = group.all_reduce(torch.frombuffer(self._sums, dtype=torch.float64))
 
@@ -115,7 +115,7 @@ class BatchWeights:
             part = self._weights[mb] / self._total
         else:
             part = 1.0 / self._num_microbatches  # as in one process: a mean over nothing
-        # All tensor-parallel ranks with a common batch have counted it.
+        # All ranks with a common batch have counted it.
         return part * (self._num_readers / self._num_batches)
 
     def output_weight(self, mb: int) -> float:

@@ -21,7 +21,7 @@ class Reduction:
     """The way in which several ranks' gradients of a parameter are combined.
 
     Attributes:
-        kind: group over which the gradient is summed, "dp" or "rdp".
+        kind: group over which the gradient is summed, "dp_cp" or "rdp_cp".
         divisor: divisor of the sum, beside the number of batches that the replicas read.
     """
 
@@ -34,13 +34,14 @@ def reduction_of(rank: Rank, parameter: Tensor) -> Reduction:
 
     Parameters of distributed modules see the samples of the whole tensor-parallel group. With own
     batches their gradients are sums over its ranks' losses; with a prescaled batch they belong to
-    one loss that all its ranks share.
+    one loss that all its ranks share. Ranks that share the sequences of one batch have a loss each,
+    and the batch's gradients are the mean of theirs.
     """
     sizes = rank.sizes
     placement = placement_of(parameter)
     if placement is None or sizes["tp"] == 1:
-        return Reduction("dp", sizes["dp"] / num_batches(rank))
-    return Reduction("dp" if placement.partial else "rdp", 1.0)
+        return Reduction("dp_cp", sizes["dp_cp"] / num_batches(rank))
+    return Reduction("dp_cp" if placement.partial else "rdp_cp", float(sizes["cp"]))
 
 
 def by_kind(
@@ -51,7 +52,7 @@ def by_kind(
 
     The result has every kind of this run, because all ranks of a group have to make a reducer.
     """
-    kinds = ("dp", "rdp") if rank.sizes["tp"] > 1 else ("dp",)
+    kinds = ("dp_cp", "rdp_cp") if rank.sizes["tp"] > 1 else ("dp_cp",)
     return {
         kind: [item for item in parameters if reduction_of(rank, item[1]).kind == kind]
         for kind in kinds
@@ -94,7 +95,7 @@ def make_records(
                 divisor=reduction.divisor,
                 interval=interval,
                 ties=list(others.get(name, ())),
-                group=_C.ReductionGroup.DP if reduction.kind == "dp" else _C.ReductionGroup.RDP,
+                group=_C.ReductionGroup.DP if reduction.kind == "dp_cp" else _C.ReductionGroup.RDP,
                 accumulation_dtype=torch.float32 if is_cast else None,
             )
         )
@@ -122,13 +123,13 @@ def shards_of_gradients(
 
     Args:
         rank: rank of this process; some ranks hold one copy of a sharded state together.
-        kind: "dp" or "rdp". The former includes the tp groups, over which gradients are summed
+        kind: "dp_cp" or "rdp_cp". The former includes the tp groups, over which gradients are summed
             last, when they have the size of a shard.
         layout: assignment of elements to ranks.
         every_microbatch: whether to reduce after each microbatch instead of after the last one.
     """
     comms = rank.comms
-    if rank.sizes["tp"] > 1 and kind == "dp":
+    if rank.sizes["tp"] > 1 and kind == "dp_cp":
         shard, further = comms.whole_shard_reduce, [comms.whole_replica, comms.whole_tp]
     else:
         shard, further = comms.shard_reduce, [comms.replica]
@@ -163,8 +164,8 @@ def make_reducers(
         parameters: names in the whole model and parameters that require a gradient, in their
             final place.
         target_of: the tensor whose ``.grad`` gets the gradient of a parameter.
-        sharding_of: returns how gradients of a kind, "dp" or "rdp", become shards; None: they stay
-            whole.
+        sharding_of: returns how gradients of a kind, "dp_cp" or "rdp_cp", become shards; None: they
+            stay whole.
         bucket_cap_bytes: size of a bucket in bytes.
         overlap: whether to reduce buckets while backward goes on.
         average: whether to divide by the number of microbatches.
@@ -175,8 +176,9 @@ def make_reducers(
     Raises:
         ValueError: on every rank, when the ranks have different parameters or options.
     """
-    communicators = {"dp": rank.comms.dp, "rdp": rank.comms.rdp}
-    hosts = {"dp": rank.comms.dp_host, "rdp": rank.comms.rdp_host}
+    comms = rank.comms
+    communicators = {"dp_cp": comms.dp_cp, "rdp_cp": comms.rdp_cp}
+    hosts = {"dp_cp": comms.dp_cp_host, "rdp_cp": comms.rdp_cp_host}
     reducers = []
     for kind, own in by_kind(rank, parameters).items():
         group, records = communicators[kind], records_of(rank, own, ties)
@@ -224,13 +226,13 @@ def gather_numbers(
         communicator,
         what=what,
         faults=rank.board,
-        ranks=list(rank.groups["dp"]),
+        ranks=list(rank.groups["dp_cp"]),
         timeout_s=rank.timeout_s,
     )
 
 
 def broadcast_from_first(
-    rank: Rank, tensors: Sequence[Tensor], kind: str = "dp", first: int = 0
+    rank: Rank, tensors: Sequence[Tensor], kind: str = "dp_cp", first: int = 0
 ) -> None:
     """Overwrites ``tensors`` with those of the first rank of the group, or of another one.
 
@@ -240,13 +242,13 @@ def broadcast_from_first(
     Args:
         rank: rank of this process.
         tensors: tensors of any dtypes and strides.
-        kind: "dp", or "rdp" for slices, which only these ranks share.
+        kind: "dp_cp", or "rdp_cp" for slices, which only these ranks share.
         first: position in the group of the rank whose values are sent.
     """
     if not tensors or rank.sizes[kind] == 1:
         return
-    is_rdp = kind == "rdp" and rank.sizes["tp"] > 1
-    communicator = rank.comms.rdp if is_rdp else rank.comms.dp
+    is_of_slices = kind == "rdp_cp" and rank.sizes["tp"] > 1
+    communicator = rank.comms.rdp_cp if is_of_slices else rank.comms.dp_cp
     assert communicator is not None
     _C.broadcast_coalesced(
         list(tensors),

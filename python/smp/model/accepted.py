@@ -63,7 +63,7 @@ def refuse_around(model: nn.Module) -> None:
 
 def _check_scaled_rows(module: nn.Module, current: runtime.Runtime) -> None:
     """Refuses ``max_norm`` with replicas: each would scale only the rows that it reads."""
-    tables, replicas = (nn.Embedding, nn.EmbeddingBag), current.rank.sizes["dp"]
+    tables, replicas = (nn.Embedding, nn.EmbeddingBag), current.rank.sizes["dp_cp"]
     for name, table in module.named_modules():
         if isinstance(table, tables) and table.max_norm is not None and replicas > 1:
             raise ValueError(

@@ -27,7 +27,7 @@ class ReplicaBuffers:
 
     def __init__(self, rank: Rank, root: nn.Module, broadcasts: bool) -> None:
         self._rank, self._root = rank, root
-        self._broadcasts = broadcasts and rank.sizes["dp"] > 1
+        self._broadcasts = broadcasts and rank.sizes["dp_cp"] > 1
         self.is_open = False
         self._before: dict[str, Tensor] | None = None  # values, in a step that looks for writes
         self._written: set[str] = set()  # names that some replica has written
@@ -60,7 +60,7 @@ class ReplicaBuffers:
         now = dict(self._root.named_buffers())
         if self._before is not None and now:
             own = [n for n, b in now.items() if not _is_same(self._before.get(n), b)]
-            self._written.update(*comm.allgather(own, comm.DP_GROUP))
+            self._written.update(*comm.allgather(own, comm.CommGroup.DP_CP_GROUP))
         self.abandon_step()
         written = [b for name, b in now.items() if name in self._written]
         data_parallel.broadcast_from_first(self._rank, written)

@@ -50,7 +50,7 @@ class _Uneven:
         self._rank = current.rank
         self._divide_by_all = divide_by_all
         self._throw = throw
-        self._ranks = list(self._current.rank.groups["dp"])
+        self._ranks = list(self._current.rank.groups["dp_cp"])
         self._last_active = [True] * len(self._ranks)
         self._weight = 1.0
         self._handles: list[RemovableHandle] = []
@@ -79,10 +79,10 @@ class _Uneven:
         """Announces the backward from this output if no step function does."""
         if self._engine.in_step() or not torch.is_grad_enabled():
             return
-        if self._current.rank.sizes["tp"] > 1:
+        if self._current.rank.sizes["tp_cp"] > 1:
             raise RuntimeError(
-                f"{_C.rank_prefix()}with tensor parallelism the replicas inside of join() need a "
-                "step function; decorate the function that runs forward and backward with @smp.step"
+                f"{_C.rank_prefix()}with tensor or context parallelism the replicas inside of join() "
+                "need a step function; decorate the function that runs forward and backward with @smp.step"
             )
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -156,9 +156,9 @@ class _Uneven:
     def _exchange(self, state: int) -> list[int]:
         """Returns the next action of each replica, by position. Collective."""
         current = self._current
-        group = current.rank.comms.dp_control
+        group = current.rank.comms.dp_cp_control
         assert group is not None
-        own = current.rank.ranks["dp"]
+        own = current.rank.ranks["dp_cp"]
         active = _C.agree_on_maxima(
             [state if i == own else _OUT for i in range(len(self._ranks))],
             group,
@@ -183,14 +183,14 @@ class _Uneven:
 
     def _check_peers(self, active: Sequence[int]) -> None:
         by_rank = {rank: bool(state) for rank, state in zip(self._ranks, active, strict=True)}
-        for peers in self._current.rank.grid.groups("tp"):
+        for peers in self._current.rank.grid.groups("tp_cp"):
             if len({by_rank[rank] for rank in peers if rank in by_rank}) > 1:
                 out = [rank for rank in peers if not by_rank[rank]]
                 raise RuntimeError(
                     f"{_C.rank_prefix()}ranks {out} have run out of batches, but others of their "
-                    f"tensor-parallel group {list(peers)} have not; join() compensates for whole "
-                    "replicas only: give all ranks of a tensor-parallel group the same number of "
-                    "batches"
+                    f"group {list(peers)}, over which modules or sequences are split, have not; "
+                    "join() compensates for whole replicas only: give all ranks of the group the "
+                    "same number of batches"
                 )
 
     # ---- at the end
@@ -202,25 +202,25 @@ class _Uneven:
         current, parts = self._current, self._engine.parts
         assert parts is not None
         active = dict(zip(self._ranks, self._last_active, strict=True))
-        peers = list(current.rank.groups["rdp"])  # hold the same slices
+        peers = list(current.rank.groups["rdp_cp"])  # hold the same slices
         first = next(i for i, rank in enumerate(peers) if active[rank])
         local = [parameter for _, parameter in parts.named_parameters()]
         data_parallel.broadcast_from_first(
-            self._rank, local + [buffer for _, buffer in parts.named_buffers()], "rdp", first
+            self._rank, local + [buffer for _, buffer in parts.named_buffers()], "rdp_cp", first
         )
         reload_masters(self._engine.holdings.values())
         for optimizer in current.wrapped.optimizers:
             self._send_state(optimizer, [active[rank] for rank in peers], first)
 
     def _send_state(self, optimizer: Any, active: Sequence[bool], first: int) -> None:
-        own = self._current.rank.ranks["rdp"]
+        own = self._current.rank.ranks["rdp_cp"]
         if own == first:
             state = optimizer.local_state_dict(gather_if_shard=False)
             for position, is_active in enumerate(active):
                 if not is_active:
-                    comm.send(state, position, comm.RankType.RDP_RANK)
+                    comm.send(state, position, comm.RankType.RDP_CP_RANK)
         elif not active[own]:
-            optimizer.load_state_dict(comm.recv_from(first, comm.RankType.RDP_RANK))
+            optimizer.load_state_dict(comm.recv_from(first, comm.RankType.RDP_CP_RANK))
 
 
 def _check(current: runtime.Runtime, engine: Engine) -> None:
@@ -266,7 +266,7 @@ def uneven_batches(
         throw: whether to raise on all ranks when a replica has run out.
     """
     _check(current, engine)
-    if current.rank.sizes["dp"] == 1:
+    if current.rank.sizes["dp_cp"] == 1:
         yield
         return
     uneven = _Uneven(current, engine, divide_by_all, throw)

@@ -83,7 +83,7 @@ class ModelViews(nn.Module):
         norms and biases that all ranks hold are not such: a rank applies them to its part of the
         activations.
         """
-        return reduction_of(self._runtime.rank, parameter).kind == "rdp"
+        return reduction_of(self._runtime.rank, parameter).kind == "rdp_cp"
 
     def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
         """Returns whether the buffer is used on the samples of the whole tensor-parallel group."""
@@ -94,11 +94,11 @@ class ModelViews(nn.Module):
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields local parameters whose gradients are summed over the data-parallel group."""
         for name, parameter in self.local_named_parameters():
-            if reduction_of(self._runtime.rank, parameter).kind == "dp":
+            if reduction_of(self._runtime.rank, parameter).kind == "dp_cp":
                 yield name, parameter
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields local parameters whose gradients are summed over the RDP group."""
         for name, parameter in self.local_named_parameters():
-            if reduction_of(self._runtime.rank, parameter).kind == "rdp":
+            if reduction_of(self._runtime.rank, parameter).kind == "rdp_cp":
                 yield name, parameter

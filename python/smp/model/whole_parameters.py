@@ -61,7 +61,7 @@ def showing_whole(
             interval = interval_of(local[name])
             # A contiguous copy, as it must not be the memory that is written to.
             own = slice_of(value, interval).clone(memory_format=torch.contiguous_format)
-            broadcast_from_first(rank, [own], "dp" if interval is None else "rdp")
+            broadcast_from_first(rank, [own], "dp_cp" if interval is None else "rdp_cp")
             storage.write(local[name], own)
     storage.after_load()
 

@@ -115,17 +115,17 @@ class OptimizerState:
     def whole(self) -> dict[str, Any]:
         """Returns the state of all parameters, like the optimizer's in one process.
 
-        Collective over the MP group, and over the rdp group if the state is sharded.
+        Collective over the MP group, and over the RDP_CP group if the state is sharded.
         """
         snippet = "state = optimizer.state_dict()  # on all ranks"
         if not self._is_sharded:
             snippet += ", or inside of `if smp.rdp_rank() == 0:`"
-        groups = ("rdp", "mp") if self._is_sharded else ("mp",)
+        groups = ("rdp_cp", "mp") if self._is_sharded else ("mp",)
         roll_call.meet(self._rank, "optimizer.state_dict", groups, snippet)
         result = self.local()
         if self._is_sharded:
             mine = {**to_cpu(result["state"]), FLAT_MARK: self._flat(), OWNED_MARK: self._owned}
-            parts = comm.allgather(mine, comm.RDP_GROUP)
+            parts = comm.allgather(mine, comm.CommGroup.RDP_CP_GROUP)
             result["state"] = partial.merge(comm.of_shard_group(parts))
         if comm.mp_size() == 1:
             return result
@@ -144,7 +144,7 @@ class OptimizerState:
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads a whole state, or a partial one, masters included.
 
-        Collective over the MP group for partial states, and over the rdp group for states of
+        Collective over the MP group for partial states, and over the RDP_CP group for states of
         sharded optimizers.
         """
         given = dict(state)
@@ -162,7 +162,7 @@ class OptimizerState:
             is_cut = all(alike for alike, _ in told)
             if any(are_flat for _, are_flat in told) and not is_cut:
                 marked = {**to_cpu(entries), FLAT_MARK: flat, OWNED_MARK: owned}
-                entries = partial.merge(comm.allgather(marked, comm.RDP_GROUP))
+                entries = partial.merge(comm.allgather(marked, comm.CommGroup.RDP_CP_GROUP))
         slices = self._slices()
         is_own = is_partial and all(held.get(i) == slices[i] for i in entries if i in slices)
         is_own = is_own and owned == self._owned

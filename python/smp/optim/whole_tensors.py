@@ -128,12 +128,12 @@ class WholeTensors:
             ranks = members = rank.groups["tp"]
             communicator = rank.comms.tp
         else:
-            members, communicator = rank.groups["dp"], rank.comms.dp
-            copy = rank.ranks["rdp"] // rank.sizes["shard"]
+            members, communicator = rank.groups["dp_cp"], rank.comms.dp_cp
+            copy = rank.ranks["rdp_cp"] // rank.sizes["shard"]
             ranks = tuple(
                 each
                 for each in members
-                if rank.grid.group_rank("rdp", each) // rank.sizes["shard"] == copy
+                if rank.grid.group_rank("rdp_cp", each) // rank.sizes["shard"] == copy
             )
         assert communicator is not None
         return Holders(tuple(ranks), communicator, tuple(members))

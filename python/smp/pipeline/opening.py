@@ -28,12 +28,12 @@ def open_pipeline(rank: Rank, decision: Decision, timeline: _C.Timeline) -> Pipe
         global_rank=rank.global_rank,
         pp_ranks=list(rank.groups["pp"]),
         # The ranks of this group run their tasks in one order; the first one decides it.
-        order_ranks=list(rank.groups["dp" if config.orders_replicas else "tp"]),
+        order_ranks=list(rank.groups["dp_cp" if config.orders_replicas else "tp_cp"]),
         policy=config.pipeline,
         num_chunks=config.virtual_stages,
         active_microbatches=1 if in_order else config.active_microbatches or 0,
-        # The ranks of a tensor-parallel group run their modules, hence collectives, in one order.
-        deterministic=config.orders_replicas or rank.sizes["tp"] > 1,
+        # Ranks that split modules or sequences run their modules, hence collectives, in one order.
+        deterministic=config.orders_replicas or rank.sizes["tp_cp"] > 1,
         device=str(rank.device),
         timeout_s=rank.timeout_s,
         timeline=timeline,

@@ -86,8 +86,8 @@ class Agreement:
             ValueError: on every rank, if they differ in a value on which ranks have to agree.
         """
         if maxima[0] != -maxima[1]:
-            told = comm.allgather(self._terms.words, comm.CommGroup.DP_GROUP)
-            self._terms.compare(dict(zip(self._current.rank.groups["dp"], told, strict=True)))
+            told = comm.allgather(self._terms.words, comm.CommGroup.DP_CP_GROUP)
+            self._terms.compare(dict(zip(self._current.rank.groups["dp_cp"], told, strict=True)))
 
     # ---- the batch
 

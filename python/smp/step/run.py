@@ -76,8 +76,8 @@ class StepRun:
             num_microbatches, words = self._hub.server.begin_step(self._name, num_microbatches, own)
             if agreement is not None and words != own:
                 agreement.compare_pipeline(words)
-        if rank.comms.dp_host is not None:
-            self._agree(rank.comms.dp_host, num_microbatches, agreement, weights)
+        if rank.comms.dp_cp_host is not None:
+            self._agree(rank.comms.dp_cp_host, num_microbatches, agreement, weights)
         if len(self._engines) > 1:  # two might reduce in different orders on different replicas
             self._put_first_that_overlaps()
         for see in self._current.observers.begin_step:
@@ -86,7 +86,7 @@ class StepRun:
         for engine in self._engines:
             engine.begin_step(num_microbatches, trains, engine is self._engines[0])
             reducers += engine.gradients.reducers
-        if rank.comms.dp_host is not None and weights is not None:
+        if rank.comms.dp_cp_host is not None and weights is not None:
             weights.begin_exchange()
         if self._hub is not None:
             self._hub.server.set_microbatch_listeners(reducers)
@@ -219,6 +219,8 @@ class StepRun:
         seed, kind = torch.initial_seed() & (2**64 - 1), "dp"
         if current.rank.config.prescaled_batch and current.rank.sizes["tp"] > 1:
             seed, kind = current.rank.comms.tp_group.seed_of_first(seed), "rdp"
+        if current.rank.sizes["cp"] > 1:
+            seed = current.rank.comms.cp_group.seed_of_first(seed)
         for part in (current.rank.ranks[kind], current.steps.num_begun + 1):
             seed = _C.mix_seed(seed, part)
         return seed

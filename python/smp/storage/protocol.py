@@ -82,7 +82,7 @@ class Storage(Protocol):
         """Returns how gradients are reduced into parts; None: every rank has whole ones.
 
         Args:
-            kind: kind of the group, "dp" or "rdp".
+            kind: kind of the group, "dp_cp" or "rdp_cp".
         """
         ...
 

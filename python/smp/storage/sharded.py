@@ -287,7 +287,8 @@ def _take(rank: Rank, parameter: nn.Parameter, cutter: Cutter) -> None:
         parameter: real parameter, on the device of this process.
     """
     if parameter in cutter:  # parameters without elements are not
-        broadcast_from_first(rank, [parameter], "dp" if interval_of(parameter) is None else "rdp")
+        kind = "dp_cp" if interval_of(parameter) is None else "rdp_cp"
+        broadcast_from_first(rank, [parameter], kind)
         cutter.cut(parameter)
 
 

@@ -53,7 +53,7 @@ class WholeParameters:
         split = [p for _, p in local if interval_of(p) is not None]
         whole = [p for _, p in local if interval_of(p) is None]
         broadcast_from_first(self._rank, whole + list(self._root.buffers()))
-        broadcast_from_first(self._rank, split, "rdp")
+        broadcast_from_first(self._rank, split, "rdp_cp")
         dtypes = plan_castable(self._root, self._rank.config.half_dtype)
         self._lay_out(local)
         self._own(local)

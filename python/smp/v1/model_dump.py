@@ -27,7 +27,7 @@ def dump_model(model: nn.Module, path: str | os.PathLike[str] = "model_dump") ->
     """
     file = _file_of(path)
     state = _state(model)
-    if not runtime.is_initialized() or comm.rdp_rank() == 0:
+    if not runtime.is_initialized() or runtime.own_rank().ranks["rdp_cp"] == 0:
         torch.save(state, file)
     return file
 

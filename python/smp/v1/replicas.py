@@ -66,7 +66,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             **more,
         )
         rank = runtime.current().rank
-        sums = rank.comms.dp
+        sums = rank.comms.dp_cp
         if sums is not None and rank.device.type == "cpu":
             self.register_comm_hook(_Sums(rank, sums), _Sums.begin)
 
@@ -77,7 +77,7 @@ class _Sums:
     def __init__(self, rank: Rank, communicator: _C.Communicator) -> None:
         assert rank.board is not None, "there are other ranks"
         self._communicator, self._board = communicator, rank.board
-        self._peers, self._timeout_s = rank.groups["dp"], rank.timeout_s
+        self._peers, self._timeout_s = rank.groups["dp_cp"], rank.timeout_s
         # A thread completes the futures of torch; sums of one group end in their order.
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="smp-ddp")
 

@@ -21,7 +21,12 @@ _T = TypeVar("_T")
 
 
 class CommGroup(enum.Enum):
-    """A kind of group; each process belongs to one group of each kind."""
+    """A kind of group; each process belongs to one group of each kind.
+
+    Ranks of the same partition are in a DP group if they read different batches, and in a DP_CP
+    group whether they do or not; RDP and RDP_CP are their parts with the same slice. Without
+    context parallelism these are the same groups.
+    """
 
     WORLD = "world"
     MP_GROUP = "mp"
@@ -29,6 +34,9 @@ class CommGroup(enum.Enum):
     PP_GROUP = "pp"
     TP_GROUP = "tp"
     RDP_GROUP = "rdp"
+    CP_GROUP = "cp"
+    DP_CP_GROUP = "dp_cp"
+    RDP_CP_GROUP = "rdp_cp"
 
 
 class RankType(enum.Enum):
@@ -40,6 +48,9 @@ class RankType(enum.Enum):
     PP_RANK = "pp"
     TP_RANK = "tp"
     RDP_RANK = "rdp"
+    CP_RANK = "cp"
+    DP_CP_RANK = "dp_cp"
+    RDP_CP_RANK = "rdp_cp"
 
 
 WORLD = CommGroup.WORLD
@@ -48,6 +59,7 @@ DP_GROUP = CommGroup.DP_GROUP
 PP_GROUP = CommGroup.PP_GROUP
 TP_GROUP = CommGroup.TP_GROUP
 RDP_GROUP = CommGroup.RDP_GROUP
+CP_GROUP = CommGroup.CP_GROUP
 
 
 def _run() -> runtime.Runtime:
@@ -98,6 +110,11 @@ def rdp_rank() -> int:
     return _run().rank.ranks["rdp"]
 
 
+def cp_rank() -> int:
+    """Returns the position in the group over which the sequences of one batch are split."""
+    return _run().rank.ranks["cp"]
+
+
 def size() -> int:
     """Returns the number of processes."""
     return _run().rank.world_size
@@ -114,7 +131,10 @@ def mp_size() -> int:
 
 
 def dp_size() -> int:
-    """Returns how many processes hold the same partition: ``tp_size() * rdp_size()``."""
+    """Returns how many processes hold the same partition: ``tp_size() * rdp_size()``.
+
+    Processes that read one batch (`cp_size`) count as one.
+    """
     return _run().rank.sizes["dp"]
 
 
@@ -129,8 +149,16 @@ def tp_size() -> int:
 
 
 def rdp_size() -> int:
-    """Returns the number of processes that hold the same partition and the same slice."""
+    """Returns the number of processes that hold the same partition and the same slice.
+
+    Processes that read one batch (`cp_size`) count as one.
+    """
     return _run().rank.sizes["rdp"]
+
+
+def cp_size() -> int:
+    """Returns the number of processes over which the sequences of one batch are split."""
+    return _run().rank.sizes["cp"]
 
 
 # ---- groups ------------------------------------------------------------------------
@@ -166,6 +194,11 @@ def get_rdp_group() -> list[int]:
     return list(_run().rank.groups["rdp"])
 
 
+def get_cp_group() -> list[int]:
+    """Returns the global ranks of the caller's CP group, ascending."""
+    return list(_run().rank.groups["cp"])
+
+
 def _process_group(kind: str) -> dist.ProcessGroup:
     return _run().process_groups.of(kind)
 
@@ -198,6 +231,11 @@ def get_tp_process_group() -> dist.ProcessGroup:
 def get_rdp_process_group() -> dist.ProcessGroup:
     """Returns the `torch.distributed` group of the caller's RDP group. Needs ``ddp: True``."""
     return _process_group("rdp")
+
+
+def get_cp_process_group() -> dist.ProcessGroup:
+    """Returns the `torch.distributed` group of the caller's CP group. Needs ``ddp: True``."""
+    return _process_group("cp")
 
 
 # ---- objects -----------------------------------------------------------------------
@@ -268,12 +306,11 @@ def of_shard_group(objects: Sequence[_T]) -> list[_T]:
     """Returns the objects of the ranks that hold one copy of a sharded state with this one.
 
     Args:
-        objects: objects of the ranks of the RDP group, from `allgather`.
+        objects: objects of the ranks of the RDP_CP group, from `allgather`.
     """
     groups = _run().rank.groups
-    return [
-        item for rank, item in zip(groups["rdp"], objects, strict=True) if rank in groups["shard"]
-    ]
+    peers = zip(groups["rdp_cp"], objects, strict=True)
+    return [item for rank, item in peers if rank in groups["shard"]]
 
 
 def barrier(group: CommGroup = WORLD) -> None:
@@ -307,6 +344,11 @@ def tp_barrier() -> None:
 def rdp_barrier() -> None:
     """Waits for the members of the RDP group; see `barrier`."""
     barrier(RDP_GROUP)
+
+
+def cp_barrier() -> None:
+    """Waits for the members of the CP group; see `barrier`."""
+    barrier(CP_GROUP)
 
 
 def _communicating(what: str, group: CommGroup) -> tuple[Rank, list[int]]:

@@ -19,8 +19,12 @@ from smp.world import nccl
 from smp.world.connecting import until_a_rank_fails
 from smp.world.host_groups import CpuGroups, go_by_hosts, layout_of, members
 
-GROUP_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
-# Parts of an rdp group: ranks that hold one copy of a sharded state together, and the ranks that
+# Kinds that users name. Groups of dp and rdp read different batches.
+BATCH_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp", "cp")
+# Of the last three, dp_cp and rdp_cp hold equal parameters, and tp_cp runs tasks in one order.
+# Without context parallelism these are dp, rdp and tp.
+GROUP_KINDS = (*BATCH_KINDS, "dp_cp", "rdp_cp", "tp_cp")
+# Parts of an rdp_cp group: ranks that hold one copy of a sharded state together, and the ranks that
 # hold equal parts of it (docs/design/memory.md).
 SHARD_KINDS = ("shard", "replica")
 
@@ -36,6 +40,7 @@ def make_grid(read: ReadConfig, world_size: int) -> _C.ProcessGrid:
         world_size,
         config.pipeline_parallel_degree,
         config.tensor_parallel_degree,
+        config.context_parallel_degree,
         config.placement_strategy,
     )
 
@@ -44,35 +49,40 @@ def make_grid(read: ReadConfig, world_size: int) -> _C.ProcessGrid:
 class Groups:
     """Communicators of this rank; None for a group of one.
 
-    `dp`, `rdp`, `tp` and `mp` serve tensors on the device of the run, except that `mp` serves CPU
-    tensors if ``mp_is_on_host``. The control communicators and those with ``host`` in the name
-    serve CPU tensors.
-    Only the reducers use `dp` and `rdp`, and only `tp_group` (regions of split modules) uses `tp`
-    and `tp_control`, because all ranks must issue the operations of one communicator in one order.
+    `dp_cp`, `rdp_cp`, `tp`, `cp` and `mp` serve tensors on the device of the run, except that `mp`
+    serves CPU tensors if ``mp_is_on_host``. The control communicators and those with ``host`` in
+    the name serve CPU tensors.
+    Only the reducers use `dp_cp` and `rdp_cp`. Only `tp_group` (regions of split modules) uses `tp`
+    and `tp_control`, and only `cp_group` (regions of split sequences) uses `cp` and `cp_control`,
+    because all ranks must issue the operations of one communicator in one order.
     Between steps, `device_numbers` uses `mp`, `tp`, `shard_reduce` and `replica`, and updates of
-    whole tensors use `tp`, `shard_reduce` and `dp`.
-    Where `dp`, `rdp` or `shard` run on streams of a device, `dp_host`, `rdp_host` and `shard_host`
-    carry the host messages of their users, in the same order; else they are the same groups.
+    whole tensors use `tp`, `shard_reduce` and `dp_cp`.
+    Where `dp_cp`, `rdp_cp` or `shard` run on streams of a device, `dp_cp_host`, `rdp_cp_host` and
+    `shard_host` carry the host messages of their users, in the same order; else they are the same
+    groups.
     `shard` gathers parameters; `shard_reduce` and `replica` reduce gradients of sharded states.
     Gradients of parameters that all ranks of a tp group hold are reduced by `whole_shard_reduce`,
     `whole_replica` and then `whole_tp`, because reducers do not agree on an order among each other.
     Where a shard group of devices spans hosts evenly, `shard_across` connects equal places of its
     hosts and `shard_within` the ranks of this host.
-    Without tensor parallelism the rdp group is the dp group, and has no communicator of its own.
+    Without tensor parallelism the rdp_cp group is the dp_cp group, and has no communicator of its
+    own.
     ``run_ahead`` is true if the host does not wait for the collectives of some of them.
     ``by_hosts`` maps names of CPU groups whose sums and gathers go by hosts to the number of hosts
     and of ranks on each.
     """
 
-    dp: _C.Communicator | None = None
-    dp_host: _C.Communicator | None = None
-    dp_control: _C.Communicator | None = None
+    dp_cp: _C.Communicator | None = None
+    dp_cp_host: _C.Communicator | None = None
+    dp_cp_control: _C.Communicator | None = None
     mp: _C.Communicator | None = None
     mp_is_on_host: bool = False
-    rdp: _C.Communicator | None = None
-    rdp_host: _C.Communicator | None = None
+    rdp_cp: _C.Communicator | None = None
+    rdp_cp_host: _C.Communicator | None = None
     tp: _C.Communicator | None = None
     tp_control: _C.Communicator | None = None
+    cp: _C.Communicator | None = None
+    cp_control: _C.Communicator | None = None
     shard: _C.Communicator | None = None
     shard_host: _C.Communicator | None = None
     shard_across: _C.Communicator | None = None
@@ -83,6 +93,9 @@ class Groups:
     whole_replica: _C.Communicator | None = None
     whole_tp: _C.Communicator | None = None
     tp_group: _C.TensorParallelGroup = field(
+        default_factory=lambda: _C.TensorParallelGroup(None, 0, 1)
+    )
+    cp_group: _C.TensorParallelGroup = field(
         default_factory=lambda: _C.TensorParallelGroup(None, 0, 1)
     )
     by_hosts: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -104,16 +117,16 @@ class Groups:
             communicator.shut_down()
 
 
-def split_into_shards(rdp_ranks: Sequence[int], shard_size: int) -> dict[str, list[list[int]]]:
-    """Returns the groups of `SHARD_KINDS` into which an rdp group is split.
+def split_into_shards(rdp_cp_ranks: Sequence[int], shard_size: int) -> dict[str, list[list[int]]]:
+    """Returns the groups of `SHARD_KINDS` into which an rdp_cp group is split.
 
     Args:
-        rdp_ranks: global ranks of the group, ascending.
+        rdp_cp_ranks: global ranks of the group, ascending.
         shard_size: ranks that hold one copy of the state together; they are neighbours.
     """
     shards = [
-        list(rdp_ranks[begin : begin + shard_size])
-        for begin in range(0, len(rdp_ranks), shard_size)
+        list(rdp_cp_ranks[begin : begin + shard_size])
+        for begin in range(0, len(rdp_cp_ranks), shard_size)
     ]
     return {"shard": shards, "replica": [list(ranks) for ranks in zip(*shards, strict=True)]}
 
@@ -124,8 +137,8 @@ def all_groups(grid: _C.ProcessGrid, shard_size: int) -> dict[str, list[list[int
     for kind in SHARD_KINDS:
         result[kind] = [
             ranks
-            for rdp_ranks in result["rdp"]
-            for ranks in split_into_shards(rdp_ranks, shard_size)[kind]
+            for rdp_cp_ranks in result["rdp_cp"]
+            for ranks in split_into_shards(rdp_cp_ranks, shard_size)[kind]
         ]
     return result
 
@@ -166,8 +179,8 @@ def build_groups(
             reserved.
         on_cpu: makes communicators for tensors on the CPU.
         shard_size: ranks that hold one copy of a sharded state together; 1: nothing is sharded.
-        device: device of the tensors that `dp` serves.
-        board: ends waits of `tp_group` and of shared memory when a rank fails, and counts the
+        device: device of the tensors that `dp_cp` serves.
+        board: ends waits of `tp_group`, of `cp_group` and of shared memory when a rank fails, and counts the
             collectives of all groups.
         machine: text that is equal on ranks that may share memory.
         gather_hosts: host of each rank, if parameters are to be gathered between hosts first.
@@ -191,8 +204,11 @@ def build_groups(
             return None
         return _C.watch_collectives(communicator, board, list(ranks), flights)
 
+    def name_of(kind: str) -> str:
+        return kind if grid.group_size("cp") > 1 else kind.removesuffix("_cp")
+
     def control(kind: str) -> _C.Communicator | None:
-        name, ranks = f"{kind}_control", ranks_of(kind)
+        name, ranks = f"{name_of(kind)}_control", ranks_of(kind)
         if len(ranks) == 1:
             return None
         return on_cpu(name, ranks)
@@ -203,7 +219,7 @@ def build_groups(
         return make_on_device(device, store, on_cpu, name, ranks, global_rank, timeout_s)
 
     def on_device(kind: str, name: str | None = None) -> _C.Communicator | None:
-        return between(name or kind, ranks_of(kind))
+        return between(name or name_of(kind), ranks_of(kind))
 
     def sharing(
         communicator: _C.Communicator | None, ranks: Sequence[int]
@@ -216,10 +232,10 @@ def build_groups(
         if communicator is None or not communicator.is_stream_ordered:
             return communicator
         ranks = ranks_of(kind)
-        return watched(on_host(on_cpu(f"{kind}_host", ranks), ranks), ranks)
+        return watched(on_host(on_cpu(f"{name_of(kind)}_host", ranks), ranks), ranks)
 
     def by_hosts(kind: str, hosts: Sequence[str], name: str = "") -> _C.Communicator | None:
-        name, ranks = name or kind, ranks_of(kind)
+        name, ranks = name or name_of(kind), ranks_of(kind)
         flat = between(name, ranks)
         if flat is None or flat.is_stream_ordered or not hosts:
             return sharing(flat, ranks)
@@ -242,9 +258,31 @@ def build_groups(
             timeout_s=timeout_s,
         )
 
-    made.dp_control = watched(control("dp"), own["dp"])
-    made.dp = summing("dp")
-    made.dp_host = beside("dp", made.dp)
+    def splitting(
+        kind: str,
+    ) -> tuple[_C.Communicator, _C.Communicator, _C.TensorParallelGroup]:
+        ranks, plain = ranks_of(kind), on_device(kind)
+        assert plain is not None
+        is_ahead = plain.is_stream_ordered
+        beneath = control(kind) if is_ahead else plain
+        assert beneath is not None
+        on_hosts = watched(on_host(beneath, ranks), ranks)
+        communicator = watched(plain, ranks) if is_ahead else on_hosts
+        assert communicator is not None and on_hosts is not None
+        group = _C.TensorParallelGroup(
+            communicator,
+            grid.group_rank(kind, global_rank),
+            grid.group_size(kind),
+            control=on_hosts,
+            faults=board,
+            ranks=ranks,
+            timeout_s=timeout_s,
+        )
+        return communicator, on_hosts, group
+
+    made.dp_cp_control = watched(control("dp_cp"), own["dp_cp"])
+    made.dp_cp = summing("dp_cp")
+    made.dp_cp_host = beside("dp_cp", made.dp_cp)
     if shard_size > 1:
         ranks = own["shard"]
         made.shard = by_hosts("shard", gather_hosts)
@@ -262,24 +300,11 @@ def build_groups(
         made.whole_replica = summing("replica", "whole_replica")
         made.whole_tp = summing("tp", "whole_tp")
     if grid.group_size("tp") > 1:
-        made.rdp, made.tp = summing("rdp"), on_device("tp")
-        made.rdp_host = beside("rdp", made.rdp)
-        assert made.tp is not None
-        is_ahead = made.tp.is_stream_ordered
-        tp_control = control("tp") if is_ahead else made.tp
-        assert tp_control is not None
-        made.tp_control = watched(on_host(tp_control, own["tp"]), own["tp"])
-        made.tp = watched(made.tp, own["tp"]) if is_ahead else made.tp_control
-        assert made.tp is not None and made.tp_control is not None
-        made.tp_group = _C.TensorParallelGroup(
-            made.tp,
-            grid.group_rank("tp", global_rank),
-            grid.group_size("tp"),
-            control=made.tp_control,
-            faults=board,
-            ranks=ranks_of("tp"),
-            timeout_s=timeout_s,
-        )
+        made.rdp_cp = summing("rdp_cp")
+        made.rdp_cp_host = beside("rdp_cp", made.rdp_cp)
+        made.tp, made.tp_control, made.tp_group = splitting("tp")
+    if grid.group_size("cp") > 1:
+        made.cp, made.cp_control, made.cp_group = splitting("cp")
     if own["mp"] == own["tp"]:
         made.mp = made.tp
     else:

@@ -59,7 +59,7 @@ class Rank:
         self.global_rank, self.world_size = launch.global_rank, launch.world_size
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
         self.grid = make_grid(read, launch.world_size)
-        self.shard_size = self.config.shard_size(self.grid.group_size("rdp"))
+        self.shard_size = self.config.shard_size(self.grid.group_size("rdp_cp"))
         self.groups = own_groups(self.grid, self.global_rank, self.shard_size)
         self.ranks = {kind: ranks.index(self.global_rank) for kind, ranks in self.groups.items()}
         self.sizes = {kind: len(ranks) for kind, ranks in self.groups.items()}
@@ -247,7 +247,7 @@ class Rank:
         """Returns words for people: ``"global_rank 1 (pipeline stage 1)"``."""
         at = self.grid.coordinates(global_rank)
         axes = {"pp": ("pipeline stage", at.pp), "tp": ("tensor rank", at.tp)}
-        axes["rdp"] = ("replica", at.rdp)
+        axes |= {"cp": ("context rank", at.cp), "rdp": ("replica", at.rdp)}
         places = [f"{n} {i}" for axis, (n, i) in axes.items() if self.sizes[axis] > 1]
         hosts = self.launch.hosts
         places += [f"host {hosts[global_rank]}"] * (len(set(hosts)) > 1)

@@ -303,10 +303,10 @@ def meet(
         check_devices(hosts, [other.device for other in hellos], nums_devices, settings.share_gpu)
         if hello.device == "cuda":
             grid = make_grid(read, launch.world_size)
-            check_gpu_sharing(grid.groups("dp"), hosts, nums_devices)
+            check_gpu_sharing(grid.groups("dp_cp"), hosts, nums_devices)
         if read.config is not None:
             grid = make_grid(read, launch.world_size)
-            check_dist_backend(read.config, grid.groups("dp"), hosts, hello.device)
+            check_dist_backend(read.config, grid.groups("dp_cp"), hosts, hello.device)
         machines = [other.machine for other in hellos]
         if len(set(machines)) > 1:
             crossing = ReachabilityCheck(store, launch.global_rank, machines, hosts)

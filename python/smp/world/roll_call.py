@@ -14,7 +14,7 @@ _MARK = "_smp_roll_call"
 #: Conditions in scripts that often wrongly guard calls of these groups.
 _GUARDS = {
     "mp": "`if smp.rank() == 0:` or, with tensor parallelism, `if smp.dp_rank() == 0:`",
-    "rdp": "`if smp.rank() == 0:` or `if smp.rdp_rank() == 0:`",
+    "rdp_cp": "`if smp.rank() == 0:` or `if smp.rdp_rank() == 0:`",
     "shard": "`if smp.rank() == 0:` or `if smp.rdp_rank() == 0:`",
     "world": "`if smp.rank() == 0:` or `if smp.dp_rank() == 0:`",
 }

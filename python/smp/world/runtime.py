@@ -147,7 +147,7 @@ class Runtime:
             for rank, other in enumerate(meeting)
         ]
         places = [grid.coordinates(rank) for rank in range(len(meeting))]
-        coordinates = [(at.pp, at.tp, at.rdp) for at in places]
+        coordinates = [(at.pp, at.tp, at.cp, at.rdp) for at in places]
         for line in placement_words(hosts, devices, coordinates):
             first_rank_log.info("smp: %s", line)
         first_rank_log.debug("%s", placement_map(hosts, devices, coordinates, grid.placement))

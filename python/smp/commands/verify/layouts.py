@@ -52,6 +52,7 @@ class Layout:
             "pipeline_parallel_degree": self.pp,
             "tensor_parallel_degree": self.tp,
             "expert_parallel_degree": self.tp if self.spreads_experts else 1,
+            "context_parallel_degree": 1,
             "sharded_data_parallel_degree": self.sdp,
             "shard_optimizer_state": self.shards_state,
             "ddp": True,

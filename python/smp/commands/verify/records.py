@@ -69,8 +69,9 @@ class JobRecords:
         """Returns groups of ranks that hold one whole copy together."""
         groups: dict[int, list[int]] = {}
         for rank, facts in enumerate(self.facts):
-            # Neighbours along rdp shard parameters together; see `smp.world.groups`.
-            groups.setdefault(facts["ranks"]["rdp"] // facts["sizes"]["shard"], []).append(rank)
+            # Neighbours of an rdp_cp group shard parameters together; see `smp.world.groups`.
+            copy = facts["ranks"]["rdp_cp"] // facts["sizes"]["shard"]
+            groups.setdefault(copy, []).append(rank)
         return list(groups.values())
 
     def batch_of(self, rank: int) -> int:
@@ -163,7 +164,8 @@ class JobRecords:
         return [
             rank
             for rank, facts in enumerate(self.facts)
-            if facts["ranks"]["pp"] == 0 and (facts["ranks"]["tp"] == 0 or not is_common)
+            if facts["ranks"]["pp"] == facts["ranks"]["cp"] == 0
+            and (facts["ranks"]["tp"] == 0 or not is_common)
         ]
 
     def _update(self, replica: Sequence[int], number: int, begin: Mapping[str, Any]) -> Stage:

@@ -369,11 +369,10 @@ class BatchCheck:
     def _found(
         self, whole: BatchPass, pieces: BatchPass, sizes: Sequence[int], written: Sequence[str]
     ) -> Found:
-        ranks = self._current.rank.ranks
+        rank = self._current.rank
         failure = whole.failure or pieces.failure
         own = Found(
-            place=f"global_rank {self._current.rank.global_rank} (pp {ranks['pp']} tp "
-            f"{ranks['tp']} rdp {ranks['rdp']})",
+            place=f"global_rank {rank.global_rank} ({rank.place})",
             failure=failure,
             is_driver=self._is_driver,
             num_samples=sum(sizes),

@@ -72,7 +72,7 @@ class FirstStepCheck(StepObserver):
     @property
     def _takes_part(self) -> bool:
         """Returns whether this is the first replica; others do the same with other data."""
-        return self._current.rank.ranks["rdp"] == 0
+        return self._current.rank.ranks["rdp_cp"] == 0
 
     def before_placing(
         self,
@@ -105,9 +105,11 @@ class FirstStepCheck(StepObserver):
             return "SMP_CHECK_FIRST_STEP is 0"
         if current.rank.sizes["pp"] == 1:
             return "there is one partition"
+        if current.rank.sizes["cp"] > 1:
+            return "sequences are split over ranks, and one replica is checked"
         if not shows_values:
             return "parameters are sharded over replicas"
-        if current.rank.config.orders_replicas and current.rank.sizes["rdp"] > 1:
+        if current.rank.config.orders_replicas and current.rank.sizes["rdp_cp"] > 1:
             return "the replicas do all in one order, and one of them is checked"
         if any(is_lazy(p) or p.is_meta for p in self._root.parameters()):
             return "values of the model are made when it is partitioned"
@@ -167,9 +169,9 @@ class FirstStepCheck(StepObserver):
 
     def _compare_replicas(self) -> None:
         own = {name: stamp(p) for name, p in self._local.items() if interval_of(p) is None}
-        first, *others = comm.allgather(own, comm.DP_GROUP)
+        first, *others = comm.allgather(own, comm.CommGroup.DP_CP_GROUP)
         complaint = None
-        for rank, other in zip(self._current.rank.groups["dp"][1:], others, strict=True):
+        for rank, other in zip(self._current.rank.groups["dp_cp"][1:], others, strict=True):
             name = _other(first, other)
             if name is not None and complaint is None:
                 complaint = f"parameter '{name}' has other values on global_rank {rank}"

@@ -76,7 +76,7 @@ class Recording(Entering):
             dtype=torch.float64 if order.is_exact else None,
             own_tensors=self._buffers,
             notes_draws=is_alone,
-            keeps=ranks["pp"] == 0 and (ranks["tp"] == 0 or not self._is_split),
+            keeps=ranks["pp"] == ranks["cp"] == 0 and (ranks["tp"] == 0 or not self._is_split),
         )
         self._current, self._order = current, order
         self._replay = None if order.replay is None else Path(order.replay)
