@@ -1,1 +1,1 @@
-"""Context parallelism: ranks compute parts of each sequence ([how](docs/design/context_parallel.md))."""
+"""Context parallelism: the ranks of a group compute parts of each sequence."""

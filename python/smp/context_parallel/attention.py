@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -78,7 +77,9 @@ class Call:
         size = regions.group().size
         shapes = [tuple(x.shape) for x in (self.query, self.key, self.value)]
         if any(len(shape) != 4 for shape in shapes):
-            raise CannotShare(f"attention has queries, keys and values of shapes {shapes}, not four dims")
+            raise CannotShare(
+                f"attention has queries, keys and values of shapes {shapes}, not four dims"
+            )
         heads = share_heads(self.query.shape[1], self.key.shape[1], size)
         if heads is None or self.key.shape[1] != self.value.shape[1]:
             raise CannotShare(

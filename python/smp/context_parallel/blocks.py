@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-import smp._C as _C
 from smp.context_parallel import attention, regions
 from smp.context_parallel.caches import CacheChanges
 from smp.context_parallel.late_whole import LateWhole
@@ -19,8 +20,10 @@ from smp.modules import collected
 from smp.modules.forwards import Forward, WrapperKind, wrap_forward
 from smp.modules.late import LateTensor
 from smp.modules.tracing import is_tracing
+from smp.nn.draws import any_drops, draws_from, rates_in
 from smp.nn.run_aside import has_no_data
 from smp.world.log import first_rank_log
+from smp.world.rank import Rank
 
 _LONGEST_TRIAL = 1024  # tokens; a longer sequence is tried with its begin
 _PER_RANK = 16  # tokens of each rank then
@@ -46,14 +49,16 @@ class Block:
     Args:
         module: block.
         name: name in the model.
+        reads: whether results become whole at once.
 
     Attributes:
         num_cut: number of calls in parts.
         num_whole: number of calls with whole sequences.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.module, self.name = module, name
+    def __init__(self, module: nn.Module, name: str, reads: bool) -> None:
+        self.module, self.name, self._reads = module, name, reads
+        self._rates: list[tuple[nn.Module, str]] | None = None
         self.num_cut = self.num_whole = 0
         self._verdicts: dict[Kinds, Verdict] = {}
         self._names = _names_of(module)
@@ -71,24 +76,37 @@ class Block:
 
         return forward
 
-    @staticmethod
-    def inside(inner: Forward) -> Forward:
+    def inside(self, inner: Forward) -> Forward:
         """Returns a forward whose attention is exchanged, inside of checkpoints."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             run: _Run | None = kwargs.pop(_RUN, None)
             if run is None:
                 return inner(*args, **kwargs)
-            with attention.handled_by(attention.Exchange(run.verdict.forms, run.length)):
+            exchange = attention.Exchange(run.verdict.forms, run.length)
+            with attention.handled_by(exchange), self._drawing():
                 return inner(*args, **kwargs)
 
         return forward
 
+    def _drawing(self) -> AbstractContextManager[None]:
+        """Returns a context in which ranks drop different elements, as they have other tokens.
+
+        Outside of it all ranks draw alike.
+        """
+        if self._rates is None:
+            self._rates = rates_in(self.module)
+        if not self.module.training or not any_drops(self._rates):
+            return nullcontext()
+        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        return draws_from(regions.group().own_seed(), device)
+
     def _call(self, inner: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = self._named(args, kwargs)
         found = activations_in(named)
-        activations = None if found is None else dict(_walked(named))[found]
-        length = 0 if activations is None else activations.shape[1]
+        if found is None:
+            return self._whole(inner, args, kwargs)
+        num_samples, length = dict(_walked(named))[found].shape[:2]
         if length < regions.group().size or _collects_inside() or not _may_run(named):
             return self._whole(inner, args, kwargs)
         kinds = tuple((name, token_dim(name, x, length)) for name, x in _walked(named))
@@ -99,14 +117,17 @@ class Block:
             return self._whole(inner, args, kwargs)
         self.num_cut += 1
         dims = dict(kinds)
-        own_args, own_kwargs = self._mapped(
-            args, kwargs, lambda name, x: _part(x, dims.get(name))
-        )
+        own_args, own_kwargs = self._mapped(args, kwargs, lambda name, x: _part(x, dims.get(name)))
         caches = CacheChanges([*args, *kwargs.values()])
         result = inner(*own_args, **own_kwargs, **{_RUN: _Run(verdict, length)})
         cached = zip(caches.added(), verdict.cached, strict=True)
-        caches.replace([_late(x, leaf, length, None) for x, leaf in cached])
-        return mapped(result, "", lambda name, x: _late(x, verdict.results[name], length, activations))
+        caches.replace([_late(x, leaf, length, num_samples) for x, leaf in cached])
+
+        def whole(name: str, part: Tensor) -> Tensor:
+            late = _late(part, verdict.results[name], length, num_samples)
+            return _read(late) if self._reads else late
+
+        return mapped(result, "", whole)
 
     def _whole(self, inner: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_whole += 1
@@ -223,14 +244,12 @@ def _shortened(name: str, x: Tensor, dim: int | None, length: int, short: int) -
     return x
 
 
-def _late(part: Tensor, leaf: Leaf, length: int, activations: Tensor | None) -> Tensor:
+def _late(part: Tensor, leaf: Leaf, length: int, num_samples: int) -> Tensor:
     """Returns the whole of a part of a result, gathered when it is read."""
     if leaf.dim is None:
         return part
     if leaf.is_flat:
-        assert activations is not None
-        apart = part.unflatten(0, (activations.shape[0], -1))
-        return regions.gather(apart, 1, length).flatten(0, 1)
+        return regions.gather(part.unflatten(0, (num_samples, -1)), 1, length).flatten(0, 1)
     return LateWhole.of(part, leaf.dim, length)
 
 
@@ -259,24 +278,49 @@ def _is_block(module: nn.Module) -> bool:
     return not isinstance(module, holders) and next(module.children(), None) is not None
 
 
-def compute_in_parts(root: nn.Module) -> list[Block]:
-    """Makes the blocks of a model compute this rank's part of each sequence.
+class SequenceParts:
+    """The blocks of a model that compute this rank's part of each sequence.
 
     Args:
+        rank: this rank.
         root: model, after parts of it were replaced.
-
-    Raises:
-        ValueError: the model has no blocks.
+        label: returns the name of the model in messages.
     """
-    attention.watch_transformers()
-    blocks = [Block(module, name) for name, module in find_blocks(root)]
-    if not blocks:
-        raise ValueError(
-            f"{_C.rank_prefix()}smp config: context_parallel_degree={regions.group().size}: "
-            f"{type(root).__name__} has no blocks; expected modules in an nn.ModuleList or "
-            "nn.Sequential, which get activations [samples, tokens, features]"
+
+    def __init__(self, rank: Rank, root: nn.Module, label: Callable[[], str]) -> None:
+        self._label, self._is_told = label, rank.sizes["cp"] == 1
+        self._undo: list[Callable[[], None]] = []
+        self.blocks: list[Block] = []
+        if rank.sizes["cp"] == 1:
+            return
+        attention.watch_transformers()
+        # Between pipeline ranks a result travels as an ordinary tensor.
+        reads = rank.sizes["pp"] > 1
+        self.blocks = [Block(module, name, reads) for name, module in find_blocks(root)]
+        for block in self.blocks:
+            self._undo += [
+                wrap_forward(block.module, WrapperKind.SEQUENCE, block.around),
+                wrap_forward(block.module, WrapperKind.ATTENTION, block.inside),
+            ]
+
+    def tell(self) -> None:
+        """Says after the first step how many blocks computed parts; once."""
+        if self._is_told:
+            return
+        self._is_told = True
+        have_run = [block for block in self.blocks if block.num_cut + block.num_whole]
+        num_cut = sum(block.num_cut > 0 for block in have_run)
+        say = first_rank_log.info if num_cut else first_rank_log.warning
+        say(
+            "smp: context_parallel_degree: %d of %d blocks of model %s compute parts of sequences; "
+            "every rank computes all else",
+            num_cut,
+            len(self.blocks),
+            self._label(),
         )
-    for block in blocks:
-        wrap_forward(block.module, WrapperKind.SEQUENCE, block.around)
-        wrap_forward(block.module, WrapperKind.ATTENTION, Block.inside)
-    return blocks
+
+    def leave(self) -> None:
+        """Restores the forwards of blocks. May be called twice."""
+        for undo in self._undo:
+            undo()
+        self._undo = []

@@ -85,4 +85,8 @@ def _put(holder: Any, key: Any) -> Callable[[Tensor], None]:
 
 
 def _is_object(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value)
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, nn.Module | type)
+        and not callable(value)
+    )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from smp.context_parallel import regions
+from smp.context_parallel.parts import even_parts
 from smp.modules.late import LateTensor
 
 
@@ -61,5 +62,5 @@ class _Late(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ranks = regions.group()
-        sizes = regions.even_parts(grads[0].shape[ctx.dim], ranks.size)
+        sizes = even_parts(grads[0].shape[ctx.dim], ranks.size)
         return ranks.reduce_scatter(grads[0], ctx.dim, sizes), None, None

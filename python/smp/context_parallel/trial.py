@@ -193,9 +193,7 @@ def _compare(whole: _Outcome, own: _Outcome, checker: _Checker, length: int) -> 
     wholes, parts = dict(walk(whole.result, "")), dict(walk(own.result, ""))
     if wholes.keys() != parts.keys() or len(checker.calls) != len(checker.forms):
         raise Different("its code does something else with a part of the tokens")
-    results = {
-        name: _leaf(parts[name], wholes[name], length, f"result{name}") for name in wholes
-    }
+    results = {name: _leaf(parts[name], wholes[name], length, f"result{name}") for name in wholes}
     if len(whole.left) != len(own.left) or whole.buffers.keys() != own.buffers.keys():
         raise Different("it leaves something else in attributes for a part of the tokens")
     pairs = [*zip(own.left, whole.left, strict=True)]

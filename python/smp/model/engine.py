@@ -12,6 +12,7 @@ import smp._C as _C
 from smp import activations, data_parallel
 from smp.activations import TransformersCheckpointing
 from smp.compilation import CompiledParts
+from smp.context_parallel.blocks import SequenceParts
 from smp.model.buffers import ReplicaBuffers
 from smp.model.gradients import GradientReduction
 from smp.model.loss_weight import LossWeight
@@ -65,6 +66,7 @@ class Engine:
         pipeline: the place of the model in a pipeline; None also without one.
         gradients: reduces gradients over replicas.
         mask_places: marks where masks are drawn, if they may not depend on the layout.
+        sequences: blocks that compute parts of sequences.
         loss: weighs losses.
         state: state dicts of the whole model.
         capture: capture of the step function while it runs for the trace, or None.
@@ -110,6 +112,7 @@ class Engine:
             bucket_cap_bytes=bucket_cap_bytes,
         )
         self.mask_places = MaskPlaces(current, idx, self.partitioning, compiled, lambda: self.label)
+        self.sequences = SequenceParts(current.rank, root, lambda: self.label)
         self.loss = LossWeight(current, lambda: self.gradients.is_hooked)
         self.state = WholeState(current.rank, root, registrations)
         self.operands = OperandCasts(root)
@@ -276,6 +279,7 @@ class Engine:
         self.compiled.close()
         self.operands.close()
         self.mask_places.leave()
+        self.sequences.leave()
         if self.pipeline is not None:
             self.pipeline.leave()
         if self.storage is not None:
@@ -290,6 +294,7 @@ class Engine:
         state = self.state.gathered(self.parts, to_rank0=False)
         self.compiled.close()
         self.mask_places.leave()
+        self.sequences.leave()
         if self.pipeline is not None:
             self.pipeline.disconnect()
         if self.parts is not None:
@@ -363,6 +368,7 @@ class Engine:
             self.gradients.end_step()
             if self._buffers.is_open:
                 self._buffers.end_step()
+        self.sequences.tell()
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1) == 0:
             self.compiled.exchange_notes()

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp.modules.flat import tensors_in
+from smp.nn.draws import draws_from
 from smp.nn.experts import HoldsExperts, Spread, dispatch, pairs_at_a_time, run_slice
 from smp.nn.module import IndivisibleModule, class_in_front
-from smp.nn.planned.borders import draws_from
 from smp.nn.run_aside import device_of, has_no_data, random_state_kept, run_aside
 from smp.tensor_parallel import regions
 

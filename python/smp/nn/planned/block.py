@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from smp.dropout import blocks, places
 from smp.modules.tracing import is_tracing
+from smp.nn.draws import any_drops, draws_from, rates_in
 from smp.nn.layout import Layout
 from smp.nn.module import DistributedModule
 from smp.nn.planned import borders
@@ -134,24 +134,9 @@ def _drawing(block: Any, given: tuple[Any, ...]) -> Any:
         return contextlib.nullcontext()
     rates = block._smp_rates
     if rates is None:
-        rates = block.__dict__["_smp_rates"] = _rates_in(block)
-    if not any(_is_rate(module.__dict__.get(key)) for module, key in rates):
+        rates = block.__dict__["_smp_rates"] = rates_in(block)
+    if not any_drops(rates):
         return contextlib.nullcontext()
     tensor = next((x for x in given if isinstance(x, Tensor)), None)
     device = torch.device("cpu") if tensor is None else tensor.device
-    return borders.draws_from(regions.common_seed(), device)
-
-
-def _rates_in(block: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Returns the modules and attributes that hold dropout rates."""
-    return [
-        (module, key)
-        for module in block.modules()
-        for key, value in module.__dict__.items()
-        if isinstance(value, float | int)
-        and ("drop" in key or (key == "p" and isinstance(module, _DropoutNd)))
-    ]
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, float | int) and value > 0
+    return draws_from(regions.common_seed(), device)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import smp._C as _C
-from smp._device import forked_generators
 from smp.nn.layout import Layout
 from smp.nn.planned.calls import Call
 from smp.nn.planned.late import LateSum
@@ -144,11 +141,3 @@ def _own_samples(layout: Layout, where: str, x: Tensor, num_samples: int) -> Ten
         x = x.read()
     # A copy can be written in place by the code around, and keeps no samples of other ranks.
     return regions.scatter(x, 0).clone()
-
-
-@contextmanager
-def draws_from(seed: int, device: torch.device) -> Iterator[None]:
-    """Makes all ranks draw the same numbers inside, and restores the generators at the end."""
-    with forked_generators(device):
-        torch.manual_seed(seed)
-        yield
