@@ -2,23 +2,28 @@
 
 The exchange of tokens against heads is that of DeepSpeed-Ulysses (Jacobs et al. 2023,
 arXiv:2309.14509). What computes attention stays what it is and sees whole sequences, so masks,
-windows, sinks and caps mean what they mean in one process. Two ways lead there: functions that
-transformers' ``AttentionInterface`` returns, and ``scaled_dot_product_attention`` of PyTorch.
+windows, sinks and caps mean what they mean in one process. Three ways lead there: functions that
+transformers' ``AttentionInterface`` returns, methods ``_attn(query, key, value, ...)`` of modules,
+and ``scaled_dot_product_attention`` of PyTorch. Code that has taken another way, or has imported
+PyTorch's function by name, mixes tokens in the eyes of a block's trial.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
+import smp._C as _C
 from smp.context_parallel import regions
 from smp.context_parallel.parts import Heads, Interval, share_heads
 
@@ -59,6 +64,7 @@ class Call:
         key, value: ``[B, heads of keys, K, D]``.
         run: computes attention of a share of the heads, or of all where it is None.
         tokens_dim, heads_dim: dims of the result.
+        owner: module whose attention it is; None if it is not known.
     """
 
     query: Tensor
@@ -67,6 +73,7 @@ class Call:
     run: Callable[[Tensor, Tensor, Tensor, Share | None], Tensor]
     tokens_dim: int
     heads_dim: int
+    owner: Any = None
 
     def heads(self) -> Heads:
         """Returns the shares of the ranks.
@@ -109,8 +116,7 @@ def handled_by(handler: Handler | None) -> Iterator[None]:
     """Hands the calls of attention in this context to a handler; None: they are PyTorch's."""
     token = _handler.set(handler)
     try:
-        with contextlib.nullcontext() if handler is None else _Mode():
-            yield
+        yield
     finally:
         _handler.reset(token)
 
@@ -118,30 +124,99 @@ def handled_by(handler: Handler | None) -> Iterator[None]:
 def _handle(call: Call) -> Tensor:
     handler = _handler.get()
     assert handler is not None
-    token = _handler.set(None)  # what computes attention may call attention
-    try:
+    with handled_by(None):  # what computes attention may call attention
         return handler.attend(call)
-    finally:
-        _handler.reset(token)
+
+
+# ---- what is replaced while models compute parts of sequences
+
+
+class _Replaced:
+    """Functions of PyTorch and transformers in which code of blocks arrives.
+
+    A second run of a checkpoint of PyTorch gets the handler of the first run.
+    """
+
+    def __init__(self) -> None:
+        self._num_users = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Replaces the functions, for one more model."""
+        self._num_users += 1
+        if self._num_users > 1:
+            return
+        self._replace(F, "scaled_dot_product_attention", _as_function)
+        self._replace(checkpoint, "_checkpoint_without_reentrant_generator", _carrying(0))
+        forward = functools.partial(_carrying(1), is_static=True)
+        self._replace(checkpoint.CheckpointFunction, "forward", forward)
+        try:
+            from transformers.modeling_utils import AttentionInterface
+        except ImportError:
+            return
+        if hasattr(AttentionInterface, "get_interface"):  # earlier releases call PyTorch's function
+            self._replace(AttentionInterface, "get_interface", _as_interface)
+
+    def end(self) -> None:
+        """Restores them with the last model."""
+        self._num_users -= 1
+        if self._num_users == 0:
+            for undo in self._undo:
+                undo()
+            self._undo = []
+
+    def _replace(self, holder: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+        original = holder.__dict__[name]
+        function = original.__func__ if isinstance(original, staticmethod) else original
+        setattr(holder, name, wrapper(function))
+        self._undo.append(functools.partial(setattr, holder, name, original))
+
+
+replaced = _Replaced()
+
+
+def _carrying(position: int) -> Callable[..., Any]:
+    """Returns a wrapper of a function that gets a function to run twice, at this position."""
+
+    def wrapper(original: Callable[..., Any], is_static: bool = False) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            handler = _handler.get()
+            if handler is None:
+                return original(*args, **kwargs)
+            given = list(args)
+            given[position] = _with_handler(given[position], handler)
+            return original(*given, **kwargs)
+
+        return staticmethod(call) if is_static else call
+
+    return wrapper
+
+
+def _with_handler(function: Callable[..., Any], handler: Handler) -> Callable[..., Any]:
+    @functools.wraps(function, assigned=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with handled_by(handler):
+            return function(*args, **kwargs)
+
+    return run
 
 
 # ---- PyTorch's own function
 
 
-class _Mode(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is F.scaled_dot_product_attention and _handler.get() is not None:
-            return _attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+def _as_function(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        if _handler.get() is None:
+            return original(*args, **kwargs)
+        return _attend(original, *args, **kwargs)
+
+    return attention
 
 
 def _attend(
+    original: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -153,10 +228,9 @@ def _attend(
 ) -> Tensor:
     def run(query: Tensor, key: Tensor, value: Tensor, share: Share | None) -> Tensor:
         mask = attn_mask if share is None else share.of_argument(attn_mask)
-        result: Tensor = F.scaled_dot_product_attention(
+        return original(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        return result
 
     return _handle(Call(query, key, value, run, tokens_dim=2, heads_dim=1))
 
@@ -164,22 +238,13 @@ def _attend(
 # ---- functions of transformers
 
 
-@functools.cache
-def watch_transformers() -> None:
-    """Makes transformers' functions of attention known to blocks, if it is installed."""
-    try:
-        from transformers.modeling_utils import AttentionInterface
-
-        original = AttentionInterface.get_interface
-    except (ImportError, AttributeError):
-        return  # these releases call PyTorch's function
-
+def _as_interface(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
         function = original(self, *args, **kwargs)
         return function if _handler.get() is None else functools.partial(_attend_in, function)
 
-    AttentionInterface.get_interface = get_interface
+    return get_interface
 
 
 def _attend_in(
@@ -203,7 +268,8 @@ def _attend_in(
         result: Tensor = output[0]
         return result
 
-    return _handle(Call(query, key, value, run, tokens_dim=1, heads_dim=2)), None
+    call = Call(query, key, value, run, tokens_dim=1, heads_dim=2, owner=module)
+    return _handle(call), None
 
 
 class _OfShare:
@@ -217,6 +283,57 @@ class _OfShare:
         if name == "num_key_value_groups":
             return self._share.group
         return self._share.of_argument(value) if isinstance(value, Tensor) else value
+
+
+# ---- methods of modules
+
+
+def watch_methods(block: nn.Module) -> list[Callable[[], Any]]:
+    """Watches methods ``_attn(query, key, value, ...)``, as GPT-J and others have them.
+
+    A method returns the result, ``[B, heads, tokens, D]``, and weights of attention. Only its
+    module's instance is changed.
+
+    Args:
+        block: block with the modules.
+
+    Returns:
+        functions that undo it.
+    """
+    undo: list[Callable[[], Any]] = []
+    for module in block.modules():
+        method = getattr(type(module), _METHOD, None)
+        if _METHOD not in module.__dict__ and method is not None and _is_attention(method):
+            # The method is bound, so that a deep copy has its own.
+            module.__dict__[_METHOD] = types.MethodType(_as_method(method), module)
+            undo.append(functools.partial(module.__dict__.pop, _METHOD, None))
+    return undo
+
+
+_METHOD = "_attn"
+
+
+def _is_attention(method: Callable[..., Any]) -> bool:
+    return list(inspect.signature(method).parameters)[1:4] == ["query", "key", "value"]
+
+
+def _as_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def attend(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if _handler.get() is None:
+            return method(self, query, key, value, *args, **kwargs)
+
+        def run(query: Tensor, key: Tensor, value: Tensor, share: Share | None) -> Tensor:
+            further = [x if share is None else share.of_argument(x) for x in args]
+            named = {n: x if share is None else share.of_argument(x) for n, x in kwargs.items()}
+            result: Tensor = method(self, query, key, value, *further, **named)[0]
+            return result
+
+        return _handle(Call(query, key, value, run, 2, 1, owner=self)), None
+
+    return attend
 
 
 # ---- in parts
@@ -238,16 +355,15 @@ class Exchange:
     """Handles attention in a block that computes a part of the tokens.
 
     Args:
-        forms: forms of the calls, in their order.
+        forms: forms of the calls, each with the module that it belongs to.
         length: number of tokens of all ranks.
     """
 
-    def __init__(self, forms: list[Form], length: int) -> None:
-        self._forms, self._length, self._num_calls = forms, length, 0
+    def __init__(self, forms: Sequence[tuple[Any, Form]], length: int) -> None:
+        self._forms, self._length = forms, length
 
     def attend(self, call: Call) -> Tensor:
-        form = self._forms[self._num_calls]
-        self._num_calls += 1
+        form = self._form(call)
         if not form.queries_cut:
             return call.run(call.query, call.key, call.value, None)
         heads = call.heads()
@@ -256,6 +372,25 @@ class Exchange:
         key, value = (self._keys(x, heads, form) for x in (call.key, call.value))
         output = call.run(query, key, value, share)
         return regions.to_tokens(output, call.tokens_dim, call.heads_dim, heads.queries)
+
+    def _form(self, call: Call) -> Form:
+        """Returns the form of a call; runs of checkpoints repeat calls in any order."""
+        of_owner = {form for owner, form in self._forms if owner is call.owner}
+        own = regions.own(self._length).size
+        pairs = [(call.query, "queries_cut"), (call.key, "keys_cut")]
+        found = [
+            form
+            for form in of_owner
+            if all(x.shape[-2] == own or not getattr(form, name) for x, name in pairs)
+        ]
+        if len(found) == 1:
+            return found[0]
+        raise RuntimeError(
+            f"{_C.rank_prefix()}attention got queries {list(call.query.shape)} and keys "
+            f"{list(call.key.shape)} in a block that computes {own} of {self._length} tokens; "
+            "whether they are of all tokens cannot be told. Pad the sequence of the encoder, or of "
+            "the decoder, to another length"
+        )
 
     def _keys(self, x: Tensor, heads: Heads, form: Form) -> Tensor:
         x = repeated(x, heads)

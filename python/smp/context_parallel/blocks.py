@@ -289,15 +289,19 @@ class SequenceParts:
 
     def __init__(self, rank: Rank, root: nn.Module, label: Callable[[], str]) -> None:
         self._label, self._is_told = label, rank.sizes["cp"] == 1
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], Any]] = []
         self.blocks: list[Block] = []
         if rank.sizes["cp"] == 1:
             return
-        attention.watch_transformers()
+        attention.replaced.begin()
+        self._undo.append(attention.replaced.end)
         # Between pipeline ranks a result travels as an ordinary tensor.
         reads = rank.sizes["pp"] > 1
         self.blocks = [Block(module, name, reads) for name, module in find_blocks(root)]
         for block in self.blocks:
+            # A module inside, on another rank, would compute attention of its tokens alone.
+            block.module.__dict__["is_indivisible"] = True
+            self._undo += attention.watch_methods(block.module)
             self._undo += [
                 wrap_forward(block.module, WrapperKind.SEQUENCE, block.around),
                 wrap_forward(block.module, WrapperKind.ATTENTION, block.inside),
@@ -323,4 +327,6 @@ class SequenceParts:
         """Restores the forwards of blocks. May be called twice."""
         for undo in self._undo:
             undo()
+        for block in self.blocks:
+            block.module.__dict__.pop("is_indivisible", None)
         self._undo = []

@@ -9,14 +9,33 @@ replicas take anyway, is the derivative of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 import smp._C as _C
 from smp.context_parallel.parts import Interval, even_parts
 from smp.world import runtime
+
+_P = ParamSpec("_P")
+
+
+def _of_data(region: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """Makes a region accept handles of tensors on other pipeline ranks."""
+
+    @wraps(region)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        tensors = (*args, *kwargs.values())
+        if has_torch_function(tensors):
+            result: Any = handle_torch_function(call, tensors, *args, **kwargs)
+            return result  # type: ignore[no-any-return]
+        return region(*args, **kwargs)
+
+    return call
 
 
 def group() -> _C.TensorParallelGroup:
@@ -38,6 +57,7 @@ def cut(x: Tensor, dim: int) -> Tensor:
     return own(x.shape[dim]).of(x, dim).clone(memory_format=torch.contiguous_format)
 
 
+@_of_data
 def gather(part: Tensor, dim: int, extent: int) -> Tensor:
     """Concatenates the parts of all ranks; backward: the sum over the ranks, of it the own part.
 
@@ -50,6 +70,7 @@ def gather(part: Tensor, dim: int, extent: int) -> Tensor:
     return ranks.gather(part, dim, even_parts(extent, ranks.size), True)
 
 
+@_of_data
 def to_heads(x: Tensor, length: int, heads: Sequence[int]) -> Tensor:
     """Exchanges a part of the tokens of all heads for all tokens of some heads.
 
@@ -65,6 +86,7 @@ def to_heads(x: Tensor, length: int, heads: Sequence[int]) -> Tensor:
     return ranks.exchange(x, 1, 2, list(heads), even_parts(length, ranks.size))
 
 
+@_of_data
 def to_tokens(x: Tensor, tokens_dim: int, heads_dim: int, heads: Sequence[int]) -> Tensor:
     """Exchanges all tokens of some heads for a part of the tokens of all heads.
 

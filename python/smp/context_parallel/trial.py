@@ -52,13 +52,13 @@ class Verdict:
 
     Attributes:
         problem: reason why the block runs on whole sequences, as the end of a sentence; or None.
-        forms: its calls of attention.
+        forms: its calls of attention, with the modules that they belong to.
         results: tensors of its result, by place.
         cached: tensors that it leaves in caches among its arguments, in their order.
     """
 
     problem: str | None = None
-    forms: list[Form] = field(default_factory=list)
+    forms: list[tuple[Any, Form]] = field(default_factory=list)
     results: dict[str, Leaf] = field(default_factory=dict)
     cached: list[Leaf] = field(default_factory=list)
 
@@ -245,7 +245,7 @@ class _Checker:
     """Gives the own part of recorded results, and compares what attention gets."""
 
     def __init__(self, calls: list[_Recorded], length: int) -> None:
-        self.calls, self.forms = calls, list[Form]()
+        self.calls, self.forms = calls, list[tuple[Any, Form]]()
         self._length = length
 
     def attend(self, call: Call) -> Tensor:
@@ -261,7 +261,7 @@ class _Checker:
             raise Different("its attention mixes tokens of a part with others")
         if form.queries_cut and known.problem is not None:
             raise CannotShare(known.problem)
-        self.forms.append(form)
+        self.forms.append((call.owner, form))
         own = regions.own(self._length)
         return own.of(known.output, call.tokens_dim) if form.queries_cut else known.output
 
