@@ -19,10 +19,10 @@ from smp.world import nccl
 from smp.world.connecting import until_a_rank_fails
 from smp.world.host_groups import CpuGroups, go_by_hosts, layout_of, members
 
-# Kinds that users name. Groups of dp and rdp read different batches.
+# Kinds that users name. Ranks of the kinds dp and rdp read different batches.
 BATCH_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp", "cp")
-# Of the last three, dp_cp and rdp_cp hold equal parameters, and tp_cp runs tasks in one order.
-# Without context parallelism these are dp, rdp and tp.
+# Ranks of the kinds dp_cp and rdp_cp hold equal parameters, and those of tp_cp run their tasks in
+# one order. Without context parallelism these are dp, rdp and tp.
 GROUP_KINDS = (*BATCH_KINDS, "dp_cp", "rdp_cp", "tp_cp")
 # Parts of an rdp_cp group: ranks that hold one copy of a sharded state together, and the ranks that
 # hold equal parts of it (docs/design/memory.md).
