@@ -157,9 +157,8 @@ def test_other_layouts_have_them_too(
 
 def train_on_other_batches(rank: int) -> tuple[str, bool]:
     """Returns the error of a step with a batch of its own, and whether gradients are reduced."""
-    import tests.dist.on_late  # noqa: F401
-
     import smp
+    import tests.dist.on_late  # noqa: F401
 
     smp.init({"context_parallel_degree": 2, "ddp": True})
     device = torch.device("late", smp.local_rank())

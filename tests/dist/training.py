@@ -49,8 +49,8 @@ class Run:
     def __str__(self) -> str:
         kind = "manual" if self.manual else "auto"
         return (
-            f"{self.case} pp{self.pp} dp{self.dp} cp{self.cp} {self.schedule} mb{self.microbatches} "
-            f"{str(self.dtype).removeprefix('torch.')} {kind}"
+            f"{self.case} pp{self.pp} dp{self.dp} cp{self.cp} {self.schedule} "
+            f"mb{self.microbatches} {str(self.dtype).removeprefix('torch.')} {kind}"
         )
 
 

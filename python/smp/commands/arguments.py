@@ -142,9 +142,7 @@ def _read_run(arguments: argparse.Namespace, choices: dict[str, Any]) -> Run:
     try:
         given = _given(arguments.config)
         config = Config.from_dict({"ddp": True, **given})
-        replicas = math.lcm(
-            config.context_parallel_degree, config.sharded_data_parallel_degree
-        )
+        replicas = math.lcm(config.context_parallel_degree, config.sharded_data_parallel_degree)
         num_ranks = arguments.processes or (
             config.pipeline_parallel_degree * config.tensor_parallel_degree * replicas
         )

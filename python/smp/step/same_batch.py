@@ -24,7 +24,7 @@ from smp.step.readings import Path, entries, is_array, is_mapping
 from smp.world import comm
 from smp.world.rank import Rank
 
-_PLAIN = type(None) | bool | int | float | complex | str | bytes
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _DEVICE = re.compile(r"[a-z]+:\d+")  # "cuda:1" differs from rank to rank
 _MOST_SHOWN = 60  # characters of a value in an error
 
@@ -133,7 +133,7 @@ class _Arriving:
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     """Yields tensors, arrays and plain values in arguments; other objects are not compared."""
-    if isinstance(value, Tensor | set | frozenset | _PLAIN) or is_array(value):
+    if isinstance(value, (Tensor, set, frozenset, *_PLAIN)) or is_array(value):
         yield path, value
     elif is_mapping(value) or isinstance(value, list | tuple):
         if not is_mapping(value) and all(isinstance(entry, _PLAIN) for entry in value):

@@ -180,8 +180,8 @@ def build_groups(
         on_cpu: makes communicators for tensors on the CPU.
         shard_size: ranks that hold one copy of a sharded state together; 1: nothing is sharded.
         device: device of the tensors that `dp_cp` serves.
-        board: ends waits of `tp_group`, of `cp_group` and of shared memory when a rank fails, and counts the
-            collectives of all groups.
+        board: ends waits of `tp_group`, of `cp_group` and of shared memory when a rank fails, and
+            counts the collectives of all groups.
         machine: text that is equal on ranks that may share memory.
         gather_hosts: host of each rank, if parameters are to be gathered between hosts first.
         sum_hosts: host of each rank, if sums are to go by hosts where they can.
