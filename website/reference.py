@@ -36,7 +36,7 @@ class Page:
 
 
 _STUBS = ("smp._C",)
-_KINDS = ("mp", "dp", "pp", "tp", "rdp")
+_KINDS = ("mp", "dp", "pp", "tp", "rdp", "cp")
 
 PAGES = (
     Page("training", "Training", "From `init` to the step function.",

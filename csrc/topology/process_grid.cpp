@@ -44,9 +44,10 @@ bool varies(GroupKind kind, Axis axis) {
 GroupKind parse_group_kind(const std::string& name) {
   const auto* found =
       std::find(std::begin(kGroupKindNames), std::end(kGroupKindNames), name);
-  SMP_CHECK_VALUE(found != std::end(kGroupKindNames), "group kind is '", name,
-                  "', expected world, mp, dp, pp, tp, rdp, cp, dp_cp, rdp_cp or "
-                  "tp_cp");
+  SMP_CHECK_VALUE(
+      found != std::end(kGroupKindNames), "group kind is '", name,
+      "', expected world, mp, dp, pp, tp, rdp, cp, dp_cp, rdp_cp or "
+      "tp_cp");
   return static_cast<GroupKind>(found - std::begin(kGroupKindNames));
 }
 

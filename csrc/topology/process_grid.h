@@ -43,8 +43,8 @@ struct Coordinates {
 /// ((i(L1) * n(L2) + i(L2)) * n(L3) + i(L3)) * n(L4) + i(L4)`.
 ///
 /// Ranks of a cp group read one batch, and each computes a part of its
-/// sequences. Their parameters are equal, so kinds for batches (dp, rdp) exclude
-/// the cp axis, and kinds for parameters (dp_cp, rdp_cp) include it.
+/// sequences. Their parameters are equal, so kinds for batches (dp, rdp)
+/// exclude the cp axis, and kinds for parameters (dp_cp, rdp_cp) include it.
 class ProcessGrid {
  public:
   /// @throws ValueError when `pp_size * tp_size * cp_size` does not divide

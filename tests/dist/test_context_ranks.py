@@ -36,9 +36,7 @@ def test_split_layers_beside_them_train_like_one_process(pool: Pool, prescaled: 
 
 @pytest.mark.sample(keep=0)
 @pytest.mark.parametrize(("pp", "rdp"), [(2, 1), (1, 2)])
-def test_split_layers_in_larger_grids_train_like_one_process(
-    pool: Pool, pp: int, rdp: int
-) -> None:
+def test_split_layers_in_larger_grids_train_like_one_process(pool: Pool, pp: int, rdp: int) -> None:
     runs = [SplitRun("gptj", pp, 2, rdp, cp=2, prescaled=prescaled) for prescaled in (False, True)]
     split_training.check_runs(pool, runs)
 

@@ -20,7 +20,7 @@ from smp.world.rendezvous import MeetingPoint
 from tests.dist.pool import Pool
 from tests.patience import PATIENCE_S, wait_until
 
-KINDS = ("world", "mp", "dp", "pp", "tp", "rdp")
+KINDS = ("world", "mp", "dp", "pp", "tp", "rdp", "cp")
 
 
 def thread_names() -> Counter[str]:
@@ -55,10 +55,13 @@ def read_everything(rank: int, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("placement", ["cluster", "spread"])
-def test_public_functions_agree_with_the_grid(pool: Pool, placement: str) -> None:
+@pytest.mark.sample(keep=2)
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("placement", ["cluster", "spread", "CPTD"])
+def test_public_functions_agree_with_the_grid(pool: Pool, placement: str, cp: int) -> None:
     config = {"partitions": 2, "ddp": True, "placement_strategy": placement}
-    grid = _C.ProcessGrid(4, 2, 1, 1, placement)
+    config["context_parallel_degree"] = cp
+    grid = _C.ProcessGrid(4, 2, 1, cp, placement)
     for rank, seen in enumerate(pool.run(4, read_everything, config)):
         assert seen["size"] == (4, 4)
         for kind in KINDS:
@@ -94,9 +97,19 @@ def sum_ranks(rank: int, config: dict[str, Any]) -> dict[str, tuple[float, list[
     return result
 
 
-@pytest.mark.parametrize("config", [{"partitions": 2, "ddp": True}, {"ddp": True}])
+@pytest.mark.sample(keep=2)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"partitions": 2, "ddp": True, "context_parallel_degree": 2},
+        {"ddp": True, "context_parallel_degree": 2},
+        {"partitions": 2, "ddp": True},
+        {"ddp": True},
+    ],
+)
 def test_process_groups_reduce_over_the_listed_ranks(pool: Pool, config: dict[str, Any]) -> None:
-    grid = _C.ProcessGrid(4, config.get("partitions", 1), 1, 1, "cluster")
+    cp = config.get("context_parallel_degree", 1)
+    grid = _C.ProcessGrid(4, config.get("partitions", 1), 1, cp, "cluster")
     for rank, sums in enumerate(pool.run(4, sum_ranks, config)):
         for kind in KINDS:
             members = grid.group(kind, rank)
@@ -219,6 +232,46 @@ def test_shard_groups_are_neighbours_and_replicas_have_equal_places() -> None:
         place = rdp.index(rank)
         assert own[rank]["shard"] == rdp[place - place % 2 :][:2]
         assert own[rank]["replica"] == rdp[place % 2 :: 2]
+
+
+def read_context_group(rank: int) -> dict[str, Any]:
+    smp.init({"context_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True})
+    own = runtime.current().rank
+    comms = own.comms
+    group, tp = comms.cp_group, comms.tp_group
+    assert comms.cp is not None and comms.tp is not None and comms.dp_cp is not None
+    assert comms.cp is not comms.tp
+    parts = group.gather(torch.tensor([float(rank)]), 0)
+    smp.cp_barrier()
+    return {
+        "cp": (group.group_rank, group.size, parts.tolist()),
+        "tp": (tp.group_rank, tp.size, tp.gather(torch.tensor([float(rank)]), 0).tolist()),
+        "order": own.groups["tp_cp"],
+        "parameters": (own.groups["dp_cp"], own.groups["rdp_cp"], comms.dp_cp.size),
+        "objects": smp.allgather(rank, smp.CommGroup.RDP_CP_GROUP),
+    }
+
+
+def test_context_ranks_have_a_group_of_their_own(pool: Pool) -> None:
+    for rank, seen in enumerate(pool.run(4, read_context_group)):
+        tp, cp = rank % 2, rank // 2
+        assert seen["cp"] == (cp, 2, [float(tp), float(tp + 2)])
+        assert seen["tp"] == (tp, 2, [2.0 * cp, 2.0 * cp + 1])
+        assert seen["order"] == (0, 1, 2, 3)
+        assert seen["parameters"] == ((0, 1, 2, 3), (tp, tp + 2), 4)
+        assert seen["objects"] == [tp, tp + 2]
+
+
+def read_groups_without_context_ranks(rank: int) -> tuple[bool, bool, int, int]:
+    smp.init({"ddp": True})
+    own = runtime.current().rank
+    same = all(own.groups[k] == own.groups[f"{k}_cp"] for k in ("dp", "rdp", "tp"))
+    comms = own.comms
+    return same, comms.cp is comms.cp_control is None, comms.cp_group.size, smp.cp_size()
+
+
+def test_without_them_no_communicator_is_made_twice(pool: Pool) -> None:
+    assert pool.run(2, read_groups_without_context_ranks) == [(True, True, 1, 1)] * 2
 
 
 # ---- start and end -----------------------------------------------------------------

@@ -32,6 +32,7 @@ OTHERS = {
     "sharded": Layout((("sharded_data_parallel_degree", 2), ("sdp_gradient_clipping", 0.1))),
     "bf16 pipeline": Layout((PIPELINE, ("bf16", True)), clips=True),
     "fp16 replicas": Layout((("fp16", True),), clips=True),
+    "one batch": Layout((("context_parallel_degree", 2),), clips=True),
     "lamb": Layout(optimizer="lamb"),
     "sgd": Layout(optimizer="sgd"),
     "experts": Layout(
@@ -152,6 +153,34 @@ def test_other_layouts_have_them_too(
     name: str, pool: Pool, late_pool: Pool, tmp_path: Path
 ) -> None:
     check(OTHERS[name], pool, late_pool, tmp_path)
+
+
+def train_on_other_batches(rank: int) -> tuple[str, bool]:
+    """Returns the error of a step with a batch of its own, and whether gradients are reduced."""
+    import smp
+    import tests.dist.on_late  # noqa: F401
+
+    smp.init({"context_parallel_degree": 2, "ddp": True})
+    device = torch.device("late", smp.local_rank())
+    model = smp.DistributedModel(torch.nn.Linear(4, 4).to(device))
+
+    @smp.step
+    def train_step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    train_step(torch.ones(2, 4).to(device))
+    model.zero_grad()
+    with pytest.raises(ValueError, match="context_parallel_degree") as error:
+        train_step(torch.full((2, 4), float(rank)).to(device))
+    return str(error.value), any(p.grad is not None for p in model.local_parameters())
+
+
+def test_other_batches_on_the_device_are_refused_when_the_step_ends(late_pool: Pool) -> None:
+    for text, has_gradients in late_pool.run(2, train_on_other_batches):
+        assert "argument 'x' (float32 [2, 4]) has other values on global rank 1" in text
+        assert not has_gradients
 
 
 def copy_for_a_save(rank: int) -> float:

@@ -49,8 +49,8 @@ class Run:
     def __str__(self) -> str:
         kind = "manual" if self.manual else "auto"
         return (
-            f"{self.case} pp{self.pp} dp{self.dp} cp{self.cp} {self.schedule} mb{self.microbatches} "
-            f"{str(self.dtype).removeprefix('torch.')} {kind}"
+            f"{self.case} pp{self.pp} dp{self.dp} cp{self.cp} {self.schedule} "
+            f"mb{self.microbatches} {str(self.dtype).removeprefix('torch.')} {kind}"
         )
 
 
@@ -233,7 +233,9 @@ def check_was_distributed(records: list[RankRecord], run: Run) -> None:
             assert record.params, f"{run}: pp_rank {record.pp_rank} holds no parameter"
         for dp_rank in range(run.dp):
             calls = sum(r.remote_calls for r in records if r.dp_rank == dp_rank)
-            assert calls >= run.steps * run.microbatches * run.cp, f"{run}: only {calls} remote calls"
+            assert calls >= run.steps * run.microbatches * run.cp, (
+                f"{run}: only {calls} remote calls"
+            )
 
 
 def check_runs(pool: Any, runs: list[Run], timeout: float = PATIENCE_S) -> None:

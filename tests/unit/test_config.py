@@ -224,11 +224,14 @@ def test_row_4_world_must_be_a_multiple_of_the_degrees() -> None:
     text = refusal(values, world_size=8)
     assert "tensor_parallel_degree=3" in text
     assert "2 * 3 = 6" in text
+    text = refusal({"partitions": 2, "context_parallel_degree": 3, "ddp": True}, world_size=8)
+    assert "context_parallel_degree=3" in text and "2 * 1 * 3 = 6" in text
 
 
 def test_row_5_data_and_tensor_parallelism_need_ddp() -> None:
     assert "ddp=False" in refusal({"partitions": 2}, world_size=4)
     assert "tensor_parallel_degree=2" in refusal({"tensor_parallel_degree": 2}, world_size=2)
+    assert "context_parallel_degree=2" in refusal({"context_parallel_degree": 2}, world_size=2)
     text = refusal({"sharded_data_parallel_degree": 2}, world_size=2)
     assert "sharded_data_parallel_degree=2" in text
     config.check_world(Config.from_dict({"partitions": 2}), 2)
@@ -247,9 +250,10 @@ def test_experts_are_spread_over_all_tensor_parallel_ranks_or_none() -> None:
 
 
 def test_row_6_placement_is_a_name_or_a_permutation() -> None:
-    for bad in ("DPP", "dpt", "clusters", "DP", ""):
-        assert "placement_strategy" in refusal({"placement_strategy": bad})
-    for good in ("cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"):
+    for bad in ("DPP", "dpt", "clusters", "DP", "", "DPTCC", "DPC"):
+        text = refusal({"placement_strategy": bad})
+        assert "placement_strategy" in text and "a permutation of 'DPT' or 'DPTC'" in text
+    for good in ("cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD", "DPCT", "CPTD"):
         assert Config.from_dict({"placement_strategy": good}).placement_strategy == good
 
 
@@ -284,6 +288,9 @@ def test_row_10_sharding_degree_must_divide_and_shards_states_already() -> None:
     config.check_world(Config.from_dict(tp), 8)
     both = {**values, "shard_optimizer_state": True}
     assert "shard_optimizer_state=False" in refusal(both, world_size=3)
+    cp = {"sharded_data_parallel_degree": 4, "ddp": True, "context_parallel_degree": 2}
+    assert "times context_parallel_degree, 6; use a divisor of 6" in refusal(cp, world_size=6)
+    config.check_world(Config.from_dict(cp), 8)
     with_pp = {"sharded_data_parallel_degree": 2, "ddp": True, "partitions": 2}
     config.check_world(Config.from_dict(with_pp), 4)
 
@@ -358,7 +365,8 @@ def test_any_values_are_accepted_or_refused_in_the_common_form(
         assert FORM.match(str(error)), error
     else:
         assert Config.from_dict(cfg.to_dict()) == cfg
-        assert world_size % (cfg.pipeline_parallel_degree * cfg.tensor_parallel_degree) == 0
+        per_batch = cfg.pipeline_parallel_degree * cfg.tensor_parallel_degree
+        assert world_size % (per_batch * cfg.context_parallel_degree) == 0
         assert 1 <= cfg.active_microbatches <= cfg.microbatches
 
 

@@ -18,7 +18,7 @@ from smp.commands.plan import layout_texts
 from smp.config.schema import Config, check_world
 from smp.planning import hardware, search
 from smp.planning.estimate import estimate
-from smp.planning.groups import reach
+from smp.planning.groups import Grid, reach
 from smp.planning.hardware import Hardware, Link
 from smp.planning.layout import Layout
 from smp.planning.profile import Amount, ModelProfile, Part, Weight
@@ -222,6 +222,35 @@ def test_groups_that_leave_a_host_have_its_link() -> None:
     assert whole.link.bytes_per_s == 8 * CPU.between.bytes_per_s
     # A ring of n ranks sends (n - 1) / n of the bytes.
     assert inside.gather(4e9).seconds == pytest.approx(3 * (1e9 / 1e10 + 1e-6))
+
+
+def test_ranks_that_read_one_batch_are_replicas_without_samples_of_their_own() -> None:
+    keys = {
+        "pipeline_parallel_degree": 2,
+        "tensor_parallel_degree": 2,
+        "context_parallel_degree": 2,
+        "shard_optimizer_state": True,
+        "microbatches": 3,
+        "ddp": True,
+    }
+    layout = Layout.of(Config.from_dict(keys), 16, checkpoints=False, device="cpu")
+    assert (layout.rdp, layout.cp, layout.shard, layout.num_ranks) == (2, 2, 4, 16)
+    assert layout.samples == 3 * 2
+    assert layout.axes == "DPCT" and layout.config()["context_parallel_degree"] == 2
+    assert layout.text().startswith("pp 2, tp 2, cp 2, dp 2, opt 4")
+    assert replace(layout, cp=1).axes == "DPT"
+
+
+def test_context_ranks_exchange_over_the_links_beside_tensor_ranks() -> None:
+    layout = Layout(pp=2, tp=2, rdp=2, cp=2, shard=2)
+    assert not reach(layout, "C", 2, 4, CPU).crosses
+    assert reach(layout, "C", 2, 2, CPU).crosses
+    assert reach(layout, "P", 2, 4, CPU).crosses
+    grid = Grid.of(layout, 4, CPU)
+    assert (grid.shard.size, grid.shard.crosses) == (2, False)
+    assert (grid.replicas.size, grid.replicas.crosses) == (2, True)
+    alone = Grid.of(replace(layout, cp=1, rdp=4), 4, CPU)
+    assert (alone.shard.size, alone.shard.crosses) == (2, True)
 
 
 def test_each_plan_is_a_configuration_that_is_accepted_and_fits() -> None:

@@ -71,7 +71,9 @@ def test_groups_end_in_one_order_unless_a_rank_has_failed(
     rank.connections = connections
     tp = _group_of_one("tp")
     # Not in the order in which the groups are made.
-    rank.comms = Groups(tp=tp, tp_control=tp, rdp_cp=_group_of_one("rdp"), dp_cp=_group_of_one("dp"))
+    rank.comms = Groups(
+        tp=tp, tp_control=tp, rdp_cp=_group_of_one("rdp"), dp_cp=_group_of_one("dp")
+    )
     rank.drop_communicators()
     names = [name for call, name in ended if call == end]
     assert list(dict.fromkeys(names)) == ["dp", "rdp", "tp"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,10 +142,9 @@ def _read_run(arguments: argparse.Namespace, choices: dict[str, Any]) -> Run:
     try:
         given = _given(arguments.config)
         config = Config.from_dict({"ddp": True, **given})
+        replicas = math.lcm(config.context_parallel_degree, config.sharded_data_parallel_degree)
         num_ranks = arguments.processes or (
-            config.pipeline_parallel_degree
-            * config.tensor_parallel_degree
-            * config.sharded_data_parallel_degree
+            config.pipeline_parallel_degree * config.tensor_parallel_degree * replicas
         )
         check_world(config, num_ranks)
     except ValueError as error:

@@ -17,6 +17,7 @@ import difflib
 import functools
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -529,11 +530,9 @@ def check_world(config: Config, world_size: int) -> None:
     degrees = _degrees_of_replica(config)
     per_replica = math.prod(degrees.values())
     if world_size % per_replica != 0:
-        key, so_far = "", 1
-        for key, degree in degrees.items():
-            so_far *= degree
-            if world_size % so_far != 0:
-                break
+        products = itertools.accumulate(degrees.values(), operator.mul)
+        pairs = zip(degrees, products, strict=True)
+        key = next(key for key, product in pairs if world_size % product != 0)
         raise config_error(
             key,
             getattr(config, key),

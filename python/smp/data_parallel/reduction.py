@@ -123,8 +123,8 @@ def shards_of_gradients(
 
     Args:
         rank: rank of this process; some ranks hold one copy of a sharded state together.
-        kind: "dp_cp" or "rdp_cp". The former includes the tp groups, over which gradients are summed
-            last, when they have the size of a shard.
+        kind: "dp_cp" or "rdp_cp". The former includes the tp groups, over which gradients are
+            summed last, when they have the size of a shard.
         layout: assignment of elements to ranks.
         every_microbatch: whether to reduce after each microbatch instead of after the last one.
     """

@@ -81,8 +81,9 @@ class _Uneven:
             return
         if self._current.rank.sizes["tp_cp"] > 1:
             raise RuntimeError(
-                f"{_C.rank_prefix()}with tensor or context parallelism the replicas inside of join() "
-                "need a step function; decorate the function that runs forward and backward with @smp.step"
+                f"{_C.rank_prefix()}with tensor or context parallelism the replicas inside of "
+                "join() need a step function; decorate the function that runs forward and backward "
+                "with @smp.step"
             )
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:

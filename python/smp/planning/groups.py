@@ -57,10 +57,10 @@ def reach(layout: Layout, axis: str, size: int, per_host: int, hardware: Hardwar
     """Returns a group of `size` neighbours along an axis.
 
     Args:
-        axis: "D", "P" or "T".
+        axis: "D", "P", "T" or "C".
     """
-    sizes = {"D": layout.rdp, "P": layout.pp, "T": layout.tp}
-    inner = layout.placement[layout.placement.index(axis) + 1 :]
+    sizes = {"D": layout.rdp, "P": layout.pp, "T": layout.tp, "C": layout.cp}
+    inner = layout.axes[layout.axes.index(axis) + 1 :]
     stride = math.prod(sizes[letter] for letter in inner)
     if stride * size <= per_host or size == 1:
         link = hardware.inside if axis == "P" else hardware.collective or hardware.inside
@@ -69,6 +69,24 @@ def reach(layout: Layout, axis: str, size: int, per_host: int, hardware: Hardwar
     together = max(1, per_host // stride)
     speed = min(hardware.inside.bytes_per_s, hardware.between.bytes_per_s * min(together, size))
     return Reach(size, True, Link(speed, hardware.between.latency_s))
+
+
+def reach_of_replicas(layout: Layout, size: int, per_host: int, hardware: Hardware) -> Reach:
+    """Returns a group of `size` neighbours among the ranks with equal parameters."""
+    if layout.cp == 1:
+        return reach(layout, "D", size, per_host, hardware)
+    near, far = (axis for axis in reversed(layout.axes) if axis in "CD")
+    inner = min(size, layout.cp if near == "C" else layout.rdp)
+    parts = [
+        reach(layout, near, inner, per_host, hardware),
+        reach(layout, far, -(-size // inner), per_host, hardware),
+    ]
+    slowest = min((part for part in parts if part.size > 1), key=_speed, default=parts[0])
+    return Reach(size, slowest.crosses, slowest.link)
+
+
+def _speed(group: Reach) -> tuple[bool, float]:
+    return not group.crosses, group.link.bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -98,11 +116,11 @@ class Grid:
         def along(axis: str, size: int) -> Reach:
             return reach(layout, axis, size, per_host, hardware)
 
-        replicas = along("D", layout.rdp)
+        replicas = reach_of_replicas(layout, layout.replicas, per_host, hardware)
         return cls(
             along("T", layout.tp),
-            along("D", layout.shard),
-            Reach(layout.rdp // layout.shard, replicas.crosses, replicas.link),
+            reach_of_replicas(layout, layout.shard, per_host, hardware),
+            Reach(layout.replicas // layout.shard, replicas.crosses, replicas.link),
             along("P", min(2, layout.pp)),
             other_ranks(layout.tp, experts, routed) if layout.spreads_experts else 0.0,
         )

@@ -21,7 +21,7 @@ class Layout:
     """Degrees and choices of a run.
 
     Attributes:
-        pp, tp, rdp: ranks along each axis.
+        pp, tp, rdp, cp: ranks along each axis.
         shard: ranks that hold one copy of the optimizer state together; 1: it is not sharded.
         shards_parameters: parameters and gradients are sharded as well.
         microbatch: samples that a tensor-parallel group reads together.
@@ -70,6 +70,7 @@ class Layout:
     own_batches: bool = False
     persistent: int = 1_000_000
     horizon: int = 4
+    cp: int = 1
 
     @classmethod
     def of(
@@ -82,12 +83,12 @@ class Layout:
     ) -> Layout:
         """Returns the layout of a configuration; a sample is what a rank reads in a microbatch."""
         pp, tp = config.pipeline_parallel_degree, config.tensor_parallel_degree
-        rdp = num_ranks // (pp * tp)
+        replicas = num_ranks // (pp * tp)
         return cls(
             pp,
             tp,
-            rdp,
-            config.shard_size(rdp),
+            replicas // config.context_parallel_degree,
+            config.shard_size(replicas),
             config.sharded_data_parallel_degree > 1,
             microbatches=config.microbatches,
             schedule=config.pipeline,
@@ -106,12 +107,25 @@ class Layout:
             own_batches=not config.prescaled_batch,
             persistent=config.sdp_param_persistence_threshold,
             horizon=config.activation_loading_horizon,
+            cp=config.context_parallel_degree,
         )
 
     @property
     def num_ranks(self) -> int:
         """Returns the number of devices."""
-        return self.pp * self.tp * self.rdp
+        return self.pp * self.tp * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Returns the number of ranks with equal parameters; `cp` of them read one batch."""
+        return self.rdp * self.cp
+
+    @property
+    def axes(self) -> str:
+        """Returns the letters of the axes from slow to fast; C where several ranks read a batch."""
+        if self.cp == 1:
+            return self.placement
+        return _C.ProcessGrid(self.num_ranks, self.pp, self.tp, self.cp, self.placement).placement
 
     @property
     def samples(self) -> int:
@@ -155,6 +169,7 @@ class Layout:
         keys = {
             "pipeline_parallel_degree": self.pp,
             "tensor_parallel_degree": self.tp,
+            "context_parallel_degree": self.cp if self.cp > 1 else None,
             "microbatches": self.microbatches,
             "ddp": several or None,
             "active_microbatches": self.active if self.microbatches > 1 else None,
@@ -178,6 +193,8 @@ class Layout:
         words = [f"pp {self.pp}", f"tp {self.tp}", f"dp {self.rdp}"]
         if self.spreads_experts:
             words.insert(2, f"ep {self.tp}")
+        if self.cp > 1:
+            words.insert(-1, f"cp {self.cp}")
         if self.shard > 1:
             words.append(f"{'sdp' if self.shards_parameters else 'opt'} {self.shard}")
         words.append(f"{self.microbatches} x {self.microbatch}")

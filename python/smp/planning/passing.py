@@ -82,7 +82,7 @@ class Cores:
         self, stages: Sequence[Stage], times: Sequence[StageTime], layout: Layout, link: Link
     ) -> float:
         """Returns the extra time of all microbatches, as a share of that on a device per rank."""
-        together = layout.tp * layout.rdp  # ranks that do the same at the same time
+        together = layout.num_ranks // layout.pp  # ranks that do the same at the same time
         # So many microbatches show how many ranks work at one time.
         rounds = min(layout.microbatches, _SHOWN_PER_RANK * layout.pp)
         active = min(layout.active, rounds)

@@ -197,7 +197,7 @@ def step_time(
     shared = 0.0
     if hardware.at_once:
         cores = Cores.of(hardware, layout, per_host)
-        together = layout.tp * layout.rdp  # ranks that do the same at the same time
+        together = layout.num_ranks // layout.pp  # ranks that do the same at the same time
         if layout.pp == 1:
             shared = (cores.pace(together) - 1) * pipeline
         elif simulated:

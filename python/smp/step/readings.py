@@ -131,7 +131,7 @@ class _Reader:
         extents = [
             extent
             for v, p in voters
-            if not _is_array(v) and (extent := extent_of(v, p, rules)) is not None
+            if not is_array(v) and (extent := extent_of(v, p, rules)) is not None
         ]
         named = [extent_of(v, p, rules) or 0 for v, p in voters if rules.axis(p) is not None]
         fitting = [c for c in candidates if not any(n > 1 and n % c for n in named)]
@@ -166,7 +166,7 @@ class _Reader:
 
     def _sizes(self, value: Any, path: Path) -> Iterator[int]:
         """Yields the numbers of samples that a value supports by one of its readings."""
-        extent = None if _is_array(value) else extent_of(value, path, self._rules)
+        extent = None if is_array(value) else extent_of(value, path, self._rules)
         if extent is not None:
             if extent > 1 and self._rules.known.get(path) is not Reading.WHOLE:
                 yield extent
@@ -185,7 +185,7 @@ class _Reader:
     def _support(self, value: Any, path: Path, size: int) -> float | None:
         """Returns the vote of a value for a number of samples; None if it has none."""
         rules = self._rules
-        if rules.is_whole(path) or rules.known.get(path) is Reading.WHOLE or _is_array(value):
+        if rules.is_whole(path) or rules.known.get(path) is Reading.WHOLE or is_array(value):
             return None
         extent = extent_of(value, path, self._rules)
         if extent is not None:
@@ -237,7 +237,7 @@ class _Reader:
         rules, size = self._rules, self.readings.num_samples
         extent, axis = extent_of(value, path, self._rules), rules.axis(path)
         if axis is None and extent != size:
-            if extent != 1 and size > 1 and not _is_array(value):
+            if extent != 1 and size > 1 and not is_array(value):
                 if rules.known.get(path) is not Reading.WHOLE:
                     self.readings.others[path] = tuple(getattr(value, "shape", (extent or 0,)))
                 rules.known[path] = Reading.WHOLE
@@ -327,7 +327,7 @@ def extent_of(value: Any, path: Path, rules: Rules) -> int | None:
                 "with input_split_axes or name it in non_split_inputs"
             )
         return int(value.shape[axis or 0])
-    if _is_array(value) and value.ndim > (axis or 0):
+    if is_array(value) and value.ndim > (axis or 0):
         return int(value.shape[axis or 0])
     return None
 
@@ -365,7 +365,7 @@ def is_mapping(value: Any) -> bool:
     return isinstance(value, dict | UserDict)  # Hugging Face's BatchEncoding is one of the latter
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 

@@ -18,6 +18,7 @@ from smp.modules.watching import unwatched
 from smp.step.agreement import Agreement
 from smp.step.batches import Batch
 from smp.step.cutting import Cutting
+from smp.step.same_batch import SameBatch
 from smp.storage.choose import lockstep_of
 from smp.storage.protocol import Storage
 from smp.world import comm, runtime, thread_device
@@ -44,6 +45,7 @@ class StepRun:
         self._name = name
         self._trains = trains
         self._seed = 0
+        self._batch: SameBatch | None = None
 
     def begin(
         self,
@@ -62,9 +64,13 @@ class StepRun:
             the number of microbatches of the driver, whose data count.
 
         Raises:
-            ValueError: the models cannot take part in one step.
+            ValueError: the models cannot take part in one step, or ranks that are to have one batch
+                have others.
         """
         rank, trains = self._current.rank, self._trains
+        if cutting is not None and rank.sizes["cp"] > 1 and rank.ranks["pp"] == 0:
+            self._batch = SameBatch(rank, self._name, cutting.arguments)
+            self._batch.compare()
         weights = weights if trains else None
         # This precedes calls of split layers by other ranks of the pipeline, which communicate too.
         self._seed = self._agreed_seed()
@@ -255,7 +261,12 @@ class StepRun:
         """Waits for the reduction of the step's gradients.
 
         Collective over the replicas, and over the ranks of each.
+
+        Raises:
+            ValueError: ranks that are to have one batch had others on their devices.
         """
+        if self._batch is not None:
+            self._batch.compare_late()
         for engine in self._engines:
             engine.end_step(self._trains)
         for see in self._current.observers.end_step:

@@ -19,10 +19,10 @@ from smp.world import nccl
 from smp.world.connecting import until_a_rank_fails
 from smp.world.host_groups import CpuGroups, go_by_hosts, layout_of, members
 
-# Kinds that users name. Groups of dp and rdp read different batches.
+# Kinds that users name. Ranks of the kinds dp and rdp read different batches.
 BATCH_KINDS = ("world", "mp", "dp", "pp", "tp", "rdp", "cp")
-# Of the last three, dp_cp and rdp_cp hold equal parameters, and tp_cp runs tasks in one order.
-# Without context parallelism these are dp, rdp and tp.
+# Ranks of the kinds dp_cp and rdp_cp hold equal parameters, and those of tp_cp run their tasks in
+# one order. Without context parallelism these are dp, rdp and tp.
 GROUP_KINDS = (*BATCH_KINDS, "dp_cp", "rdp_cp", "tp_cp")
 # Parts of an rdp_cp group: ranks that hold one copy of a sharded state together, and the ranks that
 # hold equal parts of it (docs/design/memory.md).
@@ -180,8 +180,8 @@ def build_groups(
         on_cpu: makes communicators for tensors on the CPU.
         shard_size: ranks that hold one copy of a sharded state together; 1: nothing is sharded.
         device: device of the tensors that `dp_cp` serves.
-        board: ends waits of `tp_group`, of `cp_group` and of shared memory when a rank fails, and counts the
-            collectives of all groups.
+        board: ends waits of `tp_group`, of `cp_group` and of shared memory when a rank fails, and
+            counts the collectives of all groups.
         machine: text that is equal on ranks that may share memory.
         gather_hosts: host of each rank, if parameters are to be gathered between hosts first.
         sum_hosts: host of each rank, if sums are to go by hosts where they can.

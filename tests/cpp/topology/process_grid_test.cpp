@@ -12,11 +12,10 @@
 namespace smp::topology {
 namespace {
 
-constexpr GroupKind kAllKinds[] = {GroupKind::kWorld, GroupKind::kMp,
-                                   GroupKind::kDp,    GroupKind::kPp,
-                                   GroupKind::kTp,    GroupKind::kRdp,
-                                   GroupKind::kCp,    GroupKind::kDpCp,
-                                   GroupKind::kRdpCp, GroupKind::kTpCp};
+constexpr GroupKind kAllKinds[] = {
+    GroupKind::kWorld, GroupKind::kMp,  GroupKind::kDp, GroupKind::kPp,
+    GroupKind::kTp,    GroupKind::kRdp, GroupKind::kCp, GroupKind::kDpCp,
+    GroupKind::kRdpCp, GroupKind::kTpCp};
 constexpr const char* kAllPlacements[] = {"DPT", "DTP", "PDT",  "PTD",
                                           "TDP", "TPD", "CPTD", "PDCT"};
 
