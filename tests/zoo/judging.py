@@ -209,6 +209,14 @@ def judge(result: Result, records: list[Record], alone: list[Record], job: Job) 
     result.found = comparison.found
     if job.mode.split and all(record.elements >= alone[0].elements for record in records):
         result.reason = "nothing was split"
+    if "context_parallel_degree" in job.mode.config:
+        num_blocks, num_cut = (
+            sum(getattr(r, name) for r in records) for name in ("num_blocks", "num_cut")
+        )
+        if num_cut == 0:
+            result.reason = "nothing was split"
+        elif num_cut < num_blocks:
+            result.reason = f"{num_cut / num_blocks:.0%} of the blocks compute parts"
     if comparison.over:
         result.outcome = NAN if comparison.is_nan else DIFFERENT
         result.reason = comparison.over[0]

@@ -54,6 +54,10 @@ def _pipeline(degree: int) -> dict[str, Any]:
     return {"pipeline_parallel_degree": degree}
 
 
+def _context(degree: int) -> dict[str, Any]:
+    return {"context_parallel_degree": degree, "ddp": True}
+
+
 MODES = {
     mode.name: mode
     for mode in (
@@ -80,6 +84,12 @@ MODES = {
         Mode(
             "ep2own", config={**_tensor(2, False), "expert_parallel_degree": 2}, replicas=2,
             split=True, gradients=False,
+        ),
+        Mode("cp2", config=_context(2)),
+        Mode("cp4", 4, _context(4)),
+        Mode("pp2cp2", 4, {**_pipeline(2), **_context(2)}),
+        Mode(
+            "tp2cp2", 4, {**_tensor(2, True), **_context(2)}, split=True, gradients=False,
         ),
         Mode("checkpointing", config=_pipeline(2), checkpointed=True),
         Mode("bf16", config=_pipeline(2), half=True),

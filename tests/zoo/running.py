@@ -53,6 +53,8 @@ class Record:
     parts: dict[str, Any] = field(default_factory=dict)  # split gradients of the first step, marked
     remote_calls: int = 0
     num_planned: int = 0  # parts that a plan has split
+    num_blocks: int = 0  # that may compute parts of sequences
+    num_cut: int = 0  # that did
     elements: int = 0  # of the parameters that this rank holds
 
 
@@ -266,6 +268,9 @@ def train_together(rank: int, job: Job) -> Record:
     record.num_planned = sum(
         isinstance(module, PlannedPart | PlannedTerm) for module in wrapped.modules()
     )
+    blocks = wrapped._engine.sequences.blocks
+    record.num_blocks = sum(block.num_cut + block.num_whole > 0 for block in blocks)
+    record.num_cut = sum(block.num_cut > 0 for block in blocks)
     record.remote_calls = smp.metrics.server_stats()["remote_calls"]
     return record
 

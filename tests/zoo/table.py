@@ -24,6 +24,10 @@ _TITLES = {
     "pp2tp2": "two stages of two tensor-parallel ranks",
     "ep2": "experts spread over two ranks; losses and parameters",
     "ep2own": "the same, each rank with samples of its own",
+    "cp2": "context parallelism over two ranks",
+    "cp4": "context parallelism over four ranks",
+    "pp2cp2": "two stages of two context-parallel ranks",
+    "tp2cp2": "two tensor-parallel times two context-parallel ranks",
     "checkpointing": "two pipeline ranks, repeated layers checkpointed",
     "bf16": "two pipeline ranks, bfloat16",
 }
