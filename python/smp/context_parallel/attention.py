@@ -25,7 +25,7 @@ from torch.utils import checkpoint
 
 import smp._C as _C
 from smp.context_parallel import regions
-from smp.context_parallel.parts import Heads, Interval, share_heads
+from smp.context_parallel.parts import Heads, Interval, mapped, share_heads
 
 
 class CannotShare(Exception):
@@ -62,7 +62,9 @@ class Call:
     Attributes:
         query: ``[B, heads, Q, D]``.
         key, value: ``[B, heads of keys, K, D]``.
-        run: computes attention of a share of the heads, or of all where it is None.
+        further: mask and other arguments, by name; tensors in it are of all tokens and heads.
+        run: computes attention of a share of the heads, or of all where it is None; gets queries,
+            keys, values and `further`.
         tokens_dim, heads_dim: dims of the result.
         owner: module whose attention it is; None if it is not known.
     """
@@ -70,7 +72,8 @@ class Call:
     query: Tensor
     key: Tensor
     value: Tensor
-    run: Callable[[Tensor, Tensor, Tensor, Share | None], Tensor]
+    further: dict[str, Any]
+    run: Callable[[Tensor, Tensor, Tensor, dict[str, Any], Share | None], Tensor]
     tokens_dim: int
     heads_dim: int
     owner: Any = None
@@ -226,13 +229,22 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    def run(query: Tensor, key: Tensor, value: Tensor, share: Share | None) -> Tensor:
-        mask = attn_mask if share is None else share.of_argument(attn_mask)
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, further: dict[str, Any], share: Share | None
+    ) -> Tensor:
+        mask = _shared(further, share)["attn_mask"]
         return original(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    return _handle(Call(query, key, value, run, tokens_dim=2, heads_dim=1))
+    return _handle(Call(query, key, value, {"attn_mask": attn_mask}, run, 2, 1))
+
+
+def _shared(further: dict[str, Any], share: Share | None) -> dict[str, Any]:
+    """Returns further arguments, of a share of the heads where they have a value for each."""
+    if share is None:
+        return further
+    return {name: share.of_argument(value) for name, value in further.items()}
 
 
 # ---- functions of transformers
@@ -258,18 +270,20 @@ def _attend_in(
 ) -> tuple[Tensor, None]:
     """Replaces a function of transformers. Weights of attention are not returned."""
 
-    def run(query: Tensor, key: Tensor, value: Tensor, share: Share | None) -> Tensor:
-        if share is None:
-            output = function(module, query, key, value, attention_mask, **kwargs)
-        else:
-            own = {name: share.of_argument(x) for name, x in kwargs.items()}
-            mask = share.of_argument(attention_mask)
-            output = function(_OfShare(module, share), query, key, value, mask, **own)
-        result: Tensor = output[0]
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, further: dict[str, Any], share: Share | None
+    ) -> Tensor:
+        named = dict(_shared(further, share))
+        mask = named.pop(_MASK)
+        owner = module if share is None else _OfShare(module, share)
+        result: Tensor = function(owner, query, key, value, mask, **named)[0]
         return result
 
-    call = Call(query, key, value, run, tokens_dim=1, heads_dim=2, owner=module)
-    return _handle(call), None
+    further = {_MASK: attention_mask, **kwargs}
+    return _handle(Call(query, key, value, further, run, 1, 2, owner=module)), None
+
+
+_MASK = "attention_mask"
 
 
 class _OfShare:
@@ -325,13 +339,17 @@ def _as_method(method: Callable[..., Any]) -> Callable[..., Any]:
         if _handler.get() is None:
             return method(self, query, key, value, *args, **kwargs)
 
-        def run(query: Tensor, key: Tensor, value: Tensor, share: Share | None) -> Tensor:
-            further = [x if share is None else share.of_argument(x) for x in args]
-            named = {n: x if share is None else share.of_argument(x) for n, x in kwargs.items()}
-            result: Tensor = method(self, query, key, value, *further, **named)[0]
+        further = {**{str(idx): x for idx, x in enumerate(args)}, **kwargs}
+
+        def run(
+            query: Tensor, key: Tensor, value: Tensor, further: dict[str, Any], share: Share | None
+        ) -> Tensor:
+            found = list(_shared(further, share).values())
+            named = dict(zip(kwargs, found[len(args) :], strict=True))
+            result: Tensor = method(self, query, key, value, *found[: len(args)], **named)[0]
             return result
 
-        return _handle(Call(query, key, value, run, 2, 1, owner=self)), None
+        return _handle(Call(query, key, value, further, run, 2, 1, owner=self)), None
 
     return attend
 
@@ -345,10 +363,12 @@ class Form:
 
     Attributes:
         queries_cut, keys_cut: queries, or keys and values, are of this rank's part of the tokens.
+        further: names of further arguments that are so, and their dims.
     """
 
     queries_cut: bool
     keys_cut: bool
+    further: tuple[tuple[str, int], ...] = ()
 
 
 class Exchange:
@@ -365,12 +385,18 @@ class Exchange:
     def attend(self, call: Call) -> Tensor:
         form = self._form(call)
         if not form.queries_cut:
-            return call.run(call.query, call.key, call.value, None)
+            return call.run(call.query, call.key, call.value, call.further, None)
         heads = call.heads()
         share = call.share(heads)
         query = regions.to_heads(call.query, self._length, heads.queries)
         key, value = (self._keys(x, heads, form) for x in (call.key, call.value))
-        output = call.run(query, key, value, share)
+        dims, sizes = dict(form.further), regions.sizes_of(self._length)
+
+        def whole(name: str, x: Tensor) -> Tensor:
+            dim = dims.get(name)
+            return x if dim is None else regions.gather(x, dim, sizes)
+
+        output = call.run(query, key, value, mapped(call.further, "", whole), share)
         return regions.to_tokens(output, call.tokens_dim, call.heads_dim, heads.queries)
 
     def _form(self, call: Call) -> Form:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import smp._C as _C
 from smp.context_parallel import attention, regions
-from smp.context_parallel.caches import CacheChanges
+from smp.context_parallel.caches import Additions, has_caches
 from smp.context_parallel.late_whole import LateWhole
 from smp.context_parallel.parts import activations_in, is_mask, mapped, token_dim, walk
 from smp.context_parallel.trial import Leaf, Verdict, try_block
 from smp.modules import collected
+from smp.modules.argument_containers import ArgumentContainers
 from smp.modules.forwards import Forward, WrapperKind, wrap_forward
 from smp.modules.late import LateTensor
 from smp.modules.tracing import is_tracing
@@ -109,7 +111,7 @@ class Block:
         num_samples, length = dict(_walked(named))[found].shape[:2]
         if length < regions.group().size or _collects_inside() or not _may_run(named):
             return self._whole(inner, args, kwargs)
-        kinds = tuple((name, token_dim(name, x, length)) for name, x in _walked(named))
+        kinds = tuple((name, _token_dim(name, x, length)) for name, x in _walked(named))
         if kinds not in self._verdicts:
             self._try(inner, named, args, kwargs, kinds, length)
         verdict = self._verdicts[kinds]
@@ -118,10 +120,19 @@ class Block:
         self.num_cut += 1
         dims = dict(kinds)
         own_args, own_kwargs = self._mapped(args, kwargs, lambda name, x: _part(x, dims.get(name)))
-        caches = CacheChanges([*args, *kwargs.values()])
+        given = [*own_args, *own_kwargs.values()]
+        added = Additions(given)
+        copies = [x for x, y in zip(given, named.values(), strict=True) if x is not y]
+        copied = ArgumentContainers([x for x in copies if isinstance(x, list | dict)])
         result = inner(*own_args, **own_kwargs, **{_RUN: _Run(verdict, length)})
-        cached = zip(caches.added(), verdict.cached, strict=True)
-        caches.replace([_late(x, leaf, length, num_samples) for x, leaf in cached])
+        if copied.changed():
+            raise RuntimeError(
+                f"{_C.rank_prefix()}'{self.name}' ({type(self.module).__name__}) changes a list or "
+                "a dictionary among its arguments, in which there are tensors of all tokens; "
+                "context_parallel_degree needs these in a container of their own"
+            )
+        parts = zip(added.tensors(), verdict.added, strict=True)
+        added.replace([_late(x, leaf, length, num_samples) for x, leaf in parts])
 
         def whole(name: str, part: Tensor) -> Tensor:
             late = _late(part, verdict.results[name], length, num_samples)
@@ -131,7 +142,6 @@ class Block:
 
     def _whole(self, inner: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_whole += 1
-        args, kwargs = self._mapped(args, kwargs, lambda _, x: _read(x))
         return inner(*args, **kwargs)
 
     # ---- arguments
@@ -167,7 +177,9 @@ class Block:
         """Tries the block for these arguments. Collective over the context-parallel group."""
         dims = dict(kinds)
         size = regions.group().size
-        short = length if length <= _LONGEST_TRIAL else size * _PER_RANK
+        # A window of a cache that is longer than the trial would not be seen.
+        is_short = length <= _LONGEST_TRIAL or has_caches(named.values())
+        short = length if is_short else size * _PER_RANK
 
         def arguments(in_parts: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
             def of_trial(name: str, x: Tensor) -> Tensor:
@@ -220,14 +232,20 @@ def _collects_inside() -> bool:
     )
 
 
+def _token_dim(name: str, x: Tensor, length: int) -> int | None:
+    """Returns the dim along which an argument is cut; what a block left in a container is not."""
+    is_inside = "." in name or "[" in name
+    return None if is_inside and isinstance(x, LateTensor) else token_dim(name, x, length)
+
+
 def _read(x: Tensor) -> Tensor:
     return x.read() if isinstance(x, LateTensor) else x
 
 
 def _part(x: Tensor, dim: int | None) -> Tensor:
-    """Returns this rank's part of an argument, or all of it without a dim."""
+    """Returns this rank's part of an argument, or the argument without a dim."""
     if dim is None:
-        return _read(x)
+        return x
     if isinstance(x, LateWhole) and (part := x.part_along(dim)) is not None:
         return part
     return regions.cut(_read(x), dim)
@@ -248,9 +266,12 @@ def _late(part: Tensor, leaf: Leaf, length: int, num_samples: int) -> Tensor:
     """Returns the whole of a part of a result, gathered when it is read."""
     if leaf.dim is None:
         return part
+    sizes = regions.sizes_of(length)
     if leaf.is_flat:
-        return regions.gather(part.unflatten(0, (num_samples, -1)), 1, length).flatten(0, 1)
-    return LateWhole.of(part, leaf.dim, length)
+        apart = part.unflatten(0, (num_samples, -1))
+        return regions.gather(apart, 1, sizes).flatten(0, 1)
+    most = leaf.most or length
+    return LateWhole.of(part, leaf.dim, [min(most, size) for size in sizes], min(most, length))
 
 
 # ---- the blocks of a model

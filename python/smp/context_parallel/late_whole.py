@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from smp.context_parallel import regions
-from smp.context_parallel.parts import even_parts
 from smp.modules.late import LateTensor
 
 
@@ -22,22 +21,27 @@ class LateWhole(LateTensor):
     origin = "what a block gives that computes a part of the tokens (context_parallel_degree)"
     _part: Tensor
     _dim: int
+    _sizes: list[int]
 
     @staticmethod
-    def of(part: Tensor, dim: int, extent: int) -> LateWhole:
+    def of(part: Tensor, dim: int, sizes: list[int], extent: int) -> LateWhole:
         """Returns the whole of a part.
 
         Args:
             part: this rank's part.
             dim: dim along which it is a part.
-            extent: size of the whole along this dim.
+            sizes: sizes of all parts.
+            extent: size of the whole along this dim: the last positions of all parts.
         """
-        late: LateWhole = _Late.apply(part, dim, extent)
-        late._part, late._dim = part, dim
+        late: LateWhole = _Late.apply(part, dim, sizes, extent)
+        late._part, late._dim, late._sizes = part, dim, sizes
         return late
 
     def _read(self) -> Tensor:
-        return regions.gather(self._part, self._dim, self._extent())
+        every = regions.gather(self._part, self._dim, self._sizes)
+        extent = self._extent()
+        more = sum(self._sizes) - extent
+        return every.narrow(self._dim, more, extent) if more else every
 
     def _extent(self) -> int:
         with torch._C.DisableTorchFunctionSubclass():
@@ -50,8 +54,8 @@ class LateWhole(LateTensor):
 
 class _Late(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, extent: int) -> Tensor:
-        ctx.dim = dim
+    def forward(ctx: Any, part: Tensor, dim: int, sizes: list[int], extent: int) -> Tensor:
+        ctx.dim, ctx.sizes = dim, sizes
         shape = list(part.shape)
         shape[dim] = extent
         late: Tensor = Tensor._make_wrapper_subclass(
@@ -61,6 +65,11 @@ class _Late(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        ranks = regions.group()
-        sizes = even_parts(grads[0].shape[ctx.dim], ranks.size)
-        return ranks.reduce_scatter(grads[0], ctx.dim, sizes), None, None
+        grad, dim = grads[0], ctx.dim
+        more = sum(ctx.sizes) - grad.shape[dim]
+        if more:
+            shape = list(grad.shape)
+            shape[dim] = more
+            grad = torch.cat([grad.new_zeros(shape), grad], dim)
+        own = regions.group().reduce_scatter(grad, dim, ctx.sizes)
+        return own, None, None, None

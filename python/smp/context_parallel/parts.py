@@ -95,18 +95,22 @@ def walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def mapped(value: Any, name: str, function: Any) -> Any:
-    """Returns a value with ``function(name, tensor)`` instead of the tensors that `walk` yields."""
+    """Returns a value with ``function(name, tensor)`` instead of the tensors that `walk` yields.
+
+    Containers in which nothing changes are the same objects.
+    """
     if isinstance(value, Tensor):
         return function(name, value)
     if type(value) in (tuple, list):
-        return type(value)(
-            mapped(item, f"{name}[{idx}]", function) for idx, item in enumerate(value)
-        )
+        items = [mapped(item, f"{name}[{idx}]", function) for idx, item in enumerate(value)]
+        is_same = all(a is b for a, b in zip(items, value, strict=True))
+        return value if is_same else type(value)(items)
     if type(value) is dict:
-        return {
+        made = {
             key: mapped(item, f"{name}.{key}" if name else str(key), function)
             for key, item in value.items()
         }
+        return value if all(made[key] is item for key, item in value.items()) else made
     return value
 
 

@@ -49,6 +49,11 @@ def own(extent: int) -> Interval:
     return Interval.of_rank(even_parts(extent, ranks.size), ranks.group_rank)
 
 
+def sizes_of(extent: int) -> list[int]:
+    """Returns the sizes of the parts of all ranks."""
+    return even_parts(extent, group().size)
+
+
 def cut(x: Tensor, dim: int) -> Tensor:
     """Returns a copy of this rank's part of a tensor that all ranks have.
 
@@ -58,16 +63,15 @@ def cut(x: Tensor, dim: int) -> Tensor:
 
 
 @_of_data
-def gather(part: Tensor, dim: int, extent: int) -> Tensor:
+def gather(part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """Concatenates the parts of all ranks; backward: the sum over the ranks, of it the own part.
 
     Args:
         part: this rank's part.
         dim: dim of the concatenation.
-        extent: size of the whole along the dim.
+        sizes: sizes of the parts along the dim.
     """
-    ranks = group()
-    return ranks.gather(part, dim, even_parts(extent, ranks.size), True)
+    return group().gather(part, dim, list(sizes), True)
 
 
 @_of_data

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from smp.context_parallel import attention, regions
 from smp.context_parallel.attention import Call, CannotShare, Form
-from smp.context_parallel.caches import CacheChanges, copied
+from smp.context_parallel.caches import Additions, copied
 from smp.context_parallel.parts import Interval, walk
 from smp.modules.state_changes import StateComparison
 from smp.nn.run_aside import run_aside
@@ -38,12 +38,13 @@ class Leaf:
 
     Attributes:
         dim: dim along which it is a part; None: all ranks have the same.
-        num_samples: number of samples if the dim has the tokens of all of them, one after the
-            other; else 0.
+        is_flat: whether the dim has the tokens of all samples, one after the other.
+        most: largest number of tokens that are left, the last ones; None: all.
     """
 
     dim: int | None
     is_flat: bool = False
+    most: int | None = None
 
 
 @dataclass
@@ -54,13 +55,13 @@ class Verdict:
         problem: reason why the block runs on whole sequences, as the end of a sentence; or None.
         forms: its calls of attention, with the modules that they belong to.
         results: tensors of its result, by place.
-        cached: tensors that it leaves in caches among its arguments, in their order.
+        added: tensors that it adds to caches and containers among its arguments, in their order.
     """
 
     problem: str | None = None
     forms: list[tuple[Any, Form]] = field(default_factory=list)
     results: dict[str, Leaf] = field(default_factory=dict)
-    cached: list[Leaf] = field(default_factory=list)
+    added: list[Leaf] = field(default_factory=list)
 
 
 @dataclass
@@ -71,13 +72,15 @@ class _Outcome:
         result: result of the block.
         left: tensors in attributes and containers that it has changed.
         buffers: buffers that it has written, by name.
-        cached: new tensors in caches.
+        added: new tensors in caches and containers among the arguments.
+        told: other new items of containers.
     """
 
     result: Any = None
     left: list[Tensor] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    cached: list[Tensor] = field(default_factory=list)
+    added: list[Tensor] = field(default_factory=list)
+    told: list[Any] = field(default_factory=list)
 
 
 def try_block(
@@ -132,14 +135,15 @@ def _run(
     def run(*args: Any, **kwargs: Any) -> None:
         watch = StateComparison([block], copies=False)
         versions = {name: b._version for name, b in block.named_buffers()}
-        caches = CacheChanges([*args, *kwargs.values()])
+        added = Additions([*args, *kwargs.values()])
         with torch.no_grad(), attention.handled_by(handler), _in_eval_mode(block):
             outcome.result = inner(*args, **kwargs)
         outcome.left = list(watch.compare().tensors)
         for name, buffer in block.named_buffers():
             if buffer._version != versions.get(name):
                 outcome.buffers[name] = buffer.clone()
-        outcome.cached = caches.added()
+        outcome.added = added.tensors()
+        outcome.told = added.others()
 
     run_aside(block, run, args, kwargs)
     return outcome
@@ -189,6 +193,27 @@ def _leaf(part: Tensor, whole: Tensor, length: int, what: str) -> Leaf:
     raise Different(f"{what} is another one for a part of the tokens, which its code mixes")
 
 
+def _added_leaf(part: Tensor, whole: Tensor, length: int) -> Leaf:
+    """Returns how what a part adds to arguments belongs to what the whole adds there.
+
+    Raises:
+        Different: it does not.
+    """
+    try:
+        return _leaf(part, whole, length, "what it adds to its arguments")
+    except Different:
+        if whole.dim() != 4 or part.dim() != 4 or whole.shape[2] >= length:
+            raise
+    # A window: of each part the last tokens are left. Only the last rank has those of the whole.
+    ranks, most = regions.group(), whole.shape[2]
+    if part.shape[2] != min(most, regions.own(length).size):
+        raise Different("a window of its cache has another length for a part of the tokens")
+    is_last = ranks.group_rank == ranks.size - 1
+    if is_last and not is_close(part, whole.narrow(2, most - part.shape[2], part.shape[2])):
+        raise Different("a window of its cache has other tokens for a part of the sequence")
+    return Leaf(2, most=most)
+
+
 def _compare(whole: _Outcome, own: _Outcome, checker: _Checker, length: int) -> Verdict:
     wholes, parts = dict(walk(whole.result, "")), dict(walk(own.result, ""))
     if wholes.keys() != parts.keys() or len(checker.calls) != len(checker.forms):
@@ -200,13 +225,13 @@ def _compare(whole: _Outcome, own: _Outcome, checker: _Checker, length: int) -> 
     pairs += [(own.buffers[name], whole.buffers[name]) for name in whole.buffers]
     if not all(is_close(part, of_all) for part, of_all in pairs):
         raise Different("it leaves tensors in attributes that depend on the tokens")
-    if len(whole.cached) != len(own.cached):
-        raise Different("it leaves something else in a cache for a part of the tokens")
-    cached = [
-        _leaf(part, of_all, length, "what it leaves in a cache")
-        for part, of_all in zip(own.cached, whole.cached, strict=True)
+    if len(whole.added) != len(own.added) or whole.told != own.told:
+        raise Different("it adds something else to its arguments for a part of the tokens")
+    added = [
+        _added_leaf(part, of_all, length)
+        for part, of_all in zip(own.added, whole.added, strict=True)
     ]
-    return Verdict(None, checker.forms, results, cached)
+    return Verdict(None, checker.forms, results, added)
 
 
 @dataclass
@@ -223,7 +248,7 @@ class _Recorder:
         self.calls: list[_Recorded] = []
 
     def attend(self, call: Call) -> Tensor:
-        output = call.run(call.query, call.key, call.value, None)
+        output = call.run(call.query, call.key, call.value, call.further, None)
         self.calls.append(_Recorded(call, output, self._problem(call, output)))
         return output
 
@@ -235,7 +260,7 @@ class _Recorder:
         share = call.share(heads)
         keys = Interval.of_rank(heads.keys, regions.group().group_rank)
         key, value = (keys.of(attention.repeated(x, heads), 1) for x in (call.key, call.value))
-        own = call.run(share.own.of(call.query, 1), key, value, share)
+        own = call.run(share.own.of(call.query, 1), key, value, call.further, share)
         if is_close(own, share.own.of(output, call.heads_dim)):
             return None
         return "its function of attention gives something else for some of the heads"
@@ -256,14 +281,27 @@ class _Checker:
             self._is_cut(name, getattr(call, name), getattr(known.call, name))
             for name in ("query", "key", "value")
         ]
-        form = Form(cut[0], cut[1])
-        if cut[1] != cut[2] or (cut[1] and not cut[0]):
+        form = Form(cut[0], cut[1], self._further(call, known.call))
+        if cut[1] != cut[2] or (not cut[0] and (cut[1] or form.further)):
             raise Different("its attention mixes tokens of a part with others")
         if form.queries_cut and known.problem is not None:
             raise CannotShare(known.problem)
         self.forms.append((call.owner, form))
         own = regions.own(self._length)
         return own.of(known.output, call.tokens_dim) if form.queries_cut else known.output
+
+    def _further(self, call: Call, whole: Call) -> tuple[tuple[str, int], ...]:
+        """Returns the dims along which further arguments are parts, by name."""
+        parts, wholes = (dict(walk(each.further, "")) for each in (call, whole))
+        if parts.keys() != wholes.keys():
+            raise Different("its attention gets other arguments for a part of the tokens")
+        leaves = {
+            name: _leaf(parts[name], wholes[name], self._length, f"{name} of its attention")
+            for name in wholes
+        }
+        if any(leaf.is_flat for leaf in leaves.values()):
+            raise Different("its attention gets tokens of all samples in one dim")
+        return tuple((name, leaf.dim) for name, leaf in leaves.items() if leaf.dim is not None)
 
     def _is_cut(self, name: str, part: Tensor, whole: Tensor) -> bool:
         if is_close(part, whole):
