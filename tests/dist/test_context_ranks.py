@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.dist import sharded_training, split_training
 from tests.dist.pool import Pool
@@ -17,6 +18,7 @@ from tests.dist.resume_training import Job
 from tests.dist.split_training import SplitRun
 from tests.dist.test_resume import check_end, check_layout, check_loaded, check_parts, run_all
 from tests.dist.training import Run, check_runs
+from tests.harness import samples_of, train_step_of
 
 FP64 = torch.float64
 
@@ -47,6 +49,31 @@ def test_parameters_are_sharded_over_them_too(pool: Pool, dp: int, degree: int) 
     run = Run("gpt2", 1, dp, microbatches=2, dtype=FP64, cp=2)
     sharded_training.check_runs(pool, run, degree, tolerance=1e-9)
     check_runs(pool, [run])  # what the run above was compared with
+
+
+def train_with_dropout(rank: int, cp: int) -> list[float]:
+    import smp
+
+    smp.init({"context_parallel_degree": cp, "ddp": True, "microbatches": 2})
+    torch.manual_seed(5)
+    layers = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
+    model = smp.DistributedModel(nn.Sequential(*layers).double())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.manual_seed(100 + rank)  # each rank another seed, as scripts do
+    train_step = train_step_of(model)
+    losses = []
+    for step in range(3):
+        losses.append(train_step(samples_of(step)).reduce_mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_they_draw_the_numbers_of_the_first_one(pool: Pool) -> None:
+    (expected,) = pool.run(1, train_with_dropout, 1)
+    for losses in pool.run(2, train_with_dropout, 2):
+        assert losses == pytest.approx(expected, rel=1e-12)
+    assert len(set(expected)) == 3
 
 
 LAYOUTS = {
