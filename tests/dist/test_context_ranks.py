@@ -7,6 +7,7 @@ layout trains as one process does that reads each batch once.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,36 @@ def test_parameters_are_sharded_over_them_too(pool: Pool, dp: int, degree: int) 
     run = Run("gpt2", 1, dp, microbatches=2, dtype=FP64, cp=2)
     sharded_training.check_runs(pool, run, degree, tolerance=1e-9)
     check_runs(pool, [run])  # what the run above was compared with
+
+
+def save_on_the_first_replica(rank: int, folder: str) -> Any:
+    import smp
+
+    smp.init({"context_parallel_degree": 2, "ddp": True, "shard_optimizer_state": True})
+    torch.manual_seed(5)
+    model = smp.DistributedModel(nn.Linear(8, 8).double())
+    optimizer = smp.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+    train_step_of(model)(samples_of(0))
+    optimizer.step()
+    state = optimizer.local_state_dict()  # merged on the first rank of a shard group
+    assert smp.rdp_rank() == 0  # as scripts ask before they save
+    for turn in range(2):  # the part is written last
+        if smp.cp_rank() == turn:
+            smp.save({"optimizer": state}, f"{folder}/state", partial=True)
+        smp.barrier()
+    expected = optimizer.state_dict()["state"]
+    optimizer.load_state_dict(smp.load(f"{folder}/state", partial=True)["optimizer"])
+    return expected, optimizer.state_dict()["state"]
+
+
+def test_a_rank_with_a_part_of_the_state_does_not_overwrite_the_whole(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for expected, loaded in pool.run(2, save_on_the_first_replica, str(tmp_path)):
+        assert expected.keys() == loaded.keys() and len(expected) == 2
+        for index, entry in expected.items():
+            assert all(torch.equal(value, loaded[index][key]) for key, value in entry.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["state_0"]
 
 
 def train_with_dropout(rank: int, cp: int) -> list[float]:
