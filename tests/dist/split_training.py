@@ -48,7 +48,6 @@ class SplitRun:
     pp: int
     tp: int
     rdp: int
-    cp: int = 1
     optimize: str = "memory"
     prescaled: bool = False
     dtype: torch.dtype = torch.float64
@@ -56,6 +55,7 @@ class SplitRun:
     steps: int = 3
     schedule: str = "interleaved"
     compile: str | None = None
+    cp: int = 1
 
     @property
     def world_size(self) -> int:

@@ -22,6 +22,7 @@ Config = dict[str, Any]
 LAYOUTS: dict[str, tuple[int, Config]] = {
     "one process": (1, {"microbatches": 4}),
     "replicas": (2, {}),
+    "one batch": (2, {"context_parallel_degree": 2, "microbatches": 2}),
     "pipeline": (2, {"pipeline_parallel_degree": 2, "microbatches": 4}),
     "sharded": (2, {"sharded_data_parallel_degree": 2, "microbatches": 2}),
     "split": (2, {"tensor_parallel_degree": 2, "microbatches": 2}),

@@ -29,7 +29,7 @@ class Setup:
 
     Attributes:
         model: "plain", or a name of `MODELS`.
-        pp, tp, rdp: sizes.
+        pp, tp, rdp, cp: sizes.
         microbatches: number of microbatches of a step.
         checkpoints: strategy of activation checkpointing.
         config: further keys.
@@ -42,21 +42,26 @@ class Setup:
     microbatches: int = 2
     checkpoints: str = ""
     config: tuple[tuple[str, Any], ...] = ()
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.tp * self.rdp
+        return self.pp * self.tp * self.num_replicas
+
+    @property
+    def num_replicas(self) -> int:
+        return self.rdp * self.cp
 
     def __str__(self) -> str:
         keys = "".join(f" {key}={value}" for key, value in self.config)
-        return f"pp{self.pp} tp{self.tp} rdp{self.rdp} mb{self.microbatches}{keys}"
+        return f"pp{self.pp} tp{self.tp} cp{self.cp} rdp{self.rdp} mb{self.microbatches}{keys}"
 
     @property
     def shards(self) -> int:
         """Over how many replicas the state of a parameter is cut."""
         keys = dict(self.config)
         if keys.get("shard_optimizer_state"):
-            return self.rdp
+            return self.num_replicas
         return int(keys.get("sharded_data_parallel_degree", 1))
 
 
@@ -68,7 +73,7 @@ class Seen:
     grads: list[dict[str, Any]] = field(default_factory=list)  # of this rank, with marks
     params: dict[str, Tensor] = field(default_factory=dict)  # of the whole model
     calls: int = 0
-    rdp_rank: int = 0
+    replica: int = 0
 
 
 def init(setup: Setup, **more: Any) -> None:
@@ -78,6 +83,7 @@ def init(setup: Setup, **more: Any) -> None:
         {
             "pipeline_parallel_degree": setup.pp,
             "tensor_parallel_degree": setup.tp,
+            "context_parallel_degree": setup.cp,
             "microbatches": setup.microbatches,
             "ddp": True,
             "layout_independent_dropout": True,
@@ -158,7 +164,7 @@ def train(rank: int, setup: Setup, values: dict[str, Tensor] | None) -> Seen:
     model = make_model(setup, values)
     torch.manual_seed(100 + rank)  # each rank another seed, as scripts do
     optimizer = make_optimizer(model)
-    seen = Seen(rdp_rank=smp.rdp_rank())
+    seen = Seen(replica=smp.rdp_rank() * setup.cp + smp.cp_rank())
     run_steps(model, optimizer, setup, seen, 0, STEPS)
     seen.params = {n: v.cpu().clone() for n, v in model.state_dict().items()}
     if setup.pp > 1:
@@ -207,9 +213,9 @@ def compare_gradients(records: list[Seen], expected: Seen, setup: Setup) -> None
     for step, one_process in enumerate(expected.grads):
         grads = whole_gradients([one_process])
         assert max(g.abs().max() for g in grads.values()) > 1e-3
-        for replica in range(setup.rdp // setup.shards):
-            ranks = [r for r in records if r.rdp_rank // setup.shards == replica]
-            assert len(ranks) == setup.world_size * setup.shards // setup.rdp
+        for replica in range(setup.num_replicas // setup.shards):
+            ranks = [r for r in records if r.replica // setup.shards == replica]
+            assert len(ranks) == setup.world_size * setup.shards // setup.num_replicas
             found = whole_gradients([r.grads[step] for r in ranks])
             assert found.keys() == grads.keys()
             assert_close(found, grads, torch.float64, f"{setup}, step {step}, replica {replica}")
@@ -281,10 +287,13 @@ def test_pipelines_draw_as_one_process(pool: Pool, microbatches: int) -> None:
     check(pool, Setup(pp=2, microbatches=microbatches))
 
 
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize(
     "setup",
     [
         Setup(rdp=2),
+        Setup(rdp=2, cp=2),
+        Setup(pp=2, cp=2),
         Setup(pp=2, rdp=2),
         Setup(rdp=4, microbatches=1),
         Setup(rdp=2, config=UNCLIPPED),

@@ -40,9 +40,10 @@ def save(
         obj: any object that ``torch.save`` takes.
         f: path without the suffix of the rank.
         partial: whether each calling rank writes its own file, ``f_<mp_rank>``, or
-            ``f_<pp_rank>_<tp_rank>`` with tensor parallelism. Otherwise the file is ``f``: partial
-            state dicts inside of ``obj`` are merged over the MP group first, which is collective,
-            and its first rank writes.
+            ``f_<pp_rank>_<tp_rank>`` with tensor parallelism. Of ranks that read one batch, those
+            with a part of a sharded optimizer state do not write it. Otherwise the file is ``f``:
+            partial state dicts inside of ``obj`` are merged over the MP group first, which is
+            collective, and its first rank writes.
         v3: whether there is one file per rank, ``f_<pp_rank>_<tp_rank>_<rdp_rank>``.
 
     Raises:
@@ -52,6 +53,8 @@ def save(
     rank = runtime.current().rank
     path = Path(f)
     if partial:
+        if not v3 and rank.ranks["cp"] > 0 and rank_files.has_cut(obj):
+            return  # the rank of this file that has the merged state writes it
         path = path.with_name(path.name + rank_files.suffix(rank, is_own=v3))
         obj = rank_files.with_layout(obj, rank, is_own=v3)
     elif rank_files.has_partial(obj):

@@ -89,6 +89,13 @@ def has_partial(obj: Any) -> bool:
     return False
 
 
+def has_cut(obj: Any) -> bool:
+    """Returns whether nested dictionaries contain a rank's part of a sharded optimizer state."""
+    if isinstance(obj, Mapping):
+        return obj.get(FLAT_MARK) is not None or any(has_cut(v) for v in obj.values())
+    return False
+
+
 def merge(parts: Sequence[Any], layout: Layout | None = None) -> Any:
     """Merges the objects of all ranks into one; partial dictionaries become whole ones.
 

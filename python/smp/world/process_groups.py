@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 import smp._C as _C
 from smp.world.connecting import until_a_rank_fails
-from smp.world.groups import all_groups, backends_for, own_groups
+from smp.world.groups import BATCH_KINDS, SHARD_KINDS, all_groups, backends_for, own_groups
 from smp.world.rank import Rank
+
+_KINDS = (*BATCH_KINDS, *SHARD_KINDS)
 
 
 class ProcessGroups:
@@ -126,10 +128,8 @@ class TorchGroups:
             self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
             self._made: list[dist.ProcessGroup] = []
             self._make_all(grid, global_rank, shard_size, timeout)
-        self._by_kind = {
-            kind: self._by_ranks[ranks]
-            for kind, ranks in own_groups(grid, global_rank, shard_size).items()
-        }
+        own = own_groups(grid, global_rank, shard_size)
+        self._by_kind = {kind: self._by_ranks[own[kind]] for kind in _KINDS}
 
     def _make_all(
         self, grid: _C.ProcessGrid, global_rank: int, shard_size: int, timeout: timedelta
@@ -145,8 +145,9 @@ class TorchGroups:
                 alone, dist.new_group(alone, timeout, use_local_synchronization=True), global_rank
             )
         seen = set(self._by_ranks)
-        for groups in all_groups(grid, shard_size).values():
-            for members in groups:  # every rank makes all, in one order
+        groups = all_groups(grid, shard_size)
+        for kind in _KINDS:
+            for members in groups[kind]:  # every rank makes all, in one order
                 ranks = tuple(members)
                 if len(ranks) > 1 and ranks not in seen:
                     seen.add(ranks)
