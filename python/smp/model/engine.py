@@ -112,7 +112,9 @@ class Engine:
             bucket_cap_bytes=bucket_cap_bytes,
         )
         self.mask_places = MaskPlaces(current, idx, self.partitioning, compiled, lambda: self.label)
-        self.sequences = SequenceParts(current.rank, root, lambda: self.label)
+        self.sequences = SequenceParts(
+            current.rank, root, lambda: self.label, lambda: self.in_step()
+        )
         self.loss = LossWeight(current, lambda: self.gradients.is_hooked)
         self.state = WholeState(current.rank, root, registrations)
         self.operands = OperandCasts(root)
