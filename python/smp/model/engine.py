@@ -12,6 +12,7 @@ import smp._C as _C
 from smp import activations, data_parallel
 from smp.activations import TransformersCheckpointing
 from smp.compilation import CompiledParts
+from smp.model.backward_updates import Updates
 from smp.model.buffers import ReplicaBuffers
 from smp.model.gradients import GradientReduction
 from smp.model.loss_weight import LossWeight
@@ -25,6 +26,7 @@ from smp.modules.compiled import CompileRequest
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
 from smp.partition.trace_choice import TraceOptions
+from smp.precision import LossScaler
 from smp.precision.holdings import Holding
 from smp.precision.operands import OperandCasts
 from smp.storage.choose import make_storage
@@ -244,6 +246,18 @@ class Engine:
         if self.gradients.use_hook(hook, self._root) and self.partitioned:
             self.lay_out_gradients()
 
+    def update_with(self, updates: Updates, scaler: LossScaler | None) -> None:
+        """Connects an optimizer with parameters of this model.
+
+        Args:
+            updates: updates that gradients may be handed to during the backward.
+            scaler: scale of losses; None: losses have none.
+        """
+        if scaler is not None:
+            self.loss.scaler = scaler
+        if self.gradients.updates is not None:
+            self.gradients.updates.use(updates)
+
     def after_update(self) -> None:
         """Brings updated values to the places where modules use them.
 
@@ -251,6 +265,8 @@ class Engine:
         every rank updates all parameters that its modules use.
         """
         assert self.storage is not None
+        if self.gradients.updates is not None:
+            self.gradients.updates.confirm()
         self.storage.after_update()
         if self._has_updated:
             _C.release_idle_host_memory()
