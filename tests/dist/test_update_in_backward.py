@@ -73,12 +73,24 @@ def model_of(config: Config, net: Layers) -> Any:
     return model
 
 
-def train(rank: int, config: Config, name: str, net: Layers) -> dict[str, Any]:
-    """Trains, and returns losses, values, and the bytes and the number of buckets."""
+def train(
+    rank: int, config: Config, name: str, net: Layers, checkpoints: bool = False
+) -> dict[str, Any]:
+    """Trains, and returns losses, values, and the bytes and the number of buckets.
+
+    Args:
+        rank: position of the process, which the pool gives.
+        config: keys of the configuration.
+        name: optimizer.
+        net: model.
+        checkpoints: whether each layer is computed again in the backward.
+    """
     import smp
     from smp.model import engine_of
 
     model = model_of(config, net if config.get("bf16") else net.double())
+    for layer in net.layers if checkpoints else ():
+        smp.set_activation_checkpointing(layer)
     optimizer = smp.DistributedOptimizer(optimizer_of(name, model.parameters()))
     train_step = train_step_of(model)
     losses, left = [], 0
@@ -137,15 +149,20 @@ def test_training_is_that_of_one_process(pool: Pool, layout: str, name: str) -> 
         assert_near([mine["values"] for mine in ours], plain(name, Layers()))
 
 
-@pytest.mark.parametrize("layout", ["replicas", "pipeline"])
+@pytest.mark.sample(keep=2)
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("layout", ["replicas", "pipeline", "one"])
 def test_parameters_of_some_ranks_and_steps_are_updated_where_one_process_does(
-    pool: Pool, layout: str
+    pool: Pool, layout: str, checkpoints: bool
 ) -> None:
-    """Shares a matrix, uses a layer for some batches only, and another one never."""
+    """Shares a matrix, uses a layer for some batches only, and another one never.
+
+    With checkpoints each of the two layers that share a matrix gives it a gradient of its own.
+    """
     ranks, config = LAYOUTS[layout]
     config = {**config, "microbatches": 1}
-    ours = pool.run(ranks, train, {**config, **ON}, "AdamW", Tied())
-    theirs = pool.run(ranks, train, config, "AdamW", Tied())
+    ours = pool.run(ranks, train, {**config, **ON}, "AdamW", Tied(), checkpoints)
+    theirs = pool.run(ranks, train, config, "AdamW", Tied(), checkpoints)
     first = Tied().double().state_dict()
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["losses"] == other["losses"]

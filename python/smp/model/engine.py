@@ -213,7 +213,8 @@ class Engine:
         Collective over the replicas; not while a step runs.
         """
         assert self.parts is not None and self.storage is not None
-        self.gradients.lay_out(list(self.parts.named_parameters()), self.storage)
+        local = list(self.parts.named_parameters())
+        self.gradients.lay_out(local, self.storage, self.parts.ties())
 
     def lay_out_thawed(self) -> None:
         """Lays out gradients again if the script has thawed parameters on all ranks.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -70,7 +70,12 @@ class GradientReduction:
                 )
         return BackwardUpdates(self._rank)
 
-    def lay_out(self, local: Sequence[tuple[str, nn.Parameter]], storage: Storage) -> None:
+    def lay_out(
+        self,
+        local: Sequence[tuple[str, nn.Parameter]],
+        storage: Storage,
+        ties: Mapping[str, Sequence[str]],
+    ) -> None:
         """Lays out gradients for the present dtypes of the parameters.
 
         Collective over the replicas; not while a step runs.
@@ -78,6 +83,7 @@ class GradientReduction:
         Args:
             local: names in the whole model, and parameters of this rank in their final place.
             storage: storage of the parameters.
+            ties: further names of a parameter, by name.
         """
         trainable = [(name, p) for name, p in local if p.requires_grad]
         self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
@@ -93,6 +99,7 @@ class GradientReduction:
             overlap=self.overlaps,
             average=self.averages,
             passes_per_reduction=self._passes_per_reduction,
+            ties=ties,
             hook=self._hook,
             apply=None if self.updates is None else self.updates.apply,
         )
