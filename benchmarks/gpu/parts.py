@@ -35,6 +35,7 @@ PARTS = {
     "training": Part("training", "Training, waits of the host, offload, split families"),
     "bandwidth": Part("bandwidth", "Bandwidth of operators and optimizers"),
     "attention": Part("attention", "Attention"),
+    "attention-order": Part("attention_order", "Backends of attention by shape"),
     "gptj-layer": Part("gptj", "One layer of GPT-J-6B, with a vocabulary of 512"),
     "gptj-steps": Part("gptj", "Whole steps with as many layers of GPT-J-6B as fit"),
     "share": Part("share", "Two ranks on one GPU"),
@@ -48,7 +49,7 @@ PARTS = {
 #: machine of a later call may be another one. `scripts/gpu.sh` has the limit of a call.
 CALLS = (
     ("kernels", "training"),
-    ("bandwidth", "attention"),
+    ("bandwidth", "attention", "attention-order"),
     ("gptj-layer", "gptj-steps"),
     ("share", "nccl", "graph", "sanitizer"),
 )

@@ -3,7 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
-#include "csrc/common/check.h"
+#include "csrc/bindings/without_gil.h"
 #include "csrc/gradients/hooked_group.h"
 
 namespace py = pybind11;
@@ -14,28 +14,6 @@ namespace {
 using comm::CommunicatorPtr;
 using gradients::HookedGroup;
 using gradients::PromisedWork;
-
-// Wraps a Python function so that C++ threads may call and drop it without the
-// GIL. Its exceptions become errors of ours, which autograd threads can pass
-// on.
-template <typename Result, typename... Args>
-std::function<Result(Args...)> without_gil(py::function function,
-                                           const char* what) {
-  const std::shared_ptr<py::function> kept(
-      new py::function(std::move(function)), [](py::function* last) {
-        const py::gil_scoped_acquire gil;
-        delete last;
-      });
-  return [kept, what](Args... args) -> Result {
-    const py::gil_scoped_acquire gil;
-    try {
-      return (*kept)(args...).template cast<Result>();
-    } catch (py::error_already_set& e) {
-      throw Error(
-          detail::concat(rank_prefix(), "the ", what, " raised ", e.what()));
-    }
-  };
-}
 
 c10d::GradBucket make_grad_bucket(int64_t index, int64_t count, at::Tensor flat,
                                   const std::vector<int64_t>& offsets,

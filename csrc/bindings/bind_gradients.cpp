@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "csrc/bindings/waits.h"
+#include "csrc/bindings/without_gil.h"
 #include "csrc/gradients/reducer.h"
 #include "csrc/gradients/shard_layout.h"
 #include "csrc/health/fault_board.h"
@@ -44,11 +45,11 @@ std::shared_ptr<Reducer> make_reducer(
     std::vector<at::Tensor> params, std::vector<ParameterRecord> records,
     std::optional<CommunicatorPtr> dp,
     std::optional<std::vector<MaybeTensor>> targets,
-    std::optional<Sharding> sharding, CommunicatorPtr control, FaultsPtr faults,
-    std::vector<int> dp_ranks, int64_t bucket_cap_bytes, bool overlap,
-    bool average_over_microbatches, double num_batches,
-    int passes_per_reduction, bool expects_one_per_microbatch,
-    double timeout_s) {
+    std::optional<Sharding> sharding, std::optional<py::function> apply,
+    CommunicatorPtr control, FaultsPtr faults, std::vector<int> dp_ranks,
+    int64_t bucket_cap_bytes, bool overlap, bool average_over_microbatches,
+    double num_batches, int passes_per_reduction,
+    bool expects_one_per_microbatch, double timeout_s) {
   Reducer::Options options;
   options.bucket_cap_bytes = bucket_cap_bytes;
   options.overlap = overlap;
@@ -57,9 +58,14 @@ std::shared_ptr<Reducer> make_reducer(
   options.expects_one_per_microbatch = expects_one_per_microbatch;
   options.passes_per_reduction = passes_per_reduction;
   options.sharding = std::move(sharding);
+  if (apply) {
+    options.apply =
+        without_gil<void, int>(std::move(*apply), "update in a backward");
+  }
   options.control = std::move(control);
   options.wait =
       make_wait_options(timeout_s, std::move(faults), std::move(dp_ranks));
+  const py::gil_scoped_release gil;
   std::vector<at::Tensor> masters = params;
   if (targets) {
     masters.clear();
@@ -157,19 +163,22 @@ void bind_reducer(py::module_& m) {
       m, "Reducer",
       "Collects gradients in microbatch order and averages them over the "
       "data-parallel ranks; see gradients/reducer.h.")
-      .def(py::init(&make_reducer), release_gil(), py::arg("params"),
-           py::arg("records"), py::arg("dp"), py::kw_only(),
-           py::arg("targets") = py::none(), py::arg("sharding") = py::none(),
-           py::arg("control") = py::none(), py::arg("faults") = py::none(),
-           py::arg("dp_ranks") = std::vector<int>(),
-           py::arg("bucket_cap_bytes") = int64_t{25} << 20,
-           py::arg("overlap") = true,
-           py::arg("average_over_microbatches") = true,
-           py::arg("num_batches") = 1.0, py::arg("passes_per_reduction") = 1,
-           py::arg("expects_one_per_microbatch") = true,
-           py::arg("timeout_s") = 1800.0,
-           "Collective over `dp`, which may be None. `control` has the same "
-           "ranks and serves tensors of the host; needed where `dp` does not.")
+      .def(
+          py::init(&make_reducer), py::arg("params"), py::arg("records"),
+          py::arg("dp"), py::kw_only(), py::arg("targets") = py::none(),
+          py::arg("sharding") = py::none(), py::arg("apply") = py::none(),
+          py::arg("control") = py::none(), py::arg("faults") = py::none(),
+          py::arg("dp_ranks") = std::vector<int>(),
+          py::arg("bucket_cap_bytes") = int64_t{25} << 20,
+          py::arg("overlap") = true,
+          py::arg("average_over_microbatches") = true,
+          py::arg("num_batches") = 1.0, py::arg("passes_per_reduction") = 1,
+          py::arg("expects_one_per_microbatch") = true,
+          py::arg("timeout_s") = 1800.0,
+          "Collective over `dp`, which may be None. `control` has the same "
+          "ranks and serves tensors of the host; needed where `dp` does not. "
+          "`apply` gets the index of each bucket as soon as it was summed, and "
+          "uses up `.grad` of its targets.")
       .def("begin_step", &Reducer::begin_step, release_gil(),
            py::arg("num_microbatches"), py::arg("may_overlap") = true,
            py::arg("are_shares") = false)

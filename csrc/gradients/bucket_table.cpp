@@ -62,7 +62,8 @@ BucketTable::BucketTable(const ReducedParameters& parameters,
           bucket, like, parameters.device(), *options.sharding, pool_));
     } else {
       buckets_.push_back(std::make_unique<WholeReduction>(
-          bucket, like, parameters.device(), groups.all()));
+          bucket, like, parameters.device(), groups.all(),
+          options.applies() ? &pool_ : nullptr));
     }
   }
 }

@@ -35,22 +35,41 @@ void GradTargets::publish_sums(std::vector<bool> used, bool goes_on) {
   publish(goes_on);
 }
 
+void GradTargets::publish_bucket(int bucket_idx,
+                                 const std::vector<bool>& used) {
+  const auto& slots = buckets_.plan().buckets[bucket_idx].slots;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    used_[slots[i].record_idx] = used[i];
+    publish_one(slots[i].record_idx, /*goes_on=*/false);
+  }
+}
+
+void GradTargets::drop_bucket(int bucket_idx) {
+  for (const BucketSlot& slot : buckets_.plan().buckets[bucket_idx].slots) {
+    const at::Tensor& target = targets_[slot.record_idx];
+    if (target.defined()) target.mutable_grad().reset();
+    old_[slot.record_idx].reset();
+  }
+}
+
 void GradTargets::publish(bool goes_on) {
   for (size_t i = 0; i < targets_.size(); ++i) {
-    const at::Tensor& target = targets_[i];
-    if (!target.defined()) continue;
-    const int param_idx = static_cast<int>(i);
-    at::Tensor& grad = target.mutable_grad();
-    if (used_[i]) {
-      at::Tensor view =
-          buckets_.of(param_idx).gradient(buckets_.slot_of(param_idx), target);
-      if (old_[i].defined()) {
-        view = goes_on ? view.add(old_[i]) : view.add_(old_[i]);
-      }
-      grad = std::move(view);
-    } else if (old_[i].defined()) {
-      grad = old_[i];  // the bucket it may have been a view of is reused
-    }
+    publish_one(static_cast<int>(i), goes_on);
+  }
+}
+
+void GradTargets::publish_one(int param_idx, bool goes_on) {
+  const at::Tensor& target = targets_[param_idx];
+  if (!target.defined()) return;
+  const at::Tensor& old = old_[param_idx];
+  at::Tensor& grad = target.mutable_grad();
+  if (used_[param_idx]) {
+    at::Tensor view =
+        buckets_.of(param_idx).gradient(buckets_.slot_of(param_idx), target);
+    if (old.defined()) view = goes_on ? view.add(old) : view.add_(old);
+    grad = std::move(view);
+  } else if (old.defined()) {
+    grad = old;  // the bucket it may have been a view of is reused
   }
 }
 

@@ -37,6 +37,11 @@ class GradTargets {
   /// Sets `.grad` likewise from the sum so far of this rank, which is not
   /// reduced.
   void publish_own() { publish(false); }
+  /// Sets `.grad` likewise of the parameters of one bucket, whose sum has come.
+  /// @param used  by slot: whether some rank used the parameter
+  void publish_bucket(int bucket_idx, const std::vector<bool>& used);
+  /// Drops `.grad` of the parameters of a bucket.
+  void drop_bucket(int bucket_idx);
   /// Forgets the earlier `.grad`: the next pass begins another reduction.
   void forget_old();
   /// Restores the earlier `.grad` after a step that failed.
@@ -44,6 +49,7 @@ class GradTargets {
 
  private:
   void publish(bool goes_on);
+  void publish_one(int param_idx, bool goes_on);
 
   const std::vector<at::Tensor>& targets_;
   const BucketTable& buckets_;

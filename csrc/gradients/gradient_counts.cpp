@@ -1,16 +1,20 @@
 #include "csrc/gradients/gradient_counts.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 namespace smp::gradients {
 
 GradientCounts::GradientCounts(std::vector<int> bucket_idxs, int num_buckets,
-                               bool every_microbatch, Guess guess)
+                               bool every_microbatch, Guess guess,
+                               std::vector<int> unguessed, int least)
     : bucket_idxs_(std::move(bucket_idxs)),
       num_buckets_(num_buckets),
       every_microbatch_(every_microbatch),
-      guess_(guess) {}
+      guess_(guess),
+      unguessed_(std::move(unguessed)),
+      least_(least) {}
 
 void GradientCounts::begin_step(int num_microbatches) {
   const size_t num_params = bucket_idxs_.size();
@@ -27,6 +31,9 @@ void GradientCounts::begin_step(int num_microbatches) {
     awaits_first_ = guess_ == Guess::kAsFirst;
     if (guess_ == Guess::kOnePerMicrobatch) {
       guessed_.assign(num_params, every_microbatch_ ? 1 : num_microbatches);
+      for (const int param_idx : unguessed_) {
+        guessed_[param_idx] = std::numeric_limits<int>::max();
+      }
       expected_ = &guessed_;
     }
   }
@@ -81,7 +88,7 @@ void GradientCounts::learn(const std::vector<int>& per_microbatch) {
   Learned& learned = found->second;
   if (is_new) learned = {most_added_, per_microbatch};
   for (size_t i = 0; i < bucket_idxs_.size(); ++i) {
-    learned.most[i] = std::max(learned.most[i], most_added_[i]);
+    learned.most[i] = std::max({learned.most[i], most_added_[i], least_});
     if (learned.per_microbatch[i] != per_microbatch[i]) {
       learned.per_microbatch[i] = 0;
     }

@@ -32,8 +32,14 @@ class GradientCounts {
 
   /// @param bucket_idxs  bucket of each parameter
   /// @param every_microbatch  whether a round is a microbatch instead of a step
+  /// @param unguessed  parameters of which `guess` says nothing: their buckets
+  ///     are whole at the end of the first step
+  /// @param least  the least that is expected of a parameter once a step is
+  ///     known: 0, or 1 where a gradient must not come late. Then a bucket with
+  ///     a parameter that is not used is whole at the end of the step
   GradientCounts(std::vector<int> bucket_idxs, int num_buckets,
-                 bool every_microbatch, Guess guess);
+                 bool every_microbatch, Guess guess,
+                 std::vector<int> unguessed = {}, int least = 0);
   GradientCounts(const GradientCounts&) = delete;  // it points into itself
   GradientCounts& operator=(const GradientCounts&) = delete;
 
@@ -72,6 +78,8 @@ class GradientCounts {
   const int num_buckets_;
   const bool every_microbatch_;
   const Guess guess_;
+  const std::vector<int> unguessed_;
+  const int least_;
 
   std::map<int, Learned> learned_;  // by number of microbatches
   // State of this step.

@@ -10,6 +10,10 @@ void check_parameters(const ReducedParameters& parameters,
   SMP_CHECK_VALUE(options.passes_per_reduction >= 1,
                   "backward_passes_per_step must be >= 1, got ",
                   options.passes_per_reduction);
+  SMP_CHECK_VALUE(!options.applies() || (!options.is_sharded() &&
+                                         options.passes_per_reduction == 1),
+                  "gradients that are applied as soon as they are summed are "
+                  "neither sharded nor added up over several steps");
   SMP_CHECK_VALUE(
       params.size() == records.size() && targets.size() == records.size(),
       "expected one record and target per parameter, got ", records.size(),

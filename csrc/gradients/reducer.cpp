@@ -56,9 +56,24 @@ ReducedParameters agreed(ReducedParameters parameters,
 GradientCounts::Guess guess_of(const ReducerOptions& options) {
   using Guess = GradientCounts::Guess;
   // Whole buckets have memory anyway, so the first step ends with them.
-  if (!options.is_sharded()) return Guess::kNothing;
+  if (!options.lends_memory()) return Guess::kNothing;
+  if (options.applies() && !options.expects_one_per_microbatch) {
+    return Guess::kNothing;  // a wrong guess could not be made good
+  }
   return options.expects_one_per_microbatch ? Guess::kOnePerMicrobatch
                                             : Guess::kAsFirst;
+}
+
+// Returns the parameters that may get several gradients where one is expected:
+// a checkpointed part of a model gives one of its own to a shared parameter.
+std::vector<int> unguessed_of(const std::vector<ParameterRecord>& records,
+                              const ReducerOptions& options) {
+  std::vector<int> shared;
+  if (!options.applies()) return shared;
+  for (const ParameterRecord& record : records) {
+    if (!record.ties.empty()) shared.push_back(record.index);
+  }
+  return shared;
 }
 
 }  // namespace
@@ -77,7 +92,9 @@ Reducer::Reducer(std::vector<at::Tensor> params,
         add(param_idx, grad);
       }),
       counts_(buckets_.bucket_idxs(), buckets_.size(),
-              options_.every_microbatch(), guess_of(options_)),
+              options_.every_microbatch(), guess_of(options_),
+              unguessed_of(parameters_.records, options_),
+              options_.applies() ? 1 : 0),
       round_(buckets_, groups_, options_),
       late_(parameters_, buckets_, groups_),
       targets_(parameters_, buckets_) {
@@ -95,6 +112,10 @@ void Reducer::begin_step(int num_microbatches, bool may_overlap,
                          bool are_shares) {
   SMP_CHECK_VALUE(num_microbatches >= 1, "a step needs at least one ",
                   "microbatch, got ", num_microbatches);
+  SMP_CHECK_VALUE(!options_.applies() || num_microbatches == 1,
+                  "gradients are applied as soon as they are summed, which "
+                  "needs steps of one microbatch, got ",
+                  num_microbatches);
   const Lock lock(mutex_);
   if (phase_ == Phase::kImplicit && implicit_token_.expired()) abandon();
   SMP_CHECK(phase_ == Phase::kIdle,
@@ -119,6 +140,7 @@ void Reducer::open(int num_microbatches, Phase phase, bool are_shares) {
   phase_ = phase;
   may_overlap_ = true;
   active_ = any_active_ = false;
+  num_applied_ = 0;
   counts_.begin_step(num_microbatches);
   order_.begin(num_microbatches, counts_.per_microbatch());
   round_.begin_first(num_microbatches, is_last_pass(), are_shares);
@@ -152,6 +174,7 @@ void Reducer::on_gradient(int param_idx, const at::Tensor& grad) {
             " got a gradient while its step was ending");
   const int mb = phase_ == Phase::kImplicit ? 0 : current_task().mb;
   order_.add(param_idx, mb, grad.detach());
+  apply_settled(lock);
 }
 
 // Waits before a bucket takes memory while two others have some: gradients may
@@ -165,14 +188,16 @@ void Reducer::await_room(int param_idx, Lock& lock) {
     return (phase_ == Phase::kOpen || phase_ == Phase::kImplicit) &&
            round_.is_full();
   };
-  if (!options_.is_sharded() || !must_wait() ||
+  if (!options_.lends_memory() || !must_wait() ||
       buckets_.of(param_idx).has_memory()) {
     return;
   }
   round_.settle_finished();
-  if (!must_wait()) return;
-  const ReductionRound::Waited waited = round_.await_oldest(lock);
-  if (must_wait()) round_.settle(waited);
+  if (must_wait()) {
+    const ReductionRound::Waited waited = round_.await_oldest(lock);
+    if (must_wait()) round_.settle(waited);
+  }
+  apply_settled(lock);
 }
 
 void Reducer::add(int param_idx, const at::Tensor& grad) {
@@ -185,6 +210,11 @@ void Reducer::add(int param_idx, const at::Tensor& grad) {
   // The test is not whether the bucket is on its way. That depends on timing,
   // and the order of the sum, hence its rounding, must not.
   if (is_limited && place == Place::kLate) {
+    SMP_CHECK(!options_.applies(), "parameter ",
+              parameters_.records[param_idx].name,
+              " got a gradient after its update: a part of the model that is "
+              "computed again in the backward uses it too, or this step uses "
+              "it more often than earlier ones. Set update_in_backward=False");
     late_.add(param_idx, grad);
     return;
   }
@@ -199,14 +229,31 @@ void Reducer::add(int param_idx, const at::Tensor& grad) {
 }
 
 bool Reducer::may_launch_early() const {
-  return groups_.has_peers() && options_.overlap && may_overlap_ && reduces();
+  if (!groups_.has_peers()) return options_.applies();
+  return options_.overlap && may_overlap_ && reduces();
 }
 
 void Reducer::launch_complete_buckets() {
   if (!may_launch_early()) return;
   while (round_.has_next() && counts_.is_complete(round_.next_idx())) {
-    round_.launch_next();
+    round_.launch_next(targets_.used());
     if (phase_ != Phase::kEnding) ++stats_.num_early_buckets;
+  }
+}
+
+// Applies the buckets that have been summed, in order, and takes their memory
+// back.
+void Reducer::apply_settled(Lock& lock) {
+  if (!options_.applies()) return;
+  round_.settle_finished();
+  while (num_applied_ < round_.num_settled()) {
+    const int bucket_idx = num_applied_++;
+    targets_.publish_bucket(bucket_idx, round_.used_anywhere(bucket_idx));
+    lock.unlock();
+    options_.apply(bucket_idx);
+    lock.lock();
+    targets_.drop_bucket(bucket_idx);
+    buckets_[bucket_idx].release();
   }
 }
 

@@ -27,6 +27,11 @@ namespace smp::gradients {
 /// while backward goes on (`GradientCounts`). A backward outside a step is a
 /// step of its own with one microbatch.
 ///
+/// With `Options::apply` a gradient has memory no longer than that needs: a
+/// bucket is applied as soon as it was summed, and its memory serves another
+/// one. Such a step has one microbatch, and a parameter gets no gradient after
+/// its bucket was applied.
+///
 /// The tensor that has `.grad` may be another one than the parameter, its
 /// *target*: a master of another dtype, or of a part of the parameter. With
 /// `Options::sharding` a rank keeps its shard of each bucket only.
@@ -125,6 +130,8 @@ class Reducer : public MicrobatchListener {
   bool may_launch_early() const;
   void launch_complete_buckets();
   bool launch_rest(Lock& lock);
+  void apply_settled(Lock& lock);
+  void apply_rest(Lock& lock);
 
   void close(Lock& lock);
   void abandon();
@@ -145,6 +152,7 @@ class Reducer : public MicrobatchListener {
   Phase phase_ = Phase::kIdle;
   bool broken_ = false;  // a reduction was abandoned half-way
   int pass_idx_ = 0;
+  int num_applied_ = 0;  // buckets of this step, in index order
   Stats stats_;
   // State of this step.
   bool may_overlap_ = true;

@@ -45,9 +45,25 @@ bool Reducer::launch_rest(Lock& lock) {
   const bool any = round_.is_active_anywhere(lock);
   any_active_ = any_active_ || any;
   if (!any || !reduces()) return any;
-  round_.launch_rest();
+  if (options_.applies()) {
+    apply_rest(lock);
+  } else {
+    round_.launch_rest(targets_.used());
+  }
   ++stats_.num_rounds;
   return true;
+}
+
+// Sums and applies the rest, a few buckets at a time, since each of them takes
+// memory.
+void Reducer::apply_rest(Lock& lock) {
+  while (round_.has_next()) {
+    if (round_.is_full()) round_.settle_all(lock);
+    apply_settled(lock);
+    round_.launch_next(targets_.used());
+  }
+  round_.settle_all(lock);
+  apply_settled(lock);
 }
 
 void Reducer::end_step() {
@@ -103,7 +119,10 @@ void Reducer::close(Lock& lock) {
 }
 
 void Reducer::finish_pass(Lock& lock) {
-  if (reduces()) {
+  if (options_.applies()) {
+    SMP_ASSERT(num_applied_ == buckets_.size(), num_applied_, " of ",
+               buckets_.size(), " buckets were applied");
+  } else if (reduces()) {
     // A shard goes on with the next pass, and must not have old gradients
     // twice.
     const bool goes_on = options_.is_sharded() && !is_last_pass();

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 
 #include "csrc/comm/group_wait.h"
@@ -27,6 +28,11 @@ struct ReducerOptions {
   /// remote call of a module gives a gradient.
   bool expects_one_per_microbatch = true;
   std::optional<Sharding> sharding;  ///< none: every rank keeps all
+  /// Uses up `.grad` of the targets of a bucket, which are dropped afterwards
+  /// with the memory of the bucket. Called during backward as soon as the
+  /// bucket has been summed, without a lock. Null: `.grad` stays until the next
+  /// step.
+  std::function<void(int bucket_idx)> apply;
   /// Group in which the ranks of `dp` tell each other what hosts have to know:
   /// whether there is something to reduce, and which parameters were used. It
   /// carries tensors of the host, has the order of `dp`, and is not used by
@@ -35,6 +41,10 @@ struct ReducerOptions {
   comm::WaitOptions wait;
 
   bool is_sharded() const { return sharding.has_value(); }
+  bool applies() const { return apply != nullptr; }
+  /// Returns whether full buckets have memory only from their first gradient to
+  /// the end of their reduction.
+  bool lends_memory() const { return is_sharded() || applies(); }
   bool every_microbatch() const {
     return is_sharded() && sharding->every_microbatch;
   }

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <string>
 
 #include "csrc/common/check.h"
 
@@ -44,6 +45,7 @@ void ReductionRound::begin() {
   is_active_ = false;
   header_work_ = nullptr;
   announced_.clear();
+  used_.clear();
   num_launched_ = num_settled_ = 0;
   for (const auto& bucket : buckets_) bucket->begin_round();
 }
@@ -66,7 +68,7 @@ void ReductionRound::launch_header() {
   header_work_ = groups_.control().all_reduce(header_, comm::ReduceOp::kMax);
 }
 
-void ReductionRound::launch_next() {
+void ReductionRound::launch_next(const std::vector<bool>& used) {
   SMP_CHECK(num_hopped_ == 0 || may_go_further(),
             "a gradient came behind the last microbatch of its step, when the "
             "sums over ",
@@ -74,14 +76,35 @@ void ReductionRound::launch_next() {
             " had begun; call backward inside the step function");
   if (groups_.has_peers()) launch_header();
   buckets_[num_launched_].launch(pass_divisor());
+  announce(used);
   ++num_launched_;
-  if (options_.is_sharded() && groups_.is_stream_ordered()) {
+}
+
+// Tells the hosts of other ranks that the next bucket was launched, where they
+// wait for that.
+void ReductionRound::announce(const std::vector<bool>& used) {
+  if (options_.applies()) {
+    const auto& slots = buckets_.plan().buckets[num_launched_].slots;
+    at::Tensor flags = at::empty({std::ssize(slots)}, at::kLong);
+    auto* flag = flags.mutable_data_ptr<int64_t>();
+    for (const BucketSlot& slot : slots) *flag++ = used[slot.record_idx];
+    used_.push_back(flags);
+    if (!groups_.has_peers()) return;
+    announced_.push_back(
+        groups_.control().all_reduce(flags, comm::ReduceOp::kMax));
+  } else if (options_.is_sharded() && groups_.is_stream_ordered()) {
     announced_.push_back(groups_.control().barrier());
   }
 }
 
-void ReductionRound::launch_rest() {
-  while (has_next()) launch_next();
+std::vector<bool> ReductionRound::used_anywhere(int bucket_idx) const {
+  const at::Tensor& flags = used_[bucket_idx];
+  const auto* first = flags.const_data_ptr<int64_t>();
+  return std::vector<bool>(first, first + flags.numel());
+}
+
+void ReductionRound::launch_rest(const std::vector<bool>& used) {
+  while (has_next()) launch_next(used);
 }
 
 bool ReductionRound::is_active_anywhere(Lock& lock) {
@@ -112,11 +135,14 @@ bool ReductionRound::is_full() const {
 // device could wait for a rank that waits for the next work of this device.
 ReductionRound::Waited ReductionRound::await_oldest(Lock& lock) {
   const int oldest = num_settled_;
-  const comm::WorkPtr work = groups_.is_stream_ordered()
-                                 ? announced_[oldest]
-                                 : buckets_[oldest].work();
+  std::vector<comm::WorkPtr> works;
+  if (!groups_.is_stream_ordered()) works.push_back(buckets_[oldest].work());
+  if (!announced_.empty()) works.push_back(announced_[oldest]);
   lock.unlock();
-  const bool is_over = finishes_within(*work, room_patience_);
+  const bool is_over =
+      std::all_of(works.begin(), works.end(), [this](const auto& work) {
+        return finishes_within(*work, room_patience_);
+      });
   lock.lock();
   // The wait is shorter after each failure.
   room_patience_ = is_over
@@ -134,8 +160,10 @@ void ReductionRound::settle(Waited waited) {
 // operation is over.
 void ReductionRound::settle_next() {
   BucketReduction& bucket = buckets_[num_settled_];
-  comm::follow(*bucket.work(), groups_.wait_options(), bucket.group(),
-               "reduction of a bucket");
+  if (bucket.work()) {
+    comm::follow(*bucket.work(), groups_.wait_options(), bucket.group(),
+                 "reduction of a bucket");
+  }
   bucket.settle();
   if (go_further(num_settled_)) ++num_early_hops_;
   ++num_settled_;
@@ -159,10 +187,14 @@ bool ReductionRound::go_further(int bucket_idx) {
 // buckets that have been summed meanwhile; they end in the order of their
 // launch.
 void ReductionRound::settle_finished() {
-  while (num_settled_ < num_launched_ &&
-         buckets_[num_settled_].work()->done()) {
-    settle_next();
-  }
+  while (num_settled_ < num_launched_ && is_over(num_settled_)) settle_next();
+}
+
+bool ReductionRound::is_over(int bucket_idx) const {
+  const comm::WorkPtr& work = buckets_[bucket_idx].work();
+  const bool is_known = !options_.applies() || announced_.empty() ||
+                        announced_[bucket_idx]->done();
+  return is_known && (!work || work->done());
 }
 
 void ReductionRound::settle_all(Lock& lock) {
@@ -194,10 +226,16 @@ void ReductionRound::await(int bucket_idx, Lock& lock) const {
   const BucketReduction& bucket = buckets_[bucket_idx];
   const comm::WorkPtr work = bucket.work();
   if (!work) return;
+  const std::string what = detail::concat("reduction of bucket ", bucket_idx,
+                                          " of ", buckets_.size());
+  const comm::WorkPtr known = options_.applies() && !announced_.empty()
+                                  ? announced_[bucket_idx]
+                                  : nullptr;
   lock.unlock();
-  comm::follow(*work, groups_.wait_options(), bucket.group(),
-               detail::concat("reduction of bucket ", bucket_idx, " of ",
-                              buckets_.size()));
+  comm::follow(*work, groups_.wait_options(), bucket.group(), what);
+  if (known) {
+    comm::wait_for(*known, groups_.wait_options(), groups_.control(), what);
+  }
   lock.lock();
 }
 

@@ -52,11 +52,13 @@ class ReductionRound {
   bool has_next() const { return num_launched_ < buckets_.size(); }
   int next_idx() const { return num_launched_; }
   /// Begins the sum of the next bucket, to which no more gradients come.
-  void launch_next();
+  /// @param used  by parameter: whether a gradient has come here. Where buckets
+  ///     are applied one by one, ranks exchange it beside each sum
+  void launch_next(const std::vector<bool>& used);
   /// Returns whether a gradient has come on any rank; no more come here.
   /// @throws Error where ranks are at different points
   bool is_active_anywhere(Lock& lock);
-  void launch_rest();
+  void launch_rest(const std::vector<bool>& used);
 
   /// Returns whether as many buckets are on their way as may have memory.
   bool is_full() const;
@@ -68,6 +70,9 @@ class ReductionRound {
   void settle_finished();
   /// Waits for all buckets.
   void settle_all(Lock& lock);
+  int num_settled() const { return num_settled_; }
+  /// Returns, by slot of a settled bucket, whether some rank has a gradient.
+  std::vector<bool> used_anywhere(int bucket_idx) const;
   /// Begins the further sums of shards that have not begun yet. Where sums are
   /// the host's, they begin behind each first sum of a step's last round. On a
   /// device all groups have to be used in one order on all ranks, and ranks
@@ -88,6 +93,8 @@ class ReductionRound {
 
   void begin();
   void launch_header();
+  void announce(const std::vector<bool>& used);
+  bool is_over(int bucket_idx) const;
   void settle_next();
   bool go_further(int bucket_idx);
   bool may_go_further() const;
@@ -106,9 +113,12 @@ class ReductionRound {
   bool is_active_ = false;
   at::Tensor header_;
   comm::WorkPtr header_work_;
-  /// Operations of a device, by bucket: over when all ranks have launched the
-  /// sum.
+  /// Operations of hosts, by bucket: over when all ranks have launched the sum.
+  /// Only where memory is lent and sums are a device's, or buckets are applied.
   std::vector<comm::WorkPtr> announced_;
+  /// Flags that they exchange where buckets are applied: 1 in slots that some
+  /// rank has used.
+  std::vector<at::Tensor> used_;
   int num_launched_ = 0;  // buckets, in index order
   int num_settled_ = 0;   // those of them that are settled
   std::chrono::milliseconds room_patience_ = kLongestRoomPatience;

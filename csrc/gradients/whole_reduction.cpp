@@ -9,25 +9,47 @@ namespace smp::gradients {
 
 WholeReduction::WholeReduction(const ShardedBucket& plan,
                                const std::vector<at::Tensor>& like,
-                               at::Device device, comm::CommunicatorPtr dp)
-    : dp_(std::move(dp)),
+                               at::Device device, comm::CommunicatorPtr dp,
+                               FlatPool* pool)
+    : pool_(pool),
+      options_(
+          at::TensorOptions().dtype(plan.accumulation_dtype).device(device)),
+      flat_numel_(plan.flat_numel()),
+      dp_(std::move(dp)),
       divisor_(plan.divisor),
       slots_(plan.holdings.front()),
       bucket_(plan, like) {
-  bucket_.attach(at::zeros(
-      {plan.flat_numel()},
-      at::TensorOptions().dtype(plan.accumulation_dtype).device(device)));
+  if (pool_) {
+    pool_->expect(flat_numel_, plan.accumulation_dtype);
+  } else {
+    bucket_.attach(at::zeros({flat_numel_}, options_));
+  }
+}
+
+void WholeReduction::lease() {
+  if (bucket_.is_attached()) return;
+  lent_ = pool_->take(flat_numel_, options_);
+  bucket_.attach(lent_.narrow(0, 0, flat_numel_));
+}
+
+// Gives lent memory back. In memory of its own the next sum takes the place.
+void WholeReduction::release() {
+  if (!pool_ || !bucket_.is_attached()) return;
+  bucket_.detach();
+  pool_->give_back(std::exchange(lent_, {}));
 }
 
 void WholeReduction::begin_round() { bucket_.reset(); }
 
 void WholeReduction::add(int slot_idx, const at::Tensor& grad) {
+  lease();
   bucket_.add(slot_idx, grad);
 }
 
 // Adds the last gradient. With passes the division has to wait for their sum.
 void WholeReduction::add_last(int slot_idx, const at::Tensor& grad,
                               double pass_divisor) {
+  lease();
   bucket_.add(slot_idx, grad, has_passes_ ? 1 : pass_divisor * divisor_);
 }
 
@@ -43,6 +65,7 @@ void WholeReduction::finish(double pass_divisor) {
 }
 
 void WholeReduction::launch(double pass_divisor) {
+  lease();  // other ranks may have gradients
   finish(pass_divisor);
   if (dp_ && dp_->size() > 1) {
     work_ = dp_->all_reduce(bucket_.flat(), comm::ReduceOp::kSum);
@@ -70,8 +93,11 @@ void WholeReduction::add_late(int slot_idx, const at::Tensor& sum) {
 }
 
 void WholeReduction::abandon() {
-  work_ = nullptr;
   has_passes_ = false;
+  if (std::exchange(work_, nullptr) == nullptr) return release();
+  if (!pool_) return;
+  bucket_.detach();
+  lent_.reset();  // stays with the operation in flight, and is not used again
 }
 
 at::Tensor WholeReduction::gradient(int slot_idx, const at::Tensor&) const {

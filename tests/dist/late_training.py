@@ -138,6 +138,11 @@ class Layout:
         return bool(dict(self.config).get("offload_optimizer_state"))
 
     @property
+    def drops_gradients(self) -> bool:
+        """Returns whether gradients are applied in the backward."""
+        return bool(dict(self.config).get("update_in_backward"))
+
+    @property
     def is_sharded(self) -> bool:
         """Returns whether ranks have parts of gradients only, which scripts do not see."""
         return any("shard" in key for key, _ in self.config)

@@ -113,13 +113,14 @@ def train(rank: int, layout: Layout, steps: int = 3) -> Trained:
     optimizer: Any = smp.DistributedOptimizer(inner)
     train_step = train_step_of(model, labelled_loss)
     result = Trained()
-    is_sharded = dict(layout.config).get("sharded_data_parallel_degree", 1) > 1
+    clips_itself = dict(layout.config).get("sharded_data_parallel_degree", 1) > 1
+    has_gradients = not dict(layout.config).get("update_in_backward", False)
     prescaled = dict(layout.config).get("prescaled_batch", False)
     for step in range(steps):
         batch_idx = smp.rdp_rank() if prescaled else smp.dp_rank()
         output = train_step(make_split_batch("gpt2", batch_idx, step))
         result.losses.append(torch.stack(list(output.outputs)).detach().clone())
-        if not is_sharded:  # it clips by itself
+        if has_gradients and not clips_itself:
             norm = smp.clip_grad_norm_(model.parameters(), 0.5)
             result.norms.append(torch.as_tensor(norm).clone())
         optimizer.step()

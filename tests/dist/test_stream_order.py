@@ -15,12 +15,17 @@ def _sdp(degree: int) -> tuple[tuple[str, object], ...]:
     return (("sharded_data_parallel_degree", degree), ("sdp_param_persistence_threshold", 0))
 
 
+EARLY = (("update_in_backward", True), ("microbatches", 1))
+
 LAYOUTS = [
     Layout(dp=2),
     Layout(dp=2, overlap=False),
     Layout(dp=2, config=SHARDED_STATE),
     Layout(dp=2, config=_sdp(2)),
     Layout(dp=4, config=_sdp(2)),
+    Layout(dp=2, config=EARLY),
+    Layout(tp=2, dp=2, config=EARLY),
+    Layout(pp=2, dp=2, config=EARLY),
     Layout(tp=2),
     Layout(tp=2, dp=2),
     Layout(tp=2, dp=2, config=SHARDED_STATE),

@@ -13,6 +13,7 @@ _OWNERS = {
     "python/smp/compilation/trial.py": "devices for which PyTorch compiles",
     "python/smp/dropout/by_sample.py": "TF32",
     "python/smp/dropout/frames.py": "cuDNN",
+    "python/smp/nn/attention_order.py": "attention kernels, by compute capability",
     "python/smp/nn/attention_rule.py": "attention kernels",
     "python/smp/nn/attend.py": "attention kernels",
     "python/smp/observe/device_use.py": "NVML",

@@ -76,6 +76,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "fused_linear_cross_entropy": False,
         "bf16_masters": "fp32",
         "offload_optimizer_state": False,
+        "update_in_backward": False,
         "fp8": "none",
         "fp8_skip": "head, first, last",
         "layout_independent_dropout": False,
@@ -274,6 +275,26 @@ def test_parameters_without_masters_are_those_of_bf16() -> None:
         assert "bf16_masters" in text and "set bf16=True" in text
     config = Config.from_dict({"bf16": True, "bf16_masters": "residue"})
     assert not config.has_masters and Config.from_dict({"bf16": True}).has_masters
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"microbatches": 2},
+        {"fp16": True},
+        {"shard_optimizer_state": True},
+        {"sharded_data_parallel_degree": 2, "ddp": True},
+        {"overlapping_allreduce": False},
+    ],
+)
+def test_updates_in_the_backward_need_gradients_that_are_complete_there(
+    other: dict[str, Any],
+) -> None:
+    text = refusal({"update_in_backward": True, **other})
+    key = next(iter(other))
+    assert f"({key}={other[key]})" in text and f"leave {key} out" in text
+    Config.from_dict(other)
+    assert Config.from_dict({"update_in_backward": True, "bf16": True}).update_in_backward
 
 
 def test_row_9_bf16_is_valid_without_sharded_data_parallelism() -> None:

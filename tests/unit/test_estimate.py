@@ -112,6 +112,15 @@ def test_state_is_that_of_the_table(half: bool, parameters: bool, size: int) -> 
     assert state == pytest.approx(1e9 * table[half, parameters])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_are_dropped_in_the_backward_take_buckets_only(ranks: int) -> None:
+    plain = _estimate({}, ranks, 1).stages[0].held
+    found = _estimate({"update_in_backward": True}, ranks, 1).stages[0].held
+    assert found.gradients == 0 < plain.gradients
+    # Bucket by bucket they exist while the backward runs, and none is left where a forward begins.
+    assert plain.peak - found.peak > plain.gradients - ranks * 25 * 2**20
+
+
 @pytest.mark.parametrize("state_dtype", list(STATE_DTYPES))
 @pytest.mark.parametrize("masters", ["no bf16", "fp32", "residue", "none"])
 @pytest.mark.parametrize("offloads", [False, True])

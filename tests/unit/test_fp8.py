@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.replacement.fp8_layers import choose_layers
-from tests.reference.fp8 import product, use_fp8
+from tests.reference.fp8 import VALUES, product, rounded, use_fp8
 from tests.reference.tolerances import relative_difference
 
 SCALINGS = ("rowwise", "tensorwise")
@@ -44,6 +44,31 @@ def with_gradients(
     grad = torch.randn(result.shape, generator=generator).to(result.dtype)
     wanted = [tensor for tensor in given if tensor is not None]
     return (result.detach(), *torch.autograd.grad(result, wanted, grad))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_weight_that_was_rounded_to_codes_by_tensor_has_the_same_products(
+    dtype: torch.dtype,
+) -> None:
+    """By row it has not: its gradient of the input has factors of columns.
+
+    The largest number is rounded down to a power of two times 1.75, so the second factor differs.
+    """
+    x, weight, bias = operands(dtype)
+    assert x is not None and weight is not None
+    wide = weight.detach() * torch.logspace(-6, 0, 48, dtype=dtype)[:, None] / 8
+    wide[0, 0] = 225 / 512
+    assert wide.abs().max() == 225 / 512
+    for scaling, dim in (("tensorwise", None), ("rowwise", 1)):
+        again = rounded(wide, VALUES, dim).to(dtype)
+        assert (again != wide).any()
+        first, second = (
+            with_gradients(ours, [x, value.clone().requires_grad_(), bias], scaling)
+            for value in (wide, again)
+        )
+        assert torch.equal(first[0], second[0])
+        assert torch.equal(first[1], second[1]) == (scaling == "tensorwise")
+    assert rounded(wide, VALUES, None).max() == 224 / 512
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -34,6 +34,7 @@ FIGURES = {
     "training": "tests/gpu/test_no_synchronisation.py: passed",
     "bandwidth": "FusedAdam, 1e+04 parameters",
     "attention": "smp.nn, a layer and its ends, padding: forward and backward",
+    "attention-order": "cases of the table",
     "gptj-layer": "Hugging Face, compiled, 1 layer, 2 x 4 sequences: tokens per second",
     "gptj-steps": "smp.nn, all 2 layers, 8 x 4 sequences: peak memory over the formula",
     "share": "backward: a hop of 0 MB over ipc",

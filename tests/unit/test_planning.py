@@ -281,6 +281,18 @@ def gpt() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 COMMAND = ["plan", f"{HERE}:gpt", "--gpus", "4", "--per-host", "2", "--batch", "16"]
 
 
+def test_plans_without_gradients_have_one_microbatch_and_shard_nothing() -> None:
+    job = replace(job_of(chain(8, input_bytes=1e5), 16), drops_gradients=True)
+    found = search.search(job)
+    assert len(found.plans) > 2
+    for plan in found.plans:
+        assert plan.layout.microbatches == plan.layout.shard == 1
+        config = Config.from_dict(plan.layout.config())
+        assert config.update_in_backward
+        kept = predict(job, replace(plan.layout, drops_gradients=False))
+        assert kept.peak_bytes >= plan.peak_bytes
+
+
 @pytest.mark.sample(keep=0)
 def test_command_prints_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--json"]) == 0
@@ -321,6 +333,7 @@ def test_rows_with_equal_words_show_in_which_keys_they_differ() -> None:
         (["--hardware", "abacus"], 2, "expected one of a100, h100, h200, p4d, p4de"),
         (["--per-host", "3"], 2, "--gpus 4 is no multiple of --per-host 3"),
         (["--seq", "64"], 2, "--seq has no effect"),
+        (["--update-in-backward", "--batch", "7"], 1, "a replica has one microbatch, of 1, 2, 4"),
         (["--explain", "99"], 2, "--explain 99: there are"),
     ],
 )

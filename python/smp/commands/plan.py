@@ -25,7 +25,7 @@ from smp.planning import hardware
 from smp.planning.hardware import Hardware
 from smp.planning.layout import Layout
 from smp.planning.run_cuts import View
-from smp.planning.search import Found, Job, Plan, search
+from smp.planning.search import MICROBATCHES, Found, Job, Plan, search
 from smp.replacement import fuse_heads
 
 _SHOWN = 10
@@ -70,6 +70,11 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="moments in host memory, as in the configuration",
     )
+    parser.add_argument(
+        "--update-in-backward",
+        action="store_true",
+        help="no gradient outlives its update, as in the configuration: one microbatch",
+    )
     parser.add_argument("--explain", type=int, metavar="N", help="all about plan N")
     parser.set_defaults(execute=guarded("plan", _run))
 
@@ -101,6 +106,7 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.state_dtype,
             arguments.bf16_masters,
             arguments.offload_optimizer_state,
+            arguments.update_in_backward,
         )
         found = search(job)
     if not found.plans:
@@ -190,6 +196,12 @@ def _computing(name: str, seq: int | None, precision: str) -> tuple[LoadedModel,
 
 def _nothing_fits(job: Job, found: Found) -> str:
     if found.nearest is None:
+        if job.drops_gradients:
+            return (
+                f"no layout: with --update-in-backward a replica has one microbatch, of "
+                f"{', '.join(map(str, MICROBATCHES))} samples, and a batch of {job.samples} cannot "
+                f"be divided so over {job.num_ranks} devices; choose another --batch"
+            )
         return (
             f"no layout: a batch of {job.samples} samples cannot be divided over the replicas of "
             f"{job.num_ranks} devices; choose another --batch"

@@ -221,6 +221,8 @@ class Config:
     latter for optimizers that read whole tensors, which a trial shows."""
     offload_optimizer_state: bool = _bool(False)
     """Keep the moments of `FusedAdam` in host memory; an update copies them piece by piece."""
+    update_in_backward: bool = _bool(False)
+    """Update parameters while the backward runs, and drop each gradient at once."""
     prescaled_batch: bool = _bool(False)
     """Ranks of a tensor-parallel group get the same batch; no effect without such groups."""
     skip_tracing: bool = _bool(False)
@@ -348,6 +350,7 @@ class Config:
         config = cls(**full)
         check_stages(config)
         check_ranks(config)
+        check_updates(config)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -516,6 +519,40 @@ def check_ranks(config: Config) -> None:
             "already shards the optimizer state",
             "set shard_optimizer_state=False",
         )
+
+
+def check_updates(config: Config) -> None:
+    """Raises ValueError if gradients have to exist longer than `update_in_backward` keeps them."""
+    reasons = {
+        "microbatches": (
+            config.microbatches > 1,
+            "gradients of all parameters are summed over microbatches before the first update",
+        ),
+        "fp16": (
+            config.fp16,
+            "whether an update is skipped is known when all gradients have been checked",
+        ),
+        "shard_optimizer_state": (config.shard_optimizer_state, _SHARDED_GRADIENTS),
+        "sharded_data_parallel_degree": (
+            config.sharded_data_parallel_degree > 1,
+            _SHARDED_GRADIENTS,
+        ),
+        "overlapping_allreduce": (
+            not config.overlapping_allreduce,
+            "gradients are summed over replicas when the backward is over",
+        ),
+    }
+    for key, (is_so, reason) in reasons.items():
+        if config.update_in_backward and is_so:
+            raise config_error(
+                "update_in_backward",
+                True,
+                f"{reason} ({key}={getattr(config, key)!r})",
+                f"leave {key} out, or set update_in_backward=False",
+            )
+
+
+_SHARDED_GRADIENTS = "ranks keep a share of the gradients, and update when they have all of it"
 
 
 # ---- gate 3: the number of processes -----------------------------------------

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import smp._C as _C
 from smp.context_parallel import attention, regions
 from smp.context_parallel.caches import Additions, has_caches
-from smp.context_parallel.late_whole import LateWhole
+from smp.context_parallel.late_whole import LateWhole, Place
 from smp.context_parallel.parts import activations_in, is_mask, mapped, token_dim, walk
 from smp.context_parallel.trial import Leaf, Verdict, try_block
 from smp.modules import collected
@@ -299,12 +300,8 @@ def _late(part: Tensor, leaf: Leaf, length: int, num_samples: int) -> Tensor:
     """Returns the whole of a part of a result, gathered when it is read."""
     if leaf.dim is None:
         return part
-    sizes = regions.sizes_of(length)
-    if leaf.is_flat:
-        apart = part.unflatten(0, (num_samples, -1))
-        return regions.gather(apart, 1, sizes).flatten(0, 1)
-    most = leaf.most or length
-    return LateWhole.of(part, leaf.dim, [min(most, size) for size in sizes], min(most, length))
+    place = Place.along(leaf.dim, length, leaf.most)
+    return LateWhole.of(part, place.flat(num_samples) if leaf.is_flat else place)
 
 
 # ---- the blocks of a model
@@ -339,10 +336,18 @@ class SequenceParts:
         rank: this rank.
         root: model, after parts of it were replaced.
         label: returns the name of the model in messages.
+        in_step: returns whether the model runs inside of a step function.
     """
 
-    def __init__(self, rank: Rank, root: nn.Module, label: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        root: nn.Module,
+        label: Callable[[], str],
+        in_step: Callable[[], bool],
+    ) -> None:
         self._label, self._is_told = label, rank.sizes["cp"] == 1
+        self._in_step = in_step
         self._undo: list[Callable[[], Any]] = []
         self.blocks: list[Block] = []
         if rank.sizes["cp"] == 1:
@@ -352,6 +357,7 @@ class SequenceParts:
         # Between pipeline ranks a result travels as an ordinary tensor.
         reads = rank.sizes["pp"] > 1
         self.blocks = [Block(module, name, reads) for name, module in find_blocks(root)]
+        self._undo.append(wrap_forward(root, WrapperKind.SEQUENCE, self._around_root))
         for block in self.blocks:
             # A module inside, on another rank, would compute attention of its tokens alone.
             block.module.__dict__["is_indivisible"] = True
@@ -360,6 +366,18 @@ class SequenceParts:
                 wrap_forward(block.module, WrapperKind.SEQUENCE, block.around),
                 wrap_forward(block.module, WrapperKind.ATTENTION, block.inside),
             ]
+
+    def _around_root(self, inner: Forward) -> Forward:
+        """Returns a forward whose results are ordinary tensors outside of step functions.
+
+        There nothing makes ranks run the same code behind it.
+        """
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = inner(*args, **kwargs)
+            return output if self._in_step() else tree_map_only(LateTensor, _read, output)
+
+        return forward
 
     def tell(self) -> None:
         """Says after the first step how many blocks computed parts; once."""

@@ -2,96 +2,189 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from smp.context_parallel import regions
+from smp.context_parallel.parts import Interval
 from smp.modules.late import LateTensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the part of a rank lies in a whole tensor.
+
+    Attributes:
+        dim: dim along which it is a part.
+        sizes: numbers of tokens of all ranks.
+        extent: number of tokens of the whole, the last ones of all parts.
+        num_samples: number of samples if the dim has the tokens of all of them, one sample after
+            the other; else 0.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    extent: int
+    num_samples: int = 0
+
+    @staticmethod
+    def along(dim: int, length: int, most: int | None = None) -> Place:
+        """Returns the place of even parts of a sequence, of which the last tokens may be left.
+
+        Args:
+            dim: dim along which it is a part.
+            length: number of tokens of the sequence.
+            most: largest number of tokens that are left of a sequence, or of a part of it.
+        """
+        most = length if most is None else most
+        return Place(
+            dim, tuple(min(most, size) for size in regions.sizes_of(length)), min(most, length)
+        )
+
+    @property
+    def size(self) -> int:
+        """Returns the size of this rank's part along the dim."""
+        return self.sizes[regions.group().group_rank] * (self.num_samples or 1)
+
+    def at(self, dim: int) -> Place:
+        """Returns the same tokens along another dim."""
+        return replace(self, dim=dim)
+
+    def flat(self, num_samples: int) -> Place:
+        """Returns the place where the dims of samples and tokens, the first two, become one."""
+        return replace(self, dim=0, num_samples=num_samples)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Returns the whole of a part. Backward: the part of the sum over the ranks."""
+        if self.num_samples:
+            apart = part.unflatten(self.dim, (self.num_samples, -1))
+            return regions.gather(apart, self.dim + 1, self.sizes).flatten(self.dim, self.dim + 1)
+        every = regions.gather(part, self.dim, self.sizes)
+        more = sum(self.sizes) - self.extent
+        return every.narrow(self.dim, more, self.extent) if more else every
+
+    def part_of(self, whole: Tensor, dim: int) -> Tensor:
+        """Returns this rank's part of a tensor that all ranks have, along a dim like this one."""
+        own = Interval.of_rank(self.sizes, regions.group().group_rank)
+        if self.num_samples:
+            apart = whole.unflatten(dim, (self.num_samples, -1))
+            return own.of(apart, dim + 1).flatten(dim, dim + 1)
+        return own.of(whole, dim)
 
 
 class LateWhole(LateTensor):
     """The result of a block that computed this rank's part of the tokens.
 
-    Each function that needs its numbers gets all tokens, gathered once. The next block takes the
-    part as it is, so between blocks nothing is exchanged.
+    Functions that treat tokens alone give a part again (`token_functions`). Every other function
+    that needs numbers gets all tokens, gathered once. The next block takes the part as it is, so
+    between blocks nothing is exchanged.
     """
 
     origin = "what a block gives that computes a part of the tokens (context_parallel_degree)"
-    _part: Tensor
-    _dim: int
-    _sizes: list[int]
-    _node: Any
-    _first_version: int = 0
+    #: this rank's part
+    part: Tensor
+    place: Place
+    _node: Any = None
+    _version_read: int = 0
+    _base: tuple[LateWhole, Callable[[Tensor], Tensor]] | None = None
 
     @staticmethod
-    def of(part: Tensor, dim: int, sizes: list[int], extent: int) -> LateWhole:
+    def of(part: Tensor, place: Place) -> LateWhole:
         """Returns the whole of a part.
 
         Args:
             part: this rank's part.
-            dim: dim along which it is a part.
-            sizes: sizes of all parts.
-            extent: size of the whole along this dim: the last positions of all parts.
+            place: its place.
         """
-        late: LateWhole = _Late.apply(part, dim, sizes, extent)
-        late._part, late._dim, late._sizes = part, dim, sizes
-        with torch._C.DisableTorchFunctionSubclass():
-            late._node = late.grad_fn
+        late: LateWhole = _Late.apply(part, place)
+        late.part, late.place, late._node = part, place, _node_of(late)
         return late
 
-    def _read(self) -> Tensor:
-        if not self._has_own_graph():
-            with torch._C.DisableTorchFunctionSubclass():
-                numbers: Tensor = _Numbers.apply(self)
-                return numbers
-        return self.gathered()
+    def viewed(self, part: Tensor, place: Place, function: Callable[[Tensor], Tensor]) -> LateWhole:
+        """Returns the whole of a part that shares memory with this one in the model's code.
+
+        Args:
+            part, place: part of the result, and its place.
+            function: makes the result of this tensor's numbers.
+        """
+        late = LateWhole.of(part, place)
+        late._base = self, function
+        return late
 
     def read(self) -> Tensor:
         is_first = self._numbers is None
         numbers = super().read()
         if is_first:
-            self._first_version = numbers._version
+            self._version_read = numbers._version
         return numbers
 
-    def gathered(self) -> Tensor:
-        """Returns all tokens, by the graph of the part."""
-        every = regions.gather(self._part, self._dim, self._sizes)
-        extent = self._extent()
-        more = sum(self._sizes) - extent
-        return every.narrow(self._dim, more, extent) if more else every
-
-    def _has_own_graph(self) -> bool:
-        """Returns whether it still is the result of the block; a checkpoint makes it its own."""
+    def _read(self) -> Tensor:
+        if self._base is not None:
+            base, function = self._base
+            return function(base.read())
+        if _node_of(self) is self._node:
+            return self.place.gather(self.part)
         with torch._C.DisableTorchFunctionSubclass():
-            return self.grad_fn is self._node
+            numbers: Tensor = _Numbers.apply(self)
+        return numbers
 
-    def _extent(self) -> int:
-        with torch._C.DisableTorchFunctionSubclass():
-            return int(self.size(self._dim))
+    def is_as_given(self) -> bool:
+        """Returns whether the part is the tensor that code has.
+
+        It may have changed the numbers in place or hooked on to their gradient, and a checkpoint
+        gives the tensor another graph.
+        """
+        if _node_of(self) is not self._node or (self._base and not self._base[0].is_as_given()):
+            return False
+        x = self._numbers
+        return x is None or not (
+            x._version != self._version_read or x._backward_hooks or x.retains_grad
+        )
 
     def part_along(self, dim: int) -> Tensor | None:
-        """Returns the part; None if it is one along another dim, or not what code has made of it.
+        """Returns the part, or None if it is another one than a block takes along a dim."""
+        is_even = sum(self.place.sizes) == self.place.extent and not self.place.num_samples
+        is_own = dim == self.place.dim and is_even and self.is_as_given()
+        return self.part if is_own else None
 
-        Code may have changed the numbers in place, or hooked on to their gradient.
-        """
-        numbers = self._numbers
-        if numbers is not None and (
-            numbers._version != self._first_version
-            or numbers._backward_hooks
-            or (numbers.retains_grad and not numbers.is_leaf)
-        ):
-            return None
-        return self._part if dim == self._dim and self._has_own_graph() else None
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, LateWhole)]
+        if all(x.is_as_given() for x in given):
+            result = _of_parts(func, tuple(args), kwargs or {})
+            if result is not NotImplemented:
+                return result
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _node_of(late: LateWhole) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return late.grad_fn
+
+
+def _of_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    from smp.context_parallel.token_functions import apply
+
+    return apply(func, args, kwargs)
 
 
 class _Late(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, sizes: list[int], extent: int) -> Tensor:
-        ctx.dim, ctx.sizes = dim, sizes
+    def forward(ctx: Any, part: Tensor, place: Place) -> Tensor:
+        ctx.place, ctx.shape = place, part.shape
         shape = list(part.shape)
-        shape[dim] = extent
+        shape[place.dim] = place.extent * (place.num_samples or 1)
         late: Tensor = Tensor._make_wrapper_subclass(
             LateWhole, shape, dtype=part.dtype, device=part.device
         )
@@ -99,22 +192,19 @@ class _Late(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad, dim = grads[0], ctx.dim
-        more = sum(ctx.sizes) - grad.shape[dim]
-        if more:
-            shape = list(grad.shape)
-            shape[dim] = more
-            grad = torch.cat([grad.new_zeros(shape), grad], dim)
-        own = regions.group().reduce_scatter(grad, dim, ctx.sizes)
-        return own, None, None, None
+        with torch.enable_grad():
+            part = torch.zeros(ctx.shape, dtype=grads[0].dtype, device=grads[0].device)
+            part.requires_grad_()
+            whole = ctx.place.gather(part)
+        return torch.autograd.grad(whole, part, grads[0])[0], None
 
 
 class _Numbers(torch.autograd.Function):
-    """The numbers of a tensor by its own graph."""
+    """The numbers of a tensor, by the tensor's own graph."""
 
     @staticmethod
     def forward(ctx: Any, late: LateWhole) -> Tensor:
-        return late.gathered()
+        return late.place.gather(late.part)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -75,6 +75,13 @@ def gather(part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 @_of_data
+def sum_of_parts(x: Tensor) -> Tensor:
+    """Returns the sum over the ranks; backward: the sum of the gradients, too."""
+    ranks = group()
+    return ranks.copy(ranks.reduce(x))
+
+
+@_of_data
 def to_heads(x: Tensor, length: int, heads: Sequence[int]) -> Tensor:
     """Exchanges a part of the tokens of all heads for all tokens of some heads.
 

@@ -148,24 +148,39 @@ def _run(
         of_files = ArgumentContainers(list(_globals_of(block)), objects=False)
         added = Additions([*args, *kwargs.values()])
         versions = [x._version for x in tensors_in([*args, *kwargs.values()])]
-        with torch.no_grad(), attention.handled_by(handler), _without_dropout(block):
-            outcome.result = inner(*args, **kwargs)
+        try:
+            with torch.no_grad(), attention.handled_by(handler), _without_dropout(block):
+                outcome.result = inner(*args, **kwargs)
+        finally:
+            outcome.left = list(watch.compare().tensors)
+            outcome.left += _restored(of_files)
+            outcome.buffers = _written(block, buffers)
         now = [x._version for x in tensors_in([*args, *kwargs.values()])]
         outcome.writes_arguments = versions != now[: len(versions)]
-        outcome.left = list(watch.compare().tensors)
-        for number, contents in of_files.changed_from():
-            outcome.left += tensors_in(of_files.new_items_of(number))
-            fill(of_files.containers[number], contents)
-        for name, buffer in block.named_buffers():
-            before = buffers.get(name)
-            if before is not None and not torch.equal(buffer, before):
-                outcome.buffers[name] = buffer.clone()
-                buffer.copy_(before)
         outcome.added = added.tensors()
         outcome.told = added.others()
 
     run_aside(block, run, args, kwargs)
     return outcome
+
+
+def _restored(containers: ArgumentContainers) -> list[Tensor]:
+    """Restores containers; returns the tensors that were put into them."""
+    found: list[Tensor] = []
+    for number, contents in containers.changed_from():
+        found += tensors_in(containers.new_items_of(number))
+        fill(containers.containers[number], contents)
+    return found
+
+
+def _written(block: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Restores buffers; returns copies of those that were written, by name."""
+    found: dict[str, Tensor] = {}
+    for name, buffer in block.named_buffers():
+        if name in before and not torch.equal(buffer, before[name]):
+            found[name] = buffer.clone()
+            buffer.copy_(before[name])
+    return found
 
 
 def _globals_of(block: nn.Module) -> Iterator[Any]:

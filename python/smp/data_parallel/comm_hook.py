@@ -122,6 +122,7 @@ def refuse_comm_hook(rank: Rank, overlaps: bool, of_storage: str | None) -> None
         "overlapping_allreduce=False": not overlaps,
         str(of_storage): of_storage is not None,
         f"tensor_parallel_degree={config.tensor_parallel_degree}": rank.sizes["tp"] > 1,
+        f"update_in_backward={config.update_in_backward}": config.update_in_backward,
     }
     for key, is_so in reasons.items():
         if is_so:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -154,6 +155,7 @@ def make_reducers(
     passes_per_reduction: int,
     ties: Mapping[str, Sequence[str]] | None = None,
     hook: CommHook | None = None,
+    apply: Callable[[str, int], None] | None = None,
 ) -> list[_C.Reducer]:
     """Makes the reducers of this rank's parameters, one per group; they take over the gradients.
 
@@ -172,6 +174,8 @@ def make_reducers(
         passes_per_reduction: steps whose gradients are accumulated per reduction.
         ties: further names of a parameter, by name.
         hook: sums and averages gradients in place of the reducers, if there are several replicas.
+        apply: gets the kind and the index of each bucket as soon as it was summed, and uses up its
+            gradients, which are dropped then; None: gradients stay until the next step.
 
     Raises:
         ValueError: on every rank, when the ranks have different parameters or options.
@@ -193,6 +197,7 @@ def make_reducers(
             group,
             targets=[target_of(parameter) for _, parameter in own],
             sharding=sharding_of(kind),
+            apply=None if apply is None else functools.partial(apply, kind),
             control=hosts[kind],
             faults=rank.board,
             dp_ranks=list(rank.groups[kind]),

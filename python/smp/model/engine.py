@@ -13,6 +13,7 @@ from smp import activations, data_parallel
 from smp.activations import TransformersCheckpointing
 from smp.compilation import CompiledParts
 from smp.context_parallel.blocks import SequenceParts
+from smp.model.backward_updates import Updates
 from smp.model.buffers import ReplicaBuffers
 from smp.model.gradients import GradientReduction
 from smp.model.loss_weight import LossWeight
@@ -26,6 +27,7 @@ from smp.modules.compiled import CompileRequest
 from smp.partition.capture import Capture
 from smp.partition.costs import Trace
 from smp.partition.trace_choice import TraceOptions
+from smp.precision import LossScaler
 from smp.precision.holdings import Holding
 from smp.precision.operands import OperandCasts
 from smp.storage.choose import make_storage
@@ -112,7 +114,9 @@ class Engine:
             bucket_cap_bytes=bucket_cap_bytes,
         )
         self.mask_places = MaskPlaces(current, idx, self.partitioning, compiled, lambda: self.label)
-        self.sequences = SequenceParts(current.rank, root, lambda: self.label)
+        self.sequences = SequenceParts(
+            current.rank, root, lambda: self.label, lambda: self.in_step()
+        )
         self.loss = LossWeight(current, lambda: self.gradients.is_hooked)
         self.state = WholeState(current.rank, root, registrations)
         self.operands = OperandCasts(root)
@@ -214,7 +218,8 @@ class Engine:
         Collective over the replicas; not while a step runs.
         """
         assert self.parts is not None and self.storage is not None
-        self.gradients.lay_out(list(self.parts.named_parameters()), self.storage)
+        local = list(self.parts.named_parameters())
+        self.gradients.lay_out(local, self.storage, self.parts.ties())
 
     def lay_out_thawed(self) -> None:
         """Lays out gradients again if the script has thawed parameters on all ranks.
@@ -247,6 +252,18 @@ class Engine:
         if self.gradients.use_hook(hook, self._root) and self.partitioned:
             self.lay_out_gradients()
 
+    def update_with(self, updates: Updates, scaler: LossScaler | None) -> None:
+        """Connects an optimizer with parameters of this model.
+
+        Args:
+            updates: updates that gradients may be handed to during the backward.
+            scaler: scale of losses; None: losses have none.
+        """
+        if scaler is not None:
+            self.loss.scaler = scaler
+        if self.gradients.updates is not None:
+            self.gradients.updates.use(updates)
+
     def after_update(self) -> None:
         """Brings updated values to the places where modules use them.
 
@@ -254,6 +271,8 @@ class Engine:
         every rank updates all parameters that its modules use.
         """
         assert self.storage is not None
+        if self.gradients.updates is not None:
+            self.gradients.updates.confirm()
         self.storage.after_update()
         if self._has_updated:
             _C.release_idle_host_memory()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 import smp._C as _C
 from smp import data_parallel
+from smp.model.backward_updates import BackwardUpdates
 from smp.model.laid_out import LaidOutParameters
 from smp.precision.holdings import master_of
 from smp.storage.choose import lockstep_of
@@ -40,6 +41,8 @@ class GradientReduction:
         bucket_cap_bytes: int,
     ) -> None:
         self._rank = rank
+        #: Updates during the backward; None: gradients stay until the next step.
+        self.updates: BackwardUpdates | None = None
         self._overlap = overlap
         self.averages = averages
         self._passes_per_reduction = passes_per_reduction
@@ -50,8 +53,29 @@ class GradientReduction:
         self._laid_out = LaidOutParameters()
         self._hook: data_parallel.CommHook | None = None
         self._has_begun = False  # whether a training step has begun
+        if rank.config.update_in_backward:
+            self.updates = self._updates_in_backward()
 
-    def lay_out(self, local: Sequence[tuple[str, nn.Parameter]], storage: Storage) -> None:
+    def _updates_in_backward(self) -> BackwardUpdates:
+        passes = self._passes_per_reduction
+        for argument, is_so in {
+            f"backward_passes_per_step={passes}": passes > 1,
+            "overlapping_allreduce=False": not self.overlaps,
+        }.items():
+            if is_so:
+                raise ValueError(
+                    f"{_C.rank_prefix()}DistributedModel: {argument}: gradients have to exist when "
+                    "the backward is over, but update_in_backward applies and drops each of them "
+                    "in the backward; leave the argument out, or set update_in_backward=False"
+                )
+        return BackwardUpdates(self._rank)
+
+    def lay_out(
+        self,
+        local: Sequence[tuple[str, nn.Parameter]],
+        storage: Storage,
+        ties: Mapping[str, Sequence[str]],
+    ) -> None:
         """Lays out gradients for the present dtypes of the parameters.
 
         Collective over the replicas; not while a step runs.
@@ -59,6 +83,7 @@ class GradientReduction:
         Args:
             local: names in the whole model, and parameters of this rank in their final place.
             storage: storage of the parameters.
+            ties: further names of a parameter, by name.
         """
         trainable = [(name, p) for name, p in local if p.requires_grad]
         self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
@@ -74,8 +99,12 @@ class GradientReduction:
             overlap=self.overlaps,
             average=self.averages,
             passes_per_reduction=self._passes_per_reduction,
+            ties=ties,
             hook=self._hook,
+            apply=None if self.updates is None else self.updates.apply,
         )
+        if self.updates is not None:
+            self.updates.lay_out(trainable)
 
     @property
     def overlaps(self) -> bool:
@@ -158,6 +187,8 @@ class GradientReduction:
     def begin_step(self, num_microbatches: int, may_overlap: bool = True) -> None:
         """Begins a training step. Collective over the replicas."""
         self._has_begun = True
+        if self.updates is not None:
+            self.updates.begin_step()
         # Two reducers have no common order on two replicas before the end of a step; on a device
         # their sums would wait for each other. There only the last one overlaps: it has the split
         # layers, which are most of a model.
@@ -185,6 +216,8 @@ class GradientReduction:
         self._laid_out.check()
         for reducer in reversed(self.reducers):  # the overlapping one comes first
             reducer.end_step()
+        if self.updates is not None:
+            self.updates.end_step()
 
     def abandon_step(self) -> None:
         """Abandons a step that has failed; its gradients are lost. Not collective."""
@@ -192,6 +225,8 @@ class GradientReduction:
         for reducer in self.reducers:
             if reducer.in_step:
                 reducer.cancel_step()
+        if self.updates is not None:
+            self.updates.abandon_step()
 
     def close(self) -> None:
         """Drops the references to the parameters."""

@@ -238,6 +238,10 @@ def _check(current: runtime.Runtime, engine: Engine) -> None:
         "each step numbers its samples over all ranks, so all of them need the same number of "
         "batches",
     )
+    reasons["update_in_backward=True"] = (
+        config.update_in_backward,
+        "a replica without a batch would update as well, but has no call of optimizer.step()",
+    )
     lockstep = lockstep_of(current.rank)
     if lockstep is not None:
         reason = f"{lockstep.reason}, so all of them need the same number of batches"

@@ -118,6 +118,16 @@ class ModelParts:
             if self.is_local_parameter(parameter):
                 yield name, parameter
 
+    def ties(self) -> dict[str, list[str]]:
+        """Returns further names of parameters that have several, by their first name."""
+        first: dict[nn.Parameter, str] = {}
+        found: dict[str, list[str]] = {}
+        for name, parameter in self.root.named_parameters(remove_duplicate=False):
+            own = first.setdefault(parameter, name)
+            if own != name:
+                found.setdefault(own, []).append(name)
+        return found
+
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, module in self.named_modules():
             for name, buffer in module._buffers.items():

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import smp._C as _C
 from smp.dropout import places
 from smp.dropout.masks import Slice
-from smp.nn import functional
+from smp.nn import attention_order, functional
 from smp.nn.attention_rule import beyond_fused, takes_fused
 from smp.tensor_parallel import regions
 from smp.world.log import first_rank_log
@@ -128,7 +128,8 @@ def _flash(
     if mask is not None:
         mask = _mask_for(mask, query, key, causal)
         causal = False
-    with _drawing(dropout_p, query.device):
+    order = attention_order.preferring(query, key.shape[2], mask, causal)
+    with _drawing(dropout_p, query.device), order:
         return F.scaled_dot_product_attention(
             query,
             key,

@@ -393,8 +393,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self.whole_tensors.lay_out(
             lambda p: any(part.is_local_parameter(model_parameter_of(p)) for part in parts)
         )
-        for engine in engines if self._is_scaled else ():
-            engine.loss.scaler = self._loss_scaler
+        for engine in engines:
+            engine.update_with(self._fused, self._loss_scaler if self._is_scaled else None)
 
     def _step_done(self) -> None:
         """Ends a training step. Collective over the ranks that skip together."""

@@ -40,6 +40,18 @@ class FusedUpdates:
         self._are_split: Tensor | None = None  # see _split_mask
         self._split: list[bool] = []
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that updates."""
+        return self._optimizer
+
+    def update_now(self) -> None:
+        """Applies the gradients that exist at the moment, in the middle of a backward."""
+        if self.divides:
+            self.step(1.0)
+        else:
+            self._optimizer.step()
+
     def step(
         self,
         divisor: float | Tensor,

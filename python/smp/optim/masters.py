@@ -11,7 +11,9 @@ from torch import Tensor
 
 import smp._C as _C
 from smp.config.schema import Config
+from smp.model.torch_training.coupling import Coupling, coupling
 from smp.optim.adam import FusedAdam
+from smp.optim.fused import FusedOptimizer
 from smp.precision.holdings import (
     Holding,
     cut,
@@ -31,8 +33,11 @@ def choose_storage(optimizer: torch.optim.Optimizer, config: Config) -> None:
 
     Raises:
         ValueError: ``bf16_masters`` or ``offload_optimizer_state`` needs `FusedAdam`, or the first
-            contradicts its ``masters``.
+            contradicts its ``masters``; ``update_in_backward`` needs an optimizer that updates each
+            parameter by itself.
     """
+    if config.update_in_backward:
+        _refuse_coupled(optimizer, config)
     kind = config.bf16_masters
     if not isinstance(optimizer, FusedAdam):
         name = type(optimizer).__name__
@@ -57,6 +62,27 @@ def choose_storage(optimizer: torch.optim.Optimizer, config: Config) -> None:
         )
     optimizer.masters = kind
     optimizer.set_moments_on_host(config.offload_optimizer_state)
+
+
+def _refuse_coupled(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Raises a ValueError if an update needs more than a parameter's gradient on this rank."""
+    if isinstance(optimizer, FusedAdam):
+        return
+    reads = None
+    if isinstance(optimizer, FusedOptimizer):
+        reads = "norms of all gradients"
+    elif (found := coupling(optimizer)) is Coupling.PARAMETERS:
+        reads = found.value
+    elif config.tensor_parallel_degree > 1 and (
+        found is Coupling.ELEMENTS or config.optimizer_state == "tensors"
+    ):
+        reads = "the parts of a parameter on other ranks"
+    if reads is not None:
+        raise ValueError(
+            f"{_C.rank_prefix()}smp config: update_in_backward: {type(optimizer).__name__} reads "
+            f"{reads} in an update, but the gradients of a bucket are applied before others exist; "
+            "use smp.optimizers.FusedAdam or torch.optim.AdamW, or set update_in_backward=False"
+        )
 
 
 def adopt_masters(optimizer: torch.optim.Optimizer, are_whole: Sequence[bool]) -> None:

@@ -40,6 +40,7 @@ class Layout:
         masters: storage of digits that 16-bit parameters lack: "fp32", "residue" or "none".
         has_owners: an owner updates each tensor whole where ranks hold parts.
         offloads_state: moments of the optimizer are in host memory.
+        drops_gradients: each gradient is applied in the backward, and dropped.
         device: type of the devices: "cpu" or "cuda".
         own_batches: each rank of a tensor-parallel group reads a microbatch of its own.
         persistent: sharded tensors of fewer elements stay whole between uses.
@@ -66,6 +67,7 @@ class Layout:
     masters: str = "fp32"
     has_owners: bool = False
     offloads_state: bool = False
+    drops_gradients: bool = False
     device: str = "cpu"
     own_batches: bool = False
     persistent: int = 1_000_000
@@ -103,6 +105,7 @@ class Layout:
             masters=config.bf16_masters,
             has_owners=config.optimizer_state == "tensors",
             offloads_state=config.offload_optimizer_state,
+            drops_gradients=config.update_in_backward,
             device=device,
             own_batches=not config.prescaled_batch,
             persistent=config.sdp_param_persistence_threshold,
@@ -184,6 +187,7 @@ class Layout:
             "bf16_masters": self.masters if self.masters != "fp32" else None,
             "offload_activations": self.offload or None,
             "offload_optimizer_state": self.offloads_state or None,
+            "update_in_backward": self.drops_gradients or None,
             "placement_strategy": self.placement if several else None,
         }
         return {key: value for key, value in keys.items() if value is not None}

@@ -160,11 +160,12 @@ def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> Ra
     away = (weights.trained - weights.near) / size if layout.offloads_state else 0.0
     # FP32 values of the tensors that a rank owns, and their gradients in an update.
     owned = 4 * weights.trained / size if layout.has_owners and size * layout.tp > 1 else 0.0
-    gradients = 4 * weights.trained / size
+    gradients = 0.0 if layout.drops_gradients else 4 * weights.trained / size
     buckets = 0.0
-    if size > 1:
+    if size > 1 or layout.drops_gradients:
         cap = layout.bucket_bytes / (2 if layout.shards_parameters else 1)
-        buckets = min(2 * max(cap, 4 * weights.largest), 4 * weights.trained)
+        times = 1 if layout.rdp * layout.tp == 1 else 2  # one is filled while another is summed
+        buckets = min(times * max(cap, 4 * weights.largest), 4 * weights.trained)
     backward_ends = RankBytes(
         parameters=(width * weights.elements + (4 - width) * wide) / (size if cuts else 1),
         gradients=gradients,
@@ -180,6 +181,7 @@ def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> Ra
         # The first sum of gradients allocates their shards; whole buckets stay from step to step.
         gradients=gradients if size == 1 or layout.microbatches > 1 else 0.0,
         activations=activations.kept,
+        buckets=0.0 if layout.drops_gradients else buckets,
         temporary=activations.temporary,
         host=moments * away + activations.host,
     )

@@ -18,7 +18,7 @@ from smp.planning.run_cuts import View
 from smp.planning.stages import Content, Stage, contents_of, cut
 from smp.planning.step_time import StepTime, sent_bytes, step_time
 
-_MICROBATCHES = (1, 2, 4, 8, 16)
+MICROBATCHES = (1, 2, 4, 8, 16)
 _SIMULATED = 24  # number of candidates that are simulated
 _USABLE = 0.9  # share of a device's memory, as in the library's own partition
 _SKEW = 1.5  # largest bound of a simulated candidate, over the best one's bound
@@ -41,6 +41,7 @@ class Job:
         state_dtype: storage of the optimizer's moments.
         masters: storage of digits that 16-bit parameters lack.
         offloads_state: moments of the optimizer are in host memory.
+        drops_gradients: gradients are applied in the backward: one microbatch, nothing sharded.
     """
 
     whole: View
@@ -55,6 +56,7 @@ class Job:
     state_dtype: str = "fp32"
     masters: str = "fp32"
     offloads_state: bool = False
+    drops_gradients: bool = False
 
     @property
     def profile(self) -> ModelProfile:
@@ -249,18 +251,20 @@ def layouts(job: Job) -> Iterator[Layout]:
     for tp in _tensor_degrees(job):
         for pp in _divisors(job.num_ranks // tp):
             rdp = job.num_ranks // (tp * pp)
-            for microbatch in _MICROBATCHES:
-                if job.samples % (rdp * microbatch) == 0:
+            for microbatch in MICROBATCHES:
+                microbatches, rest = divmod(job.samples, rdp * microbatch)
+                if rest == 0 and (microbatches == 1 or not job.drops_gradients):
                     base = Layout(
                         pp=pp,
                         tp=tp,
                         rdp=rdp,
                         microbatch=microbatch,
-                        microbatches=job.samples // (rdp * microbatch),
+                        microbatches=microbatches,
                         precision=job.precision,
                         state_dtype=job.state_dtype,
                         masters=job.masters,
                         offloads_state=job.offloads_state,
+                        drops_gradients=job.drops_gradients,
                         device=job.hardware.type,
                     )
                     yield from _choices(base, job)
@@ -297,6 +301,8 @@ def _schedules(base: Layout, num_parts: int) -> Iterator[dict[str, Any]]:
 
 
 def _shardings(base: Layout, job: Job) -> list[dict[str, Any]]:
+    if job.drops_gradients:
+        return [{}]
     inside = max(1, job.per_host // base.tp)
     whole = sorted({q for q in (inside, base.rdp) if q > 1 and base.rdp % q == 0})
     pairs = [(q, False) for q in sorted({1, base.rdp})] + [(q, True) for q in whole]

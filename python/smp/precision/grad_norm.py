@@ -126,6 +126,16 @@ class GlobalNorm:
         return norm.to(self.dtype)
 
 
+def refuse_without_gradients(rank: Rank, what: str) -> None:
+    """Raises a ValueError where gradients were applied and dropped during the backward."""
+    if rank.config.update_in_backward:
+        raise ValueError(
+            f"{_C.rank_prefix()}smp config: update_in_backward: {what} is needed, but each "
+            "gradient was applied and dropped in the backward, before others existed; leave it out "
+            "(an optimizer may bound updates by parameter instead), or set update_in_backward=False"
+        )
+
+
 def global_norm(rank: Rank, updated: Sequence[Tensor], norm_type: float = 2.0) -> GlobalNorm:
     """Computes the norm of unchanged gradients. Collective like `clip_grad_norm_`.
 
@@ -134,6 +144,7 @@ def global_norm(rank: Rank, updated: Sequence[Tensor], norm_type: float = 2.0) -
         updated: tensors that optimizers update: masters, or parameters without; each once.
         norm_type: > 0.
     """
+    refuse_without_gradients(rank, "the norm of all gradients")
     if not norm_type > 0:
         raise ValueError(f"{_C.rank_prefix()}norm_type must be > 0, got {norm_type}")
     having = [p for p in updated if p.grad is not None and p.grad.numel()]

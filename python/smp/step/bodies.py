@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 import smp._C as _C
 from smp.data_parallel import BatchWeights
 from smp.dropout import places
 from smp.model.share import Share, set_share
+from smp.modules.late import LateTensor
 from smp.pipeline import begin_context
 from smp.step.batches import Batch
 from smp.step.differentiation import explain_derivative
@@ -87,7 +89,9 @@ class Bodies:
         if self._draws is not None:
             places.enter(self._draws.body(mb, part=self._part))
         try:
-            return self._function(*own.args, **own.kwargs)
+            result = self._function(*own.args, **own.kwargs)
+            # Ranks of a group gather together what only one of them may read later.
+            return tree_map_only(LateTensor, LateTensor.read, result)
         except (RuntimeError, ValueError) as error:
             explain_derivative(self._current, error)
             raise

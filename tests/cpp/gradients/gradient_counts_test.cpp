@@ -96,6 +96,33 @@ TEST(GradientCountsTest, a_step_that_is_not_learnt_leaves_nothing) {
   EXPECT_EQ(counts.add(0), Place::kLate) << "of the step that was forgotten";
 }
 
+TEST(GradientCountsTest, shared_parameters_are_counted_before_they_complete) {
+  GradientCounts counts({0, 0, 1}, 2, kEveryStep, Guess::kOnePerMicrobatch, {1},
+                        /*least=*/1);
+  counts.begin_step(1);
+  EXPECT_EQ(add(counts, {0, 1, 2}),
+            (std::vector<Place>{Place::kLast, Place::kEarlier, Place::kLast}));
+  EXPECT_EQ(add(counts, {1}), (std::vector<Place>{Place::kEarlier}));
+  EXPECT_EQ(complete(counts), (std::vector<bool>{false, true}));
+  counts.learn({1, 2, 1});
+  counts.begin_step(1);
+  EXPECT_EQ(add(counts, {0, 1, 1}),
+            (std::vector<Place>{Place::kLast, Place::kEarlier, Place::kLast}));
+  EXPECT_EQ(complete(counts), (std::vector<bool>{true, false}));
+}
+
+TEST(GradientCountsTest, a_parameter_without_gradients_may_be_waited_for) {
+  for (const int least : {0, 1}) {
+    GradientCounts counts({0, 0, 1}, 2, kEveryStep, Guess::kNothing, {}, least);
+    counts.begin_step(1);
+    add(counts, {0, 1});
+    counts.learn({1, 1, 0});
+    counts.begin_step(1);
+    EXPECT_EQ(complete(counts), (std::vector<bool>{false, least == 0}));
+    EXPECT_EQ(counts.add(2), least == 0 ? Place::kLate : Place::kLast);
+  }
+}
+
 TEST(GradientCountsTest, one_per_microbatch_is_a_guess_about_a_round) {
   GradientCounts step = make(Guess::kOnePerMicrobatch);
   step.begin_step(2);

@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad
 
 import smp._C as _C
 from smp.model.torch_training.known import has_known, has_known_gradient
-from smp.precision.grad_norm import clip_grad_norm_
+from smp.precision.grad_norm import clip_grad_norm_, refuse_without_gradients
 from smp.precision.gradients import gradients_of
 from smp.precision.holdings import master_of
 from smp.world import runtime
@@ -45,7 +45,7 @@ class TorchClipping:
     """
 
     def __init__(self, current: runtime.Runtime, has_parts: bool) -> None:
-        self._wrapped, self._steps = current.wrapped, current.steps
+        self._rank, self._wrapped, self._steps = current.rank, current.wrapped, current.steps
         self._has_parts = has_parts
         ours: dict[str, Callable[..., Any]] = {
             "clip_grad_norm_": self._clip_norm,
@@ -86,6 +86,7 @@ class TorchClipping:
     ) -> None:
         listed = _listed(parameters)
         if self._is_ours(listed, "clip_grad_value_"):
+            refuse_without_gradients(self._rank, "clipping of all gradients")
             updated = list({id(p): p for p in map(master_of, listed)}.values())
             for gradients in {id(g): g for p in updated if (g := gradients_of(p))}.values():
                 gradients.unscale()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from smp.model.torch_training.known import has_known
+from smp.precision.grad_norm import refuse_without_gradients
 from smp.precision.holdings import parameters_of
 from smp.world import device_numbers, runtime
 from smp.world.rank import Rank
@@ -60,6 +61,8 @@ class TorchGradScaler:
             *args: Any,
             **kwargs: Any,
         ) -> Found:
+            if has_known(wrapped, parameters_of(optimizer)):
+                refuse_without_gradients(rank, "a check of all gradients by a GradScaler")
             found: Found = theirs(scaler, optimizer, inv_scale, found_inf, *args, **kwargs)
             is_ours = not getattr(scaler, "agrees_itself", False)
             if is_ours and has_known(wrapped, parameters_of(optimizer)):

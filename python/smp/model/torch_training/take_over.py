@@ -31,6 +31,7 @@ def take_over(current: runtime.Runtime) -> None:
     sizes, config = current.rank.sizes, current.rank.config
     # Otherwise each rank has whole gradients, as PyTorch's functions expect.
     has_parts = sizes["mp"] > 1 or sizes["shard"] > 1 or config.half_dtype is not None
+    has_parts |= config.update_in_backward  # or none
     TorchClipping(current, has_parts)
     if has_parts:
         TorchGradScaler(current)

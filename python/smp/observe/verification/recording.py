@@ -21,6 +21,7 @@ from smp.observe.verification.entering import Entering
 from smp.observe.verification.order import Order
 from smp.observe.verification.recorder import ModuleRecorder
 from smp.observe.verification.rows import row_of
+from smp.precision.grad_norm import refuse_without_gradients
 from smp.precision.holdings import holding_of, master_of
 from smp.tensor_parallel import partial
 from smp.tensor_parallel.partial import MARKS
@@ -45,12 +46,13 @@ class VerificationObserver(StepObserver):
         """Begins to record with the first module.
 
         Raises:
-            ValueError: the file of SMP_VERIFY contains no order.
+            ValueError: the file of SMP_VERIFY contains no order; gradients cannot be recorded.
         """
         current = self._current
         path = current.rank.settings.verify
         if path is None:
             return
+        refuse_without_gradients(current.rank, "a record of all gradients (smp verify)")
         if current.verification is None:
             current.verification = Recording(current, Order.read(path))
         assert isinstance(current.verification, Recording)
