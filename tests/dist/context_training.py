@@ -92,8 +92,6 @@ def train(rank: int, runs: Sequence[ContextRun]) -> list[Trained | str]:
             records.append(_train(run))
         except Exception as error:
             records.append(f"{type(error).__name__}: {error}")
-            import traceback
-            records[-1] += traceback.format_exc()
         smp.shutdown()
     return records
 
