@@ -14,12 +14,13 @@ from torch.utils._pytree import tree_map_only
 
 import smp._C as _C
 from smp.context_parallel import attention, regions
-from smp.context_parallel.caches import Additions, has_caches
+from smp.context_parallel.caches import Additions, has_caches, num_tensors
 from smp.context_parallel.late_whole import LateWhole, Place
 from smp.context_parallel.parts import activations_in, is_mask, mapped, token_dim, walk
 from smp.context_parallel.trial import Leaf, Verdict, try_block
 from smp.modules import collected
 from smp.modules.argument_containers import ArgumentContainers
+from smp.modules.flat import is_cache
 from smp.modules.forwards import Forward, WrapperKind, wrap_forward
 from smp.modules.late import LateTensor
 from smp.modules.tracing import is_tracing
@@ -134,6 +135,8 @@ class Block:
                 "a dictionary among its arguments, in which there are tensors of all tokens; "
                 "context_parallel_degree needs these in a container of their own"
             )
+        others = length - regions.own(length).size
+        added.count([others * is_of_tokens for is_of_tokens in verdict.counts])
         parts = zip(added.tensors(), verdict.added, strict=True)
         added.replace([_late(x, leaf, length, num_samples) for x, leaf in parts])
 
@@ -236,6 +239,8 @@ def _flags_of(named: dict[str, Any]) -> Iterator[Any]:
     for name, value in named.items():
         if type(value) in _FLAGS:
             yield name, _flag_of(value)
+        elif is_cache(value):  # attention reads what it holds
+            yield name, num_tensors(value)
 
 
 def _names_of(module: nn.Module) -> list[str]:
@@ -310,12 +315,15 @@ def _late(part: Tensor, leaf: Leaf, length: int, num_samples: int) -> Tensor:
 def find_blocks(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns the modules that lists and sequences of a model hold, the outermost ones."""
     found: list[tuple[str, nn.Module]] = []
+    known = set[nn.Module]()
 
     def search(prefix: str, module: nn.Module) -> None:
         for key, child in module.named_children():
             name = f"{prefix}.{key}" if prefix else key
             if isinstance(module, nn.ModuleList | nn.Sequential) and _is_block(child):
-                found.append((name, child))
+                if child not in known:
+                    found.append((name, child))
+                known.add(child)
             else:
                 search(name, child)
 
