@@ -200,6 +200,11 @@ class Block:
         is_right = regions.all_say(verdict.problem is None, f"parts of sequences in '{self.name}'")
         if not is_right:
             verdict = Verdict(regions.first_text(verdict.problem, self._device()))
+        if verdict.added:
+            # The last rank's window of a cache is that of the whole; only others see that it is one.
+            most = regions.largest([leaf.most or 0 for leaf in verdict.added], self._device())
+            pairs = zip(verdict.added, most, strict=True)
+            verdict.added = [Leaf(2, most=n) if n else leaf for leaf, n in pairs]
         return self._told(verdict)
 
     def _told(self, verdict: Verdict) -> Verdict:
