@@ -104,6 +104,10 @@ class LateWhole(LateTensor):
     def _read(self) -> Tensor:
         return self.place.gather(self.part)
 
+    @property
+    def source(self) -> Tensor:
+        return self.part
+
     def part_along(self, dim: int) -> Tensor | None:
         """Returns the part, or None if it is another one than a block takes along a dim."""
         is_even = sum(self.place.sizes) == self.place.extent and not self.place.num_samples
