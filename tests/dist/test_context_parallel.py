@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.dist.pool import Pool
-from tests.dist.training import Run, check_runs, init, make_model
+from tests.dist.training import Run, init, make_model
 from tests.harness import train_step_of
 from tests.reference.data import compute_loss, make_batch
 
@@ -24,13 +24,31 @@ def count_calls(rank: int, run: Run) -> dict[str, tuple[int, int, list[str]]]:
     return {block.name: (block.num_cut, block.num_whole, block.problems) for block in blocks}
 
 
-CASES = ["hf/gpt2", "hf/gptj", "hf/gpt_neo", "hf/gpt_neox", "hf/llama", "hf/qwen2", "hf/mistral", "hf/bert", "hf/roberta", "hf/t5", "hf/vit", "nn/transformer", "cnn", "moe", "tree"]
+CASES = [
+    "hf/gpt2",
+    "hf/gptj",
+    "hf/gpt_neo",
+    "hf/gpt_neox",
+    "hf/llama",
+    "hf/qwen2",
+    "hf/mistral",
+    "hf/bert",
+    "hf/roberta",
+    "hf/t5",
+    "hf/vit",
+    "nn/transformer",
+    "cnn",
+    "moe",
+    "tree",
+]
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_tmp(pool: Pool, case: str) -> None:
     run = Run(case, 1, 1, cp=2)
     try:
         for x in pool.run(2, count_calls, run)[:1]:
-            for k, v in list(x.items())[:4]: print(case, k, v)
-    except Exception as e: print(case, "FAILED", str(e)[-1500:])
-
+            for k, v in list(x.items())[:4]:
+                print(case, k, v)
+    except Exception as e:
+        print(case, "FAILED", str(e)[-1500:])

@@ -29,7 +29,9 @@ FP64 = torch.float64
     ("pp", "dp", "cp"), [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 1, 3), (2, 2, 2), (2, 1, 4)]
 )
 def test_ranks_with_one_batch_train_like_one_process(pool: Pool, pp: int, dp: int, cp: int) -> None:
-    check_runs(pool, [Run("gpt2", pp, dp, cp=cp, lifted=True), Run("zigzag", pp, dp, "simple", cp=cp)])
+    check_runs(
+        pool, [Run("gpt2", pp, dp, cp=cp, lifted=True), Run("zigzag", pp, dp, "simple", cp=cp)]
+    )
 
 
 @pytest.mark.parametrize("prescaled", [False, True])

@@ -16,7 +16,7 @@ from smp.modules.late import LateTensor
 
 @dataclass(frozen=True)
 class Place:
-    """Where the part of a rank lies in a whole tensor.
+    """The place of the part of a rank in a whole tensor.
 
     Attributes:
         dim: dim along which it is a part.
@@ -94,8 +94,8 @@ class LateWhole(LateTensor):
         """Returns the whole of a part.
 
         Args:
-            part: this rank's part.
-            place: its place.
+            part: part of this rank.
+            place: place of the part.
         """
         late: LateWhole = _Late.apply(part, place)
         late.part, late.place = part, place
