@@ -66,6 +66,8 @@ class RankRecord:
     params: dict[str, Tensor] = field(default_factory=dict)  # local, after the last step
     remote_calls: int = 0
     executed: list[Any] = field(default_factory=list)
+    parts: dict[str, tuple[int, list[str]]] = field(default_factory=dict)  # by block: calls in
+    # parts of sequences, reasons for whole ones
 
 
 def init(run: Run) -> None:
@@ -150,6 +152,8 @@ def train(rank: int, run: Run) -> RankRecord:
     record.params = {name: p.detach().clone().cpu() for name, p in local_parameters(model).items()}
     record.remote_calls = smp.metrics.server_stats()["remote_calls"]
     record.executed = list(smp.metrics.executed_order())
+    blocks = model._engine.sequences.blocks
+    record.parts = {block.name: (block.num_cut, list(block.problems)) for block in blocks}
     return record
 
 
@@ -240,10 +244,18 @@ def check_was_distributed(records: list[RankRecord], run: Run) -> None:
             )
 
 
-def check_runs(pool: Any, runs: list[Run], timeout: float = PATIENCE_S) -> None:
-    """Runs all of one world size in one visit to the pool and checks each."""
+def check_runs(
+    pool: Any, runs: list[Run], timeout: float = PATIENCE_S
+) -> list[list[RankRecord]]:
+    """Runs all of one world size in one visit to the pool and checks each.
+
+    Returns:
+        records of all ranks, run by run.
+    """
     world_sizes = {run.world_size for run in runs}
     assert len(world_sizes) == 1, "all runs of one call share a world size"
     results = pool.run(world_sizes.pop(), train_all, runs, timeout=timeout)
-    for index, run in enumerate(runs):
-        check_against_reference([records[index] for records in results], run)
+    by_run = [[records[index] for records in results] for index in range(len(runs))]
+    for run, records in zip(runs, by_run, strict=True):
+        check_against_reference(records, run)
+    return by_run

@@ -283,6 +283,9 @@ FAMILIES: dict[str, Maker] = {
     **CLASSIFIERS,
     "hf/t5": _T5,
     "hf/vit": _VIT,
+    "hf/mistral of a window": hugging_face(
+        "MistralForCausalLM", "MistralConfig", sliding_window=3, **_LLAMA
+    ),
     "nn/transformer": lambda options: Translator(_dropout(options)),
     "cnn": lambda options: ResidualCnn(),
     "moe": lambda options: Mixture(_dropout(options)),

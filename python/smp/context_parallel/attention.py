@@ -381,6 +381,7 @@ class Exchange:
 
     def __init__(self, forms: Sequence[tuple[Any, Form]], length: int) -> None:
         self._forms, self._length = forms, length
+        self._num_calls = 0
 
     def attend(self, call: Call) -> Tensor:
         form = self._form(call)
@@ -401,6 +402,7 @@ class Exchange:
 
     def _form(self, call: Call) -> Form:
         """Returns the form of a call; runs of checkpoints repeat calls in any order."""
+        self._num_calls += 1
         of_owner = {form for owner, form in self._forms if owner is call.owner}
         own = regions.own(self._length).size
         pairs = [(call.query, "queries_cut"), (call.key, "keys_cut")]
@@ -409,6 +411,10 @@ class Exchange:
             for form in of_owner
             if all(x.shape[-2] == own or not getattr(form, name) for x, name in pairs)
         ]
+        if self._num_calls <= len(self._forms):
+            owner, form = self._forms[self._num_calls - 1]
+            if owner is call.owner and form in found:
+                return form
         if len(found) == 1:
             return found[0]
         raise RuntimeError(

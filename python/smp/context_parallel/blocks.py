@@ -28,11 +28,13 @@ from smp.nn.run_aside import has_no_data
 from smp.world.log import first_rank_log
 from smp.world.rank import Rank
 
-_LONGEST_TRIAL = 1024  # tokens; a longer sequence is tried with its begin
-_PER_RANK = 16  # tokens of each rank then
+_LONGEST_TRIAL = 4096  # tokens; a longer sequence is tried with its begin
+_MOST_TRIALS = 16  # of a block
 
-#: dims along which arguments are cut, by name; a block is tried once for each
-Kinds = tuple[tuple[str, int | None], ...]
+#: dims along which arguments are cut, by name
+Dims = tuple[tuple[str, int | None], ...]
+#: these, and numbers and flags that the block's code may ask; a block is tried once for each
+Kind = tuple[Dims, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Block:
         self.module, self.name, self._reads = module, name, reads
         self._rates: list[tuple[nn.Module, str]] | None = None
         self.num_cut = self.num_whole = 0
-        self._verdicts: dict[Kinds, Verdict] = {}
+        self._verdicts: dict[Kind, Verdict] = {}
         self._names = _names_of(module)
 
     @property
@@ -101,8 +103,7 @@ class Block:
             self._rates = rates_in(self.module)
         if not self.module.training or not any_drops(self._rates):
             return nullcontext()
-        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        return draws_from(regions.group().own_seed(), device)
+        return draws_from(regions.group().own_seed(), self._device())
 
     def _call(self, inner: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = self._named(args, kwargs)
@@ -113,9 +114,10 @@ class Block:
         if length < regions.group().size or _collects_inside() or not _may_run(named):
             return self._whole(inner, args, kwargs)
         kinds = tuple((name, _token_dim(name, x, length)) for name, x in _walked(named))
-        if kinds not in self._verdicts:
-            self._try(inner, named, args, kwargs, kinds, length)
-        verdict = self._verdicts[kinds]
+        kind = (kinds, (*_flags_of(named), *self._flags()))
+        if kind not in self._verdicts:
+            self._verdicts[kind] = self._try(inner, named, args, kwargs, kinds, length)
+        verdict = self._verdicts[kind]
         if verdict.problem is not None:
             return self._whole(inner, args, kwargs)
         self.num_cut += 1
@@ -172,15 +174,16 @@ class Block:
         named: dict[str, Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        kinds: Kinds,
+        kinds: Dims,
         length: int,
-    ) -> None:
+    ) -> Verdict:
         """Tries the block for these arguments. Collective over the context-parallel group."""
+        if len(self._verdicts) >= _MOST_TRIALS:
+            return self._told(Verdict("its numbers and flags change from call to call"))
         dims = dict(kinds)
-        size = regions.group().size
         # A window of a cache that is longer than the trial would not be seen.
         is_short = length <= _LONGEST_TRIAL or has_caches(named.values())
-        short = length if is_short else size * _PER_RANK
+        short = length if is_short else _LONGEST_TRIAL
 
         def arguments(in_parts: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
             def of_trial(name: str, x: Tensor) -> Tensor:
@@ -192,10 +195,12 @@ class Block:
 
         verdict = try_block(self.module, inner, arguments, short)
         is_right = regions.all_say(verdict.problem is None, f"parts of sequences in '{self.name}'")
-        if not is_right and verdict.problem is None:
-            verdict = Verdict("another rank of its group finds so")
-        self._verdicts[kinds] = verdict
-        if verdict.problem is not None:
+        if not is_right:
+            verdict = Verdict(regions.first_text(verdict.problem, self._device()))
+        return self._told(verdict)
+
+    def _told(self, verdict: Verdict) -> Verdict:
+        if verdict.problem is not None and verdict.problem not in self.problems:
             first_rank_log.warning(
                 "smp: context_parallel_degree: every rank computes whole sequences in '%s' (%s): "
                 "%s",
@@ -203,6 +208,34 @@ class Block:
                 type(self.module).__name__,
                 verdict.problem,
             )
+        return verdict
+
+    def _flags(self) -> Iterator[Any]:
+        """Yields numbers and flags in attributes, which code may ask, `training` among them."""
+        for module in self.module.modules():
+            state = module.__dict__
+            yield from (
+                (key, _flag_of(state[key]))
+                for key in state
+                if type(state[key]) in _FLAGS and not key.startswith("_")
+            )
+
+    def _device(self) -> torch.device:
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+
+_FLAGS = (bool, int, float, str, type(None))
+
+
+def _flag_of(value: Any) -> Any:
+    """Returns what is compared of a number: a rate may change in each step, but for zero."""
+    return value != 0 if isinstance(value, float) else value
+
+
+def _flags_of(named: dict[str, Any]) -> Iterator[Any]:
+    for name, value in named.items():
+        if type(value) in _FLAGS:
+            yield name, _flag_of(value)
 
 
 def _names_of(module: nn.Module) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from smp.context_parallel import regions
 from smp.context_parallel.parts import Interval
@@ -88,6 +89,9 @@ class LateWhole(LateTensor):
     #: this rank's part
     part: Tensor
     place: Place
+    _node: Any = None
+    _version_read: int = 0
+    _base: tuple[LateWhole, Callable[[Tensor], Tensor]] | None = None
 
     @staticmethod
     def of(part: Tensor, place: Place) -> LateWhole:
@@ -98,11 +102,49 @@ class LateWhole(LateTensor):
             place: place of the part.
         """
         late: LateWhole = _Late.apply(part, place)
-        late.part, late.place = part, place
+        late.part, late.place, late._node = part, place, _node_of(late)
         return late
 
+    def viewed(self, part: Tensor, place: Place, function: Callable[[Tensor], Tensor]) -> LateWhole:
+        """Returns the whole of a part that shares memory with this one in the model's code.
+
+        Args:
+            part, place: part of the result, and its place.
+            function: makes the result of this tensor's numbers.
+        """
+        late = LateWhole.of(part, place)
+        late._base = self, function
+        return late
+
+    def read(self) -> Tensor:
+        is_first = self._numbers is None
+        numbers = super().read()
+        if is_first:
+            self._version_read = numbers._version
+        return numbers
+
     def _read(self) -> Tensor:
-        return self.place.gather(self.part)
+        if self._base is not None:
+            base, function = self._base
+            return function(base.read())
+        if _node_of(self) is self._node:
+            return self.place.gather(self.part)
+        with torch._C.DisableTorchFunctionSubclass():
+            numbers: Tensor = _Numbers.apply(self)
+        return numbers
+
+    def is_as_given(self) -> bool:
+        """Returns whether the part is the tensor that code has.
+
+        It may have changed the numbers in place or hooked on to their gradient, and a checkpoint
+        gives the tensor another graph.
+        """
+        if _node_of(self) is not self._node or (self._base and not self._base[0].is_as_given()):
+            return False
+        x = self._numbers
+        return x is None or not (
+            x._version != self._version_read or x._backward_hooks or x.retains_grad
+        )
 
     @property
     def source(self) -> Tensor:
@@ -111,7 +153,8 @@ class LateWhole(LateTensor):
     def part_along(self, dim: int) -> Tensor | None:
         """Returns the part, or None if it is another one than a block takes along a dim."""
         is_even = sum(self.place.sizes) == self.place.extent and not self.place.num_samples
-        return self.part if dim == self.place.dim and is_even else None
+        is_own = dim == self.place.dim and is_even and self.is_as_given()
+        return self.part if is_own else None
 
     @classmethod
     def __torch_function__(
@@ -121,10 +164,17 @@ class LateWhole(LateTensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = _of_parts(func, tuple(args), kwargs or {})
-        if result is not NotImplemented:
-            return result
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, LateWhole)]
+        if all(x.is_as_given() for x in given):
+            result = _of_parts(func, tuple(args), kwargs or {})
+            if result is not NotImplemented:
+                return result
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _node_of(late: LateWhole) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return late.grad_fn
 
 
 def _of_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -151,3 +201,15 @@ class _Late(torch.autograd.Function):
             part.requires_grad_()
             whole = ctx.place.gather(part)
         return torch.autograd.grad(whole, part, grads[0])[0], None
+
+
+class _Numbers(torch.autograd.Function):
+    """The numbers of a tensor, by the tensor's own graph."""
+
+    @staticmethod
+    def forward(ctx: Any, late: LateWhole) -> Tensor:
+        return late.place.gather(late.part)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]

@@ -114,3 +114,21 @@ def to_tokens(x: Tensor, tokens_dim: int, heads_dim: int, heads: Sequence[int]) 
 def all_say(says: bool, what: str) -> bool:
     """Returns whether all ranks pass True. Only hosts communicate."""
     return group().all_say(says, what)
+
+
+def first_text(text: str | None, device: torch.device) -> str:
+    """Returns the text of the first rank that has one. Collective; a rank must have one.
+
+    Args:
+        text: text of this rank, of which up to 250 bytes are sent; or None.
+        device: device of tensors of this group.
+    """
+    ranks = group()
+    codes = list((text or "").encode()[:_MOST_BYTES].ljust(_MOST_BYTES, b"\0"))
+    part = torch.tensor([codes], dtype=torch.float32, device=device)
+    every = ranks.gather(part, 0, [1] * ranks.size, True).tolist()
+    texts = [bytes(map(int, row)).rstrip(b"\0").decode(errors="ignore") for row in every]
+    return next(text for text in texts if text)
+
+
+_MOST_BYTES = 250

@@ -72,7 +72,10 @@ def _elementwise(func: _Function, *args: Any, **kwargs: Any) -> Any:
 def _unary(func: _Function, x: Any, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
         return NotImplemented
-    return _elementwise(func, x, *args, **kwargs)
+    result = _elementwise(func, x, *args, **kwargs)
+    if result is NotImplemented or result.part.data_ptr() != x.part.data_ptr():
+        return result
+    return x.viewed(result.part, x.place, lambda whole: func(whole, *args, **kwargs))
 
 
 # ---- functions of features
@@ -127,7 +130,8 @@ def _reshaped(func: _Function, x: Any, *args: Any, **kwargs: Any) -> Any:
         return x
     if x.dim() != 3 or x.place.dim != 1 or shape != (x.shape[0] * x.shape[1], x.shape[2]):
         return NotImplemented
-    return LateWhole.of(x.part.flatten(0, 1), x.place.flat(x.shape[0]))
+    place = x.place.flat(x.shape[0])
+    return x.viewed(x.part.flatten(0, 1), place, lambda whole: func(whole, *args))
 
 
 def _is_size(value: Any) -> bool:
@@ -141,7 +145,7 @@ def _transposed(func: _Function, x: Any, one: int, other: int) -> Any:
         return NotImplemented
     dims = {one % x.dim(): other % x.dim(), other % x.dim(): one % x.dim()}
     place = x.place.at(dims.get(x.place.dim, x.place.dim))
-    return LateWhole.of(func(x.part, one, other), place)
+    return x.viewed(func(x.part, one, other), place, lambda whole: func(whole, one, other))
 
 
 # ---- losses

@@ -1,15 +1,17 @@
 """A trial whether a block computes the same from a part of the tokens as from all of them.
 
-Before the first call of its kind a block runs twice more, without a graph and in eval mode: with
+Before the first call of its kind a block runs twice more, without a graph and without dropout: with
 all tokens, and with this rank's part of them. In the second run attention gives the part of what
 it gave in the first one, so ranks do not communicate. What attention gets, and what the block
 gives, then has to be this rank's part. A convolution over time, a recurrent mixer, positions by
-index, a router with a capacity or a norm over the sequence give something else.
+index, a router with a capacity or a norm over the sequence give something else. Noise is added to
+parameters, so that a mixer is seen whose weights or gates are zero at first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +23,16 @@ from smp.context_parallel import attention, regions
 from smp.context_parallel.attention import Call, CannotShare, Form
 from smp.context_parallel.caches import Additions, copied
 from smp.context_parallel.parts import Interval, walk
+from smp.modules.argument_containers import ArgumentContainers, fill
+from smp.modules.flat import tensors_in
+from smp.modules.materialize import is_placeholder
 from smp.modules.state_changes import StateComparison
-from smp.nn.run_aside import run_aside
+from smp.nn.draws import rates_in
+from smp.nn.run_aside import device_of, random_state_kept, run_aside
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _OF_16_BITS = 3e-2  # of norms; the same products with other numbers of rows differ by rounding
+_NOISE_SEED = 11
 
 
 class Different(Exception):
@@ -74,6 +81,7 @@ class _Outcome:
         buffers: buffers that it has written, by name.
         added: new tensors in caches and containers among the arguments.
         told: other new items of containers.
+        writes_arguments: whether it has changed tensors among its arguments in place.
     """
 
     result: Any = None
@@ -81,6 +89,7 @@ class _Outcome:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     added: list[Tensor] = field(default_factory=list)
     told: list[Any] = field(default_factory=list)
+    writes_arguments: bool = False
 
 
 def try_block(
@@ -134,14 +143,20 @@ def _run(
 
     def run(*args: Any, **kwargs: Any) -> None:
         watch = StateComparison([block], copies=False)
-        versions = {name: b._version for name, b in block.named_buffers()}
+        # Batch norms write without a change of version.
+        buffers = {name: b.clone() for name, b in block.named_buffers()}
+        of_files = ArgumentContainers(list(_globals_of(block)), objects=False)
         added = Additions([*args, *kwargs.values()])
-        with torch.no_grad(), attention.handled_by(handler), _in_eval_mode(block):
-            outcome.result = inner(*args, **kwargs)
-        outcome.left = list(watch.compare().tensors)
-        for name, buffer in block.named_buffers():
-            if buffer._version != versions.get(name):
-                outcome.buffers[name] = buffer.clone()
+        versions = [x._version for x in tensors_in([*args, *kwargs.values()])]
+        try:
+            with torch.no_grad(), attention.handled_by(handler), _without_dropout(block):
+                outcome.result = inner(*args, **kwargs)
+        finally:
+            outcome.left = list(watch.compare().tensors)
+            outcome.left += _restored(of_files)
+            outcome.buffers = _written(block, buffers)
+        now = [x._version for x in tensors_in([*args, *kwargs.values()])]
+        outcome.writes_arguments = versions != now[: len(versions)]
         outcome.added = added.tensors()
         outcome.told = added.others()
 
@@ -149,20 +164,94 @@ def _run(
     return outcome
 
 
+def _restored(containers: ArgumentContainers) -> list[Tensor]:
+    """Restores containers; returns the tensors that were put into them."""
+    found: list[Tensor] = []
+    for number, contents in containers.changed_from():
+        found += tensors_in(containers.new_items_of(number))
+        fill(containers.containers[number], contents)
+    return found
+
+
+def _written(block: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Restores buffers; returns copies of those that were written, by name."""
+    found: dict[str, Tensor] = {}
+    for name, buffer in block.named_buffers():
+        if name in before and not torch.equal(buffer, before[name]):
+            found[name] = buffer.clone()
+            buffer.copy_(before[name])
+    return found
+
+
+def _globals_of(block: nn.Module) -> Iterator[Any]:
+    """Yields lists, dictionaries and sets of files that the code of modules and hooks names.
+
+    Functions of the same files which that code names are followed.
+    """
+    code: list[Any] = []
+    for module in block.modules():
+        if not type(module).__module__.startswith("torch."):
+            code.append(type(module).forward)
+        code += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    seen = set[int]()
+    while code:
+        function = code.pop()
+        if id(function) in seen or not isinstance(function, types.FunctionType):
+            continue
+        seen.add(id(function))
+        names = {name for each in _codes_in(function.__code__) for name in each.co_names}
+        for value in (function.__globals__[n] for n in names if n in function.__globals__):
+            if isinstance(value, list | dict | set) and id(value) not in seen:
+                seen.add(id(value))
+                yield value
+            elif getattr(value, "__globals__", None) is function.__globals__:
+                code.append(value)
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _codes_in(inner)
+
+
 @contextlib.contextmanager
-def _in_eval_mode(block: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in block.modules()]
-    for module, _ in modes:
-        module.training = False
+def _without_dropout(block: nn.Module) -> Iterator[None]:
+    """Makes a module drop nothing, and adds the same noise to its parameters each time."""
+    rates = [(module, key, module.__dict__[key]) for module, key in rates_in(block)]
+    parameters = [p for p in block.parameters() if p.is_floating_point() and _has_values(p)]
+    values = [p.data for p in parameters]
     try:
+        for module, key, _ in rates:
+            module.__dict__[key] = 0.0
+        with random_state_kept(device_of(values)):
+            torch.manual_seed(_NOISE_SEED)
+            for parameter in parameters:
+                parameter.data = parameter.data + _noise_for(parameter)
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module, key, rate in rates:
+            module.__dict__[key] = rate
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.data = value
+
+
+def _has_values(parameter: nn.Parameter) -> bool:
+    is_plain = type(parameter.data) is Tensor and parameter.element_size() >= 2
+    return is_plain and not is_placeholder(parameter)
+
+
+def _noise_for(parameter: nn.Parameter) -> Tensor:
+    """Returns noise of the size of usual first weights."""
+    fan_in = parameter[0].numel() if parameter.dim() > 1 else 4
+    return torch.randn_like(parameter.data) / max(1, fan_in) ** 0.5
 
 
 def is_close(part: Tensor, whole: Tensor) -> bool:
-    """Returns whether numbers are the same but for rounding, measured by their norm."""
+    """Returns whether numbers are the same but for rounding.
+
+    It is measured by norms of the last dim: of many tokens few may differ, at the border of a part.
+    """
     if part.shape != whole.shape or part.dtype != whole.dtype:
         return False
     if not part.is_floating_point():
@@ -170,7 +259,12 @@ def is_close(part: Tensor, whole: Tensor) -> bool:
     a, b = (torch.nan_to_num(x.double(), nan=0.0, posinf=0.0, neginf=0.0) for x in (part, whole))
     tolerance = _TOLERANCES.get(part.dtype, _OF_16_BITS)
     is_same_nan = torch.equal(part.isfinite(), whole.isfinite())
-    return is_same_nan and bool((a - b).norm() <= tolerance * b.norm())
+    if not is_same_nan or b.numel() == 0:
+        return is_same_nan
+    norms = b.norm(dim=-1) if b.dim() else b.abs()
+    differences = (a - b).norm(dim=-1) if b.dim() else (a - b).abs()
+    # A token of small numbers, beside which there are larger ones, has their rounding.
+    return bool((differences <= tolerance * (norms + norms.flatten().median())).all())
 
 
 def _leaf(part: Tensor, whole: Tensor, length: int, what: str) -> Leaf:
@@ -218,6 +312,10 @@ def _compare(whole: _Outcome, own: _Outcome, checker: _Checker, length: int) -> 
     wholes, parts = dict(walk(whole.result, "")), dict(walk(own.result, ""))
     if wholes.keys() != parts.keys() or len(checker.calls) != len(checker.forms):
         raise Different("its code does something else with a part of the tokens")
+    if len(tensors_in(whole.result)) != len(wholes):
+        raise Different(f"its result is a {type(whole.result).__name__}, or has one inside")
+    if own.writes_arguments:
+        raise Different("it changes its arguments in place")
     results = {name: _leaf(parts[name], wholes[name], length, f"result{name}") for name in wholes}
     if len(whole.left) != len(own.left) or whole.buffers.keys() != own.buffers.keys():
         raise Different("it leaves something else in attributes for a part of the tokens")
