@@ -244,9 +244,7 @@ def check_was_distributed(records: list[RankRecord], run: Run) -> None:
             )
 
 
-def check_runs(
-    pool: Any, runs: list[Run], timeout: float = PATIENCE_S
-) -> list[list[RankRecord]]:
+def check_runs(pool: Any, runs: list[Run], timeout: float = PATIENCE_S) -> list[list[RankRecord]]:
     """Runs all of one world size in one visit to the pool and checks each.
 
     Returns:

@@ -91,7 +91,7 @@ class LateWhole(LateTensor):
     place: Place
     _node: Any = None
     _version_read: int = 0
-    _base: tuple[LateWhole, Callable[[Tensor], Tensor]] | None = None
+    _viewed_from: tuple[LateWhole, Callable[[Tensor], Tensor]] | None = None
 
     @staticmethod
     def of(part: Tensor, place: Place) -> LateWhole:
@@ -113,7 +113,7 @@ class LateWhole(LateTensor):
             function: makes the result of this tensor's numbers.
         """
         late = LateWhole.of(part, place)
-        late._base = self, function
+        late._viewed_from = self, function
         return late
 
     def read(self) -> Tensor:
@@ -124,8 +124,8 @@ class LateWhole(LateTensor):
         return numbers
 
     def _read(self) -> Tensor:
-        if self._base is not None:
-            base, function = self._base
+        if self._viewed_from is not None:
+            base, function = self._viewed_from
             return function(base.read())
         if _node_of(self) is self._node:
             return self.place.gather(self.part)
@@ -139,7 +139,9 @@ class LateWhole(LateTensor):
         It may have changed the numbers in place or hooked on to their gradient, and a checkpoint
         gives the tensor another graph.
         """
-        if _node_of(self) is not self._node or (self._base and not self._base[0].is_as_given()):
+        if _node_of(self) is not self._node or (
+            self._viewed_from and not self._viewed_from[0].is_as_given()
+        ):
             return False
         x = self._numbers
         return x is None or not (

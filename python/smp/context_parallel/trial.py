@@ -244,7 +244,8 @@ def _has_values(parameter: nn.Parameter) -> bool:
 def _noise_for(parameter: nn.Parameter) -> Tensor:
     """Returns noise of the size of usual first weights."""
     fan_in = parameter[0].numel() if parameter.dim() > 1 else 4
-    return torch.randn_like(parameter.data) / max(1, fan_in) ** 0.5
+    noise: Tensor = torch.randn_like(parameter.data) / max(1, fan_in) ** 0.5
+    return noise
 
 
 def is_close(part: Tensor, whole: Tensor) -> bool:
