@@ -179,6 +179,16 @@ def test_trainer_trains_in_16_bits(pool: Pool, tmp_path: Path) -> None:
     assert result["learning_rate"][:2] == [0.0, 0.0], "a skipped update does not count"
 
 
+@pytest.mark.sample(keep=0)
+def test_trainer_gives_ranks_of_one_batch_the_same_samples(pool: Pool, tmp_path: Path) -> None:
+    (expected,) = pool.run(1, train, Job(str(tmp_path / "one"), batch=8, drops_labels=True))
+    config = {"context_parallel_degree": 2, "microbatches": 2, "ddp": True}
+    job = Job(str(tmp_path / "four"), config | {"shard_optimizer_state": True}, drops_labels=True)
+    check_same(pool.run(4, train, job), expected)
+    again = replace(job, resume=f"{tmp_path}/four/checkpoint-2")
+    check_same(pool.run(4, train, again), expected)
+
+
 def test_trainer_splits_tensors(pool: Pool, tmp_path: Path) -> None:
     (expected,) = pool.run(1, train, Job(str(tmp_path / "one"), drops_labels=True))
     config = {"tensor_parallel_degree": 2, "microbatches": 2, "ddp": True, "_match_weights": True}

@@ -315,6 +315,7 @@ def refuse(rank: int, config: dict[str, Any], arguments: dict[str, Any]) -> str:
         ({"ddp": True, "sharded_data_parallel_degree": 2}, {}, "sharded_data_parallel_degree=2"),
         ({"ddp": True, "shard_optimizer_state": True}, {}, "shard_optimizer_state=True"),
         ({"ddp": True, "tensor_parallel_degree": 2}, {}, "tensor_parallel_degree=2"),
+        ({"ddp": True, "context_parallel_degree": 2}, {}, "context_parallel_degree=2"),
     ],
 )
 def test_where_there_is_no_such_reduction_it_is_refused(

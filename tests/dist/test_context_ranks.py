@@ -29,7 +29,9 @@ FP64 = torch.float64
     ("pp", "dp", "cp"), [(1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 1, 3), (2, 2, 2), (2, 1, 4)]
 )
 def test_ranks_with_one_batch_train_like_one_process(pool: Pool, pp: int, dp: int, cp: int) -> None:
-    check_runs(pool, [Run("gpt2", pp, dp, cp=cp), Run("zigzag", pp, dp, "simple", cp=cp)])
+    check_runs(
+        pool, [Run("gpt2", pp, dp, cp=cp, lifted=True), Run("zigzag", pp, dp, "simple", cp=cp)]
+    )
 
 
 @pytest.mark.parametrize("prescaled", [False, True])
@@ -47,7 +49,7 @@ def test_split_layers_in_larger_grids_train_like_one_process(pool: Pool, pp: int
 @pytest.mark.sample(keep=1)
 @pytest.mark.parametrize(("dp", "degree"), [(1, 2), (2, 4), (2, 2)])
 def test_parameters_are_sharded_over_them_too(pool: Pool, dp: int, degree: int) -> None:
-    run = Run("gpt2", 1, dp, microbatches=2, dtype=FP64, cp=2)
+    run = Run("gpt2", 1, dp, microbatches=2, dtype=FP64, cp=2, lifted=True)
     sharded_training.check_runs(pool, run, degree, tolerance=1e-9)
     check_runs(pool, [run])  # what the run above was compared with
 

@@ -177,15 +177,17 @@ def train_all(rank: int, runs: list[Run]) -> list[RankRecord]:
 
 def join_parts(records: list[RankRecord], run: Run, what: str) -> dict[str, Any]:
     """Joins the local parts of one replica's ranks; replicas must agree bit by bit."""
-    joined: list[dict[str, Any]] = [{} for _ in range(run.dp * run.cp)]
+    joined: dict[tuple[int, int], dict[str, Any]] = {}
     for record in records:
         part = record.params if what == "params" else record.grads[int(what)]
-        own = joined[record.dp_rank * run.cp + record.cp_rank]
+        own = joined.setdefault((record.dp_rank, record.cp_rank), {})
         assert not set(own) & set(part), f"{run}: two ranks hold {sorted(set(own) & set(part))}"
         own.update(part)
-    for other in joined[1:]:
-        assert_bitwise_equal(other, joined[0], f"{run}: replicas, {what}")
-    return joined[0]
+    assert {dp_rank for dp_rank, _ in joined} == set(range(run.dp)), f"{run}: replicas are missing"
+    first, *others = joined.values()
+    for other in others:
+        assert_bitwise_equal(other, first, f"{run}: replicas, {what}")
+    return first
 
 
 def assert_bitwise_equal(a: dict[str, Any], b: dict[str, Any], what: str) -> None:
@@ -242,9 +244,7 @@ def check_was_distributed(records: list[RankRecord], run: Run) -> None:
             )
 
 
-def check_runs(
-    pool: Any, runs: list[Run], timeout: float = PATIENCE_S
-) -> list[list[RankRecord]]:
+def check_runs(pool: Any, runs: list[Run], timeout: float = PATIENCE_S) -> list[list[RankRecord]]:
     """Runs all of one world size in one visit to the pool and checks each.
 
     Returns:

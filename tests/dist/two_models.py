@@ -180,6 +180,7 @@ class Record:
 
     pp_rank: int = 0
     dp_rank: int = 0
+    cp_rank: int = 0
     losses: list[list[float]] = field(default_factory=list)
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
     params: dict[str, Tensor] = field(default_factory=dict)

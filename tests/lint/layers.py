@@ -47,7 +47,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"dropout", "initial", "partition"}),
     frozenset({"activations"}),
     frozenset({"data_parallel", "nn", "pipeline", "precision"}),
-    frozenset({"planning", "replacement", "storage"}),
+    frozenset({"context_parallel", "planning", "replacement", "storage"}),
     frozenset({"compilation"}),
     frozenset({"model"}),
     frozenset({"optim", "step"}),

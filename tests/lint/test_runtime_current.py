@@ -19,6 +19,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "checkpoint/files.py": frozenset({"load", "save"}),
     "checkpoint/loading.py": frozenset({"resume_from_checkpoint"}),
     "checkpoint/saving.py": frozenset({"save_checkpoint", "wait_for_uploads"}),
+    "context_parallel/regions.py": frozenset({"group"}),
     "integrations/accelerator.py": frozenset({"SMPAccelerator.__init__", "distributed_optimizer"}),
     "integrations/trainer.py": frozenset({"SMPTrainer.__init__"}),
     "model/distributed_model.py": frozenset({"DistributedModel.__init__"}),

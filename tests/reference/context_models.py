@@ -29,7 +29,9 @@ class Attention(nn.Module):
         function: computes attention; None for ``F.scaled_dot_product_attention``, looked up late.
     """
 
-    def __init__(self, num_keys: int = HEADS, function: Callable[..., Tensor] | None = None) -> None:
+    def __init__(
+        self, num_keys: int = HEADS, function: Callable[..., Tensor] | None = None
+    ) -> None:
         super().__init__()
         size = WIDTH // HEADS
         self.q = nn.Linear(WIDTH, WIDTH)
@@ -345,7 +347,9 @@ class TimeFirstNet(Net):
         self.batch_first = batch_first
 
     def run(self, x: Tensor) -> Tensor:
-        return super().run(x) if self.batch_first else super().run(x.transpose(0, 1)).transpose(0, 1)
+        return (
+            super().run(x) if self.batch_first else super().run(x.transpose(0, 1)).transpose(0, 1)
+        )
 
 
 # ---- what mixes tokens outside of attention: blocks compute whole sequences
@@ -696,7 +700,9 @@ class BackwardHookNet(Net):
     def __init__(self) -> None:
         super().__init__(Block(), Block())
         for block in self.blocks:
-            block.register_forward_hook(lambda module, args, result: result * 2 + result.mean(1, True))
+            block.register_forward_hook(
+                lambda module, args, result: result * 2 + result.mean(1, True)
+            )
             block.register_full_backward_hook(lambda module, grads, of_result: (grads[0] * 0.5,))
 
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smp import _C
+from smp.config import processes
 from smp.config import schema as config
 from smp.config.schema import Config
 
@@ -21,7 +22,7 @@ FORM = re.compile(r"^smp config: \w+=.+: .+; .+$", re.DOTALL)
 def refusal(values: dict[str, Any], world_size: int = 1) -> str:
     """The text of the error that `values` cause at init, which must have the common form."""
     with pytest.raises(ValueError) as error:
-        config.check_world(Config.from_dict(values), world_size)
+        processes.check_world(Config.from_dict(values), world_size)
     text = str(error.value)
     assert FORM.match(text), text
     return text
@@ -235,8 +236,8 @@ def test_row_5_data_and_tensor_parallelism_need_ddp() -> None:
     assert "context_parallel_degree=2" in refusal({"context_parallel_degree": 2}, world_size=2)
     text = refusal({"sharded_data_parallel_degree": 2}, world_size=2)
     assert "sharded_data_parallel_degree=2" in text
-    config.check_world(Config.from_dict({"partitions": 2}), 2)
-    config.check_world(Config.from_dict({"partitions": 2, "ddp": True}), 4)
+    processes.check_world(Config.from_dict({"partitions": 2}), 2)
+    processes.check_world(Config.from_dict({"partitions": 2, "ddp": True}), 4)
 
 
 def test_experts_are_spread_over_all_tensor_parallel_ranks_or_none() -> None:
@@ -306,14 +307,14 @@ def test_row_10_sharding_degree_must_divide_and_shards_states_already() -> None:
     assert "does not divide" in refusal(values, world_size=4)
     tp = {"sharded_data_parallel_degree": 4, "ddp": True, "tensor_parallel_degree": 2}
     assert "does not divide" in refusal(tp, world_size=4)
-    config.check_world(Config.from_dict(tp), 8)
+    processes.check_world(Config.from_dict(tp), 8)
     both = {**values, "shard_optimizer_state": True}
     assert "shard_optimizer_state=False" in refusal(both, world_size=3)
     cp = {"sharded_data_parallel_degree": 4, "ddp": True, "context_parallel_degree": 2}
     assert "times context_parallel_degree, 6; use a divisor of 6" in refusal(cp, world_size=6)
-    config.check_world(Config.from_dict(cp), 8)
+    processes.check_world(Config.from_dict(cp), 8)
     with_pp = {"sharded_data_parallel_degree": 2, "ddp": True, "partitions": 2}
-    config.check_world(Config.from_dict(with_pp), 4)
+    processes.check_world(Config.from_dict(with_pp), 4)
 
 
 @pytest.mark.parametrize(
@@ -335,17 +336,17 @@ def test_row_13_backend_is_one_that_is_known() -> None:
 
 def test_row_18_later_init_keeps_the_topology() -> None:
     current = Config.from_dict({"partitions": 2})
-    config.check_same_topology(current, Config.from_dict({"partitions": 2, "microbatches": 4}))
+    processes.check_same_topology(current, Config.from_dict({"partitions": 2, "microbatches": 4}))
     for change in ({"partitions": 1}, {"partitions": 2, "placement_strategy": "spread"}):
         with pytest.raises(ValueError, match="already initialized") as error:
-            config.check_same_topology(current, Config.from_dict(change))
+            processes.check_same_topology(current, Config.from_dict(change))
         assert FORM.match(str(error.value))
 
 
 def test_advice_is_given_for_odd_settings() -> None:
     odd = Config.from_dict({"tensor_parallel_degree": 6, "ddp": True})
-    assert "power of two" in config.advice(odd)[0]
-    assert config.advice(Config.from_dict({})) == []
+    assert "power of two" in processes.advice(odd)[0]
+    assert processes.advice(Config.from_dict({})) == []
 
 
 @pytest.mark.parametrize("value", [2**31, 2.0**31, -(10**400), 10**400], ids=range(4))
@@ -381,7 +382,7 @@ def test_any_values_are_accepted_or_refused_in_the_common_form(
 ) -> None:
     try:
         cfg = Config.from_dict(values)
-        config.check_world(cfg, world_size)
+        processes.check_world(cfg, world_size)
     except ValueError as error:
         assert FORM.match(str(error)), error
     else:

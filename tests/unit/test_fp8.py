@@ -50,7 +50,7 @@ def with_gradients(
 def test_a_weight_that_was_rounded_to_codes_by_tensor_has_the_same_products(
     dtype: torch.dtype,
 ) -> None:
-    """By row it has not: its gradient of the input has factors of columns.
+    """Factors of rows do not suffice, since the gradient of the input has factors of columns.
 
     The largest number is rounded down to a power of two times 1.75, so the second factor differs.
     """

@@ -173,7 +173,10 @@ class FakeModel:
         self.hooks: list[Any] = []
         parts = types.SimpleNamespace(remote_parameters=lambda: remote)
         self._engine = types.SimpleNamespace(
-            partitioned=False, parts=parts, after_update=lambda: None
+            partitioned=False,
+            parts=parts,
+            after_update=lambda: None,
+            update_with=lambda updates, scaler: None,
         )
 
     def prepare(self) -> None:

@@ -15,7 +15,8 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from benchmarks.models import Gpt, GptShape
 from smp.commands.plan import layout_texts
-from smp.config.schema import Config, check_world
+from smp.config.processes import check_world
+from smp.config.schema import Config
 from smp.planning import hardware, search
 from smp.planning.estimate import estimate
 from smp.planning.groups import Grid, reach

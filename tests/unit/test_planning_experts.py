@@ -11,7 +11,8 @@ from smp_cli.main import main
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from smp.config.schema import Config, check_world
+from smp.config.processes import check_world
+from smp.config.schema import Config
 from smp.planning.estimate import estimate
 from smp.planning.groups import other_ranks
 from smp.planning.hardware import Hardware, Link

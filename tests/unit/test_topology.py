@@ -113,6 +113,37 @@ def test_every_factoring_keeps_the_documented_identities(
         assert grid.groups("tp") == grid.groups("mp")
 
 
+CONTEXT_LAYOUTS = [
+    (world, pp, tp, cp)
+    for world, pp, tp in LAYOUTS
+    for cp in range(1, world + 1)
+    if world % (pp * tp * cp) == 0
+]
+
+
+@given(st.sampled_from(CONTEXT_LAYOUTS), st.sampled_from([*GOLDEN_RANKS, "CDPT", "PCTD"]))
+def test_ranks_of_one_batch_are_replicas_with_the_same_place_among_batches(
+    layout: tuple[int, int, int, int], strategy: str
+) -> None:
+    world, pp, tp, cp = layout
+    grid = _C.ProcessGrid(world, pp, tp, cp, strategy)
+    kinds = (*KINDS, "cp", "dp_cp", "rdp_cp", "tp_cp")
+    size = {kind: grid.group_size(kind) for kind in kinds}
+    assert size["mp"] * size["rdp_cp"] == size["pp"] * size["dp_cp"] == world
+    assert (size["cp"], size["dp_cp"], size["tp_cp"]) == (cp, cp * size["dp"], cp * tp)
+    for rank in range(world):
+        place = grid.coordinates(rank)
+        assert grid.global_rank(place) == rank and grid.group_rank("cp", rank) == place.cp
+        own = {kind: set(grid.group(kind, rank)) for kind in kinds}
+        assert own["cp"] == own["rdp_cp"] & own["tp_cp"]
+        assert own["dp_cp"] == {r for peer in own["cp"] for r in grid.group("dp", peer)}
+        for peer in own["cp"]:
+            for kind in ("dp", "rdp", "pp", "tp", "mp"):
+                assert grid.group_rank(kind, peer) == grid.group_rank(kind, rank)
+        words = f" cp {place.cp} " if cp > 1 else f"tp {place.tp} rdp"
+        assert words in grid.describe(rank)
+
+
 def test_right_most_letter_varies_fastest() -> None:
     for strategy in GOLDEN_RANKS:
         grid = _C.ProcessGrid(30, 2, 3, 1, strategy)  # rdp 5

@@ -14,7 +14,8 @@ from smp.commands.ending import BadUse, DoesNotFit
 from smp.commands.models import LoadedModel, load_model, quiet_transformers
 from smp.commands.printing import parse_bytes
 from smp.commands.split_form import split_form
-from smp.config.schema import Config, check_world, normalize
+from smp.config.processes import check_world
+from smp.config.schema import Config, normalize
 from smp.config.sources import read_user_config
 from smp.modules.state_bytes import STATE_DTYPES
 from smp.partition.trace import TraceError

@@ -4,8 +4,8 @@
 
 Everything here is a pure function of its arguments. A value passes three gates:
 `normalize` (known key, right type and range), `Config.of_checked` (keys that
-depend on each other), and `check_world`, the rules that need the number of
-processes.
+depend on each other), and `check_world` of `processes.py`, the rules that need
+the number of processes.
 
 Every error reads ``smp config: <key>=<value>: <reason>; <how to fix>``.
 """
@@ -17,7 +17,6 @@ import difflib
 import functools
 import itertools
 import math
-import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -553,76 +552,3 @@ def check_updates(config: Config) -> None:
 
 
 _SHARDED_GRADIENTS = "ranks keep a share of the gradients, and update when they have all of it"
-
-
-# ---- gate 3: the number of processes -----------------------------------------
-
-
-def check_world(config: Config, world_size: int) -> None:
-    """Checks degrees against the number of processes: rows 4, 5 and 10 of the errors.
-
-    Raises:
-        ValueError: degrees do not fit; the text is the same on every rank.
-    """
-    degrees = _degrees_of_replica(config)
-    per_replica = math.prod(degrees.values())
-    if world_size % per_replica != 0:
-        products = itertools.accumulate(degrees.values(), operator.mul)
-        pairs = zip(degrees, products, strict=True)
-        key = next(key for key, product in pairs if world_size % product != 0)
-        raise config_error(
-            key,
-            getattr(config, key),
-            f"{world_size} processes cannot form groups of {' * '.join(degrees)} = "
-            f"{' * '.join(map(str, degrees.values()))} = {per_replica}",
-            f"start a multiple of {per_replica} processes or lower a degree",
-        )
-    pp, tp = config.pipeline_parallel_degree, config.tensor_parallel_degree
-    if world_size > pp and not config.ddp:
-        raise config_error(
-            "ddp",
-            False,
-            f"{world_size} processes with pipeline_parallel_degree {pp} are "
-            f"{world_size // pp} data-parallel ranks",
-            f"set ddp=True or start {pp} processes",
-        )
-    replicas, degree = world_size // (pp * tp), config.sharded_data_parallel_degree
-    if replicas % degree != 0:
-        cp = config.context_parallel_degree
-        size = str(replicas) if cp == 1 else f"times context_parallel_degree, {replicas}"
-        raise config_error(
-            "sharded_data_parallel_degree",
-            degree,
-            f"does not divide the reduced data-parallel size {size}",
-            f"use a divisor of {replicas}",
-        )
-
-
-def _degrees_of_replica(config: Config) -> dict[str, int]:
-    """Returns the degrees whose product is the number of ranks with one batch each."""
-    keys = ["pipeline_parallel_degree", "tensor_parallel_degree"]
-    if config.context_parallel_degree > 1:
-        keys.append("context_parallel_degree")
-    return {key: getattr(config, key) for key in keys}
-
-
-def check_same_topology(current: Config, new: Config) -> None:
-    """Raises ValueError if a second init would change the layout of the ranks."""
-    for key in TOPOLOGY_KEYS:
-        before, after = getattr(current, key), getattr(new, key)
-        if before != after:
-            raise config_error(
-                key,
-                after,
-                f"smp is already initialized with {before!r}",
-                "call smp.shutdown() first or keep the value",
-            )
-
-
-def advice(config: Config) -> list[str]:
-    """Returns warnings about settings that work but are probably not meant."""
-    result = []
-    tp = config.tensor_parallel_degree
-    if tp & (tp - 1):
-        result.append(f"smp config: tensor_parallel_degree={tp} is not a power of two")
-    return result

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp.config import given_files
-from smp.config.schema import CheckedConfig, Config, advice, check_world, normalize
+from smp.config.processes import advice, check_world
+from smp.config.schema import CheckedConfig, Config, normalize
 
 LAUNCHER_VARIABLE = "SM_HP_MP_PARAMETERS"
 

@@ -57,7 +57,7 @@ class Share:
 
 @dataclass
 class Call:
-    """One call of attention.
+    """A call of attention.
 
     Attributes:
         query: ``[B, heads, Q, D]``.
@@ -359,7 +359,7 @@ def _as_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """What a block gives to one of its calls of attention, as its trial has seen.
+    """Parts and wholes among the arguments of a call of attention, as a trial has seen them.
 
     Attributes:
         queries_cut, keys_cut: queries, or keys and values, are of this rank's part of the tokens.

@@ -296,7 +296,7 @@ def _part(x: Tensor, dim: int | None) -> Tensor:
 
 
 def _shortened(name: str, x: Tensor, dim: int | None, length: int, short: int) -> Tensor:
-    """Returns the begin of an argument's tokens; masks are cut along queries and keys."""
+    """Returns the first of an argument's tokens; masks are cut along queries and keys."""
     if dim is not None:
         return x.narrow(dim, 0, short)
     if is_mask(name, x, length):
@@ -346,7 +346,7 @@ class SequenceParts:
     """The blocks of a model that compute this rank's part of each sequence.
 
     Args:
-        rank: this rank.
+        rank: the rank that holds the model.
         root: model, after parts of it were replaced.
         label: returns the name of the model in messages.
         in_step: returns whether the model runs inside of a step function.

@@ -17,7 +17,7 @@ from smp.modules.late import LateTensor
 
 @dataclass(frozen=True)
 class Place:
-    """Where the part of a rank lies in a whole tensor.
+    """The place of the part of a rank in a whole tensor.
 
     Attributes:
         dim: dim along which it is a part.
@@ -91,15 +91,15 @@ class LateWhole(LateTensor):
     place: Place
     _node: Any = None
     _version_read: int = 0
-    _base: tuple[LateWhole, Callable[[Tensor], Tensor]] | None = None
+    _viewed_from: tuple[LateWhole, Callable[[Tensor], Tensor]] | None = None
 
     @staticmethod
     def of(part: Tensor, place: Place) -> LateWhole:
         """Returns the whole of a part.
 
         Args:
-            part: this rank's part.
-            place: its place.
+            part: part of this rank.
+            place: place of the part.
         """
         late: LateWhole = _Late.apply(part, place)
         late.part, late.place, late._node = part, place, _node_of(late)
@@ -113,7 +113,7 @@ class LateWhole(LateTensor):
             function: makes the result of this tensor's numbers.
         """
         late = LateWhole.of(part, place)
-        late._base = self, function
+        late._viewed_from = self, function
         return late
 
     def read(self) -> Tensor:
@@ -124,8 +124,8 @@ class LateWhole(LateTensor):
         return numbers
 
     def _read(self) -> Tensor:
-        if self._base is not None:
-            base, function = self._base
+        if self._viewed_from is not None:
+            base, function = self._viewed_from
             return function(base.read())
         if _node_of(self) is self._node:
             return self.place.gather(self.part)
@@ -139,12 +139,18 @@ class LateWhole(LateTensor):
         It may have changed the numbers in place or hooked on to their gradient, and a checkpoint
         gives the tensor another graph.
         """
-        if _node_of(self) is not self._node or (self._base and not self._base[0].is_as_given()):
+        if _node_of(self) is not self._node or (
+            self._viewed_from and not self._viewed_from[0].is_as_given()
+        ):
             return False
         x = self._numbers
         return x is None or not (
             x._version != self._version_read or x._backward_hooks or x.retains_grad
         )
+
+    @property
+    def source(self) -> Tensor:
+        return self.part
 
     def part_along(self, dim: int) -> Tensor | None:
         """Returns the part, or None if it is another one than a block takes along a dim."""

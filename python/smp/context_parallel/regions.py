@@ -67,7 +67,7 @@ def gather(part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """Concatenates the parts of all ranks; backward: the sum over the ranks, of it the own part.
 
     Args:
-        part: this rank's part.
+        part: part of this rank.
         dim: dim of the concatenation.
         sizes: sizes of the parts along the dim.
     """

@@ -1,8 +1,8 @@
 """Functions of tensors of which a rank has a part of the tokens, without the tokens of others.
 
 What is between the last block and the loss treats tokens alone: a norm, the head, a cap, a cast,
-and the loss up to its sum. These functions take and give parts; all others get whole tensors. Tensors
-beside them are those of the model's code, which all ranks have alike.
+and the loss up to its sum. These functions take and give parts; all others get whole tensors.
+Tensors beside them are those of the model's code, which all ranks have alike.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def apply(func: _Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
     Args:
         func: function that got a `LateWhole`.
-        args, kwargs: its arguments.
+        args, kwargs: arguments of the call.
 
     Returns:
         the result; or NotImplemented if the function needs whole tensors.

@@ -1,11 +1,11 @@
 """A trial whether a block computes the same from a part of the tokens as from all of them.
 
 Before the first call of its kind a block runs twice more, without a graph and without dropout: with
-all tokens, and with this rank's part of them. In the second run attention gives the part of what it
-gave in the first one, so nobody communicates. What attention gets, and what the block gives, then
-has to be this rank's part. A convolution over time, a recurrent mixer, positions by index, a router
-with a capacity or a norm over the sequence give something else. Noise is added to parameters, so
-that a mixer is seen whose weights or gates are zero at first.
+all tokens, and with this rank's part of them. In the second run attention gives the part of what
+it gave in the first one, so ranks do not communicate. What attention gets, and what the block
+gives, then has to be this rank's part. A convolution over time, a recurrent mixer, positions by
+index, a router with a capacity or a norm over the sequence give something else. Noise is added to
+parameters, so that a mixer is seen whose weights or gates are zero at first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Different(Exception):
 
 @dataclass(frozen=True)
 class Leaf:
-    """How a tensor of a part belongs to the one of the whole.
+    """The relation of a tensor of a part to the one of the whole.
 
     Attributes:
         dim: dim along which it is a part; None: all ranks have the same.
@@ -60,7 +60,7 @@ class Verdict:
 
     Attributes:
         problem: reason why the block runs on whole sequences, as the end of a sentence; or None.
-        forms: its calls of attention, with the modules that they belong to.
+        forms: calls of attention, with the modules that they belong to.
         results: tensors of its result, by place.
         added: tensors that it adds to caches and containers among its arguments, in their order.
         counts: whether each whole number in these caches counts its tokens, in their order.
@@ -75,7 +75,7 @@ class Verdict:
 
 @dataclass
 class _Outcome:
-    """What a run has given.
+    """The outcome of a run.
 
     Attributes:
         result: result of the block.
@@ -108,7 +108,7 @@ def try_block(
 
     Args:
         block: block.
-        inner: its forward.
+        inner: forward of the block.
         arguments: makes arguments for all tokens, or with True for this rank's part of them.
         length: number of tokens of the whole.
     """
@@ -249,7 +249,8 @@ def _has_values(parameter: nn.Parameter) -> bool:
 def _noise_for(parameter: nn.Parameter) -> Tensor:
     """Returns noise of the size of usual first weights."""
     fan_in = parameter[0].numel() if parameter.dim() > 1 else 4
-    return torch.randn_like(parameter.data) / max(1, fan_in) ** 0.5
+    noise: Tensor = torch.randn_like(parameter.data) / max(1, fan_in) ** 0.5
+    return noise
 
 
 def is_close(part: Tensor, whole: Tensor) -> bool:

@@ -50,6 +50,11 @@ class LateTensor(Tensor):
         """Makes the numbers, once."""
         raise NotImplementedError
 
+    @property
+    def source(self) -> Tensor:
+        """Returns the tensor from which the numbers are made, which has the graph."""
+        raise NotImplementedError
+
     @classmethod
     def __torch_function__(
         cls,

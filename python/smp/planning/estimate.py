@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from smp.config.schema import check_world
+from smp.config.processes import check_world
 from smp.partition.decision import Decision
 from smp.planning.layout import Layout
 from smp.planning.memory import RankBytes, activations_of, rank_bytes, weights_of

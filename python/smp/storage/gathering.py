@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.modules.flat import tensors_in
 from smp.modules.forwards import Forward, WrapperKind, wrap_forward
+from smp.modules.late import LateTensor
 from smp.storage.units import UnitPlan
 from smp.storage.watched import watch_parameters
 
@@ -49,7 +50,8 @@ def _around(store: _C.ParameterStore, units: list[int]) -> Callable[[Forward], F
             results: list[Tensor] = []
             try:
                 output = forward(*args, **kwargs)
-                results = tensors_in(output)
+                found = tensors_in(output)
+                results = [x.source if isinstance(x, LateTensor) else x for x in found]
             finally:
                 scope.leave(results)
             return output

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import smp._C as _C
 from smp._device import is_accelerator
-from smp.config.schema import check_same_topology
+from smp.config.processes import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import connecting, failure, lanes, nccl, process_hooks, thread_device
 from smp.world.attached import (

@@ -42,6 +42,10 @@ class LateSum(LateTensor):
         self._row.__dict__["_smp_sums_late"] = False
         return regions.reduce(self._term)
 
+    @property
+    def source(self) -> Tensor:
+        return self._term
+
     def own_samples(self) -> Tensor | None:
         """Returns this rank's part along dim 0, or None if the sum was read. Collective."""
         return None if self.was_read else regions.reduce_scatter(self._term, 0)
