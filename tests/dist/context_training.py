@@ -48,7 +48,9 @@ class ContextRun:
 
     @property
     def is_sharded(self) -> bool:
-        return "sharded_data_parallel_degree" in dict(self.config)
+        """Returns whether ranks have gradients of other parameters, or parts of them."""
+        keys = {"sharded_data_parallel_degree", "shard_optimizer_state"}
+        return bool(keys & dict(self.config).keys())
 
     def batch(self, step: int) -> dict[str, Tensor]:
         return batch_of(step, self.lengths, self.num_samples * self.microbatches)

@@ -133,6 +133,9 @@ class LateWhole(LateTensor):
             numbers: Tensor = _Numbers.apply(self)
         return numbers
 
+    def sources(self) -> list[Tensor]:
+        return [self.part, self]
+
     def is_as_given(self) -> bool:
         """Returns whether the part is the tensor that code has.
 
@@ -144,9 +147,10 @@ class LateWhole(LateTensor):
         ):
             return False
         x = self._numbers
-        return x is None or not (
-            x._version != self._version_read or x._backward_hooks or x.retains_grad
-        )
+        if x is None:
+            return True
+        has_hooks = x._backward_hooks or x.retains_grad or (x.is_leaf and x.requires_grad)
+        return x._version == self._version_read and not has_hooks
 
     @property
     def source(self) -> Tensor:
