@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tests.dist.context_training import ContextRun, calls_of, check_runs
 from tests.dist.pool import Pool
-from tests.harness import train_step_of
 
 SHARDED = (("sharded_data_parallel_degree", 2), ("sdp_param_persistence_threshold", 0))
 FEATURES = {

@@ -99,9 +99,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _grads(named: Any) -> dict[str, Tensor]:
-    return {
-        name.removeprefix("module."): p.grad.clone() for name, p in named if p.grad is not None
-    }
+    return {name.removeprefix("module."): p.grad.clone() for name, p in named if p.grad is not None}
 
 
 OUTPUTS: dict[str, tuple[str, dict[str, bool], bool]] = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import smp._C as _C
-from smp.context_parallel import attention, regions
+from smp.context_parallel import attention, regions, token_functions
 from smp.context_parallel.caches import Additions, has_caches, num_tensors
 from smp.context_parallel.late_whole import LateWhole, Place
 from smp.context_parallel.parts import activations_in, is_mask, mapped, token_dim, walk
@@ -365,6 +365,7 @@ class SequenceParts:
         self.blocks: list[Block] = []
         if rank.sizes["cp"] == 1:
             return
+        token_functions.install()
         attention.replaced.begin()
         self._undo.append(attention.replaced.end)
         # Between pipeline ranks a result travels as an ordinary tensor.

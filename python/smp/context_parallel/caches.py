@@ -68,9 +68,7 @@ class Additions:
 
     def counts(self) -> list[int]:
         """Returns by how much whole numbers in caches have grown, such as those of tokens seen."""
-        return [
-            value - self._numbers.get(place, 0) for place, _, value in self._counts()
-        ]
+        return [value - self._numbers.get(place, 0) for place, _, value in self._counts()]
 
     def count(self, more: Sequence[int]) -> None:
         """Adds to the whole numbers in caches, in the same order."""

@@ -14,6 +14,10 @@ from smp.context_parallel import regions
 from smp.context_parallel.parts import Interval
 from smp.modules.late import LateTensor
 
+#: Functions that give parts of parts, or NotImplemented where they need whole tensors. They get the
+#: function that was called, and its arguments; `token_functions` fills the table.
+of_tokens: dict[Any, Callable[..., Any]] = {}
+
 
 @dataclass(frozen=True)
 class Place:
@@ -133,9 +137,6 @@ class LateWhole(LateTensor):
             numbers: Tensor = _Numbers.apply(self)
         return numbers
 
-    def sources(self) -> list[Tensor]:
-        return [self.part, self]
-
     def is_as_given(self) -> bool:
         """Returns whether the part is the tensor that code has.
 
@@ -172,7 +173,10 @@ class LateWhole(LateTensor):
     ) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, LateWhole)]
         if all(x.is_as_given() for x in given):
-            result = _of_parts(func, tuple(args), kwargs or {})
+            known = of_tokens.get(func)
+            result = NotImplemented
+            if known is not None:
+                result = known(func, *args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
         return super().__torch_function__(func, types, args, kwargs)
@@ -181,12 +185,6 @@ class LateWhole(LateTensor):
 def _node_of(late: LateWhole) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return late.grad_fn
-
-
-def _of_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    from smp.context_parallel.token_functions import apply
-
-    return apply(func, args, kwargs)
 
 
 class _Late(torch.autograd.Function):

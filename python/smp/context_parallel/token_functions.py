@@ -8,7 +8,7 @@ Tensors beside them are those of the model's code, which all ranks have alike.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,24 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smp.context_parallel import regions
-from smp.context_parallel.late_whole import LateWhole
+from smp.context_parallel.late_whole import LateWhole, of_tokens
 from smp.nn.linear_cross_entropy import linear_cross_entropy
 
 _Function = Callable[..., Any]
-
-
-def apply(func: _Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Computes a function of parts.
-
-    Args:
-        func: function that got a `LateWhole`.
-        args, kwargs: arguments of the call.
-
-    Returns:
-        the result; or NotImplemented if the function needs whole tensors.
-    """
-    known = _KNOWN.get(func)
-    return NotImplemented if known is None else known(func, *args, **kwargs)
 
 
 # ---- tensors beside each other
@@ -235,7 +221,7 @@ _UNARY = (
     *("contiguous", "clone", "detach"),
 )
 _KEEPING = frozenset(_named("softmax", "log_softmax"))
-_KNOWN: dict[Any, Callable[..., Any]] = {
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_named(*_BINARY, *(f"__{name}__" for name in _DUNDERS)), _elementwise),
     **dict.fromkeys(_named(*_UNARY), _unary),
     **dict.fromkeys(_named("mean", "sum"), _along),
@@ -248,3 +234,8 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     linear_cross_entropy: _linear_cross_entropy,
 }
+
+
+def install() -> None:
+    """Lets tensors of parts use these functions."""
+    of_tokens.update(_FUNCTIONS)

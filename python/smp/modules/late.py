@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,10 +40,6 @@ class LateTensor(Tensor):
             with torch.enable_grad():  # the first reader may be without gradients, others not
                 self._numbers = self._read()
         return self._numbers
-
-    def sources(self) -> list[Tensor]:
-        """Returns the tensors through which its gradient reaches what has made it."""
-        return [self]
 
     @property
     def was_read(self) -> bool:
@@ -89,13 +85,6 @@ class LateTensor(Tensor):
             )
         given = tree_map_only(LateTensor, _detached, (tuple(args), dict(kwargs or {})))
         return func(*given[0], **given[1])
-
-
-def sources_of(results: Iterable[Tensor]) -> list[Tensor]:
-    """Returns the tensors through which gradients of a module's results reach the module."""
-    return [
-        source for x in results for source in (x.sources() if isinstance(x, LateTensor) else [x])
-    ]
 
 
 def _detached(late: LateTensor) -> Tensor:

@@ -11,7 +11,6 @@ import smp._C as _C
 from smp.modules.flat import tensors_in
 from smp.modules.forwards import Forward, WrapperKind, wrap_forward
 from smp.modules.late import LateTensor
-from smp.modules.late import sources_of
 from smp.storage.units import UnitPlan
 from smp.storage.watched import watch_parameters
 
