@@ -220,6 +220,22 @@ class CheckpointedNet(Net):
         return x
 
 
+class CheckpointedHeadNet(Net):
+    """A model that checkpoints its head.
+
+    Args:
+        is_reentrant: the form of the checkpoint.
+    """
+
+    def __init__(self, is_reentrant: bool) -> None:
+        super().__init__(Block(), Block())
+        self.is_reentrant = is_reentrant
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = checkpoint(self.head, x, use_reentrant=self.is_reentrant)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 # ---- forms of calls: blocks compute parts
 
 
@@ -704,6 +720,7 @@ class BackwardHookNet(Net):
                 lambda module, args, result: result * 2 + result.mean(1, True)
             )
             block.register_full_backward_hook(lambda module, grads, of_result: (grads[0] * 0.5,))
+        self.head.register_full_backward_hook(lambda module, grads, of_result: (grads[0] * 3,))
 
 
 def blocks(cls: type[nn.Module], *args: Any, **kwargs: Any) -> list[nn.Module]:
@@ -727,6 +744,8 @@ IN_PARTS: dict[str, Maker] = {
     "checkpoint inside": lambda: Net(*blocks(OwnCheckpoint)),
     "reentrant checkpoint inside": lambda: Net(*blocks(ReentrantCheckpoint)),
     "checkpointed blocks": lambda: CheckpointedNet(False),
+    "checkpointed head": lambda: CheckpointedHeadNet(False),
+    "reentrant checkpointed head": lambda: CheckpointedHeadNet(True),
     "called twice": lambda: TwiceNet(*blocks(Block)),
     "shared": SharedNet,
     "keywords": lambda: KeywordNet(*blocks(Block)),

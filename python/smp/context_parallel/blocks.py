@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_map_only
 
 import smp._C as _C
 from smp.context_parallel import attention, regions, token_functions
-from smp.context_parallel.caches import Additions, has_caches
+from smp.context_parallel.caches import Additions, has_caches, num_tensors
 from smp.context_parallel.late_whole import LateWhole, Place
 from smp.context_parallel.parts import activations_in, is_mask, mapped, token_dim, walk
 from smp.context_parallel.trial import Leaf, Verdict, try_block
 from smp.dropout import places
 from smp.modules import collected
 from smp.modules.argument_containers import ArgumentContainers
+from smp.modules.flat import is_cache
 from smp.modules.forwards import Forward, WrapperKind, wrap_forward
 from smp.modules.late import LateTensor
 from smp.modules.tracing import is_tracing
@@ -144,6 +145,8 @@ class Block:
                 "a dictionary among its arguments, in which there are tensors of all tokens; "
                 "context_parallel_degree needs these in a container of their own"
             )
+        others = length - regions.own(length).size
+        added.count([others * is_of_tokens for is_of_tokens in verdict.counts])
         parts = zip(added.tensors(), verdict.added, strict=True)
         added.replace([_late(x, leaf, length, num_samples) for x, leaf in parts])
 
@@ -207,6 +210,11 @@ class Block:
         is_right = regions.all_say(verdict.problem is None, f"parts of sequences in '{self.name}'")
         if not is_right:
             verdict = Verdict(regions.first_text(verdict.problem, self._device()))
+        if verdict.added:
+            # The last rank's window of a cache is that of the whole; only others see that it is one.
+            most = regions.largest([leaf.most or 0 for leaf in verdict.added], self._device())
+            pairs = zip(verdict.added, most, strict=True)
+            verdict.added = [Leaf(2, most=n) if n else leaf for leaf, n in pairs]
         return self._told(verdict)
 
     def _told(self, verdict: Verdict) -> Verdict:
@@ -246,6 +254,8 @@ def _flags_of(named: dict[str, Any]) -> Iterator[Any]:
     for name, value in named.items():
         if type(value) in _FLAGS:
             yield name, _flag_of(value)
+        elif is_cache(value):  # attention reads what it holds
+            yield name, num_tensors(value)
 
 
 def _names_of(module: nn.Module) -> list[str]:
@@ -320,12 +330,15 @@ def _late(part: Tensor, leaf: Leaf, length: int, num_samples: int) -> Tensor:
 def find_blocks(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns the modules that lists and sequences of a model hold, the outermost ones."""
     found: list[tuple[str, nn.Module]] = []
+    known = set[nn.Module]()
 
     def search(prefix: str, module: nn.Module) -> None:
         for key, child in module.named_children():
             name = f"{prefix}.{key}" if prefix else key
             if isinstance(module, nn.ModuleList | nn.Sequential) and _is_block(child):
-                found.append((name, child))
+                if child not in known:
+                    found.append((name, child))
+                known.add(child)
             else:
                 search(name, child)
 

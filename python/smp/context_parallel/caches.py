@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +18,11 @@ _Put = Callable[[Any], None]
 def has_caches(values: Iterable[Any]) -> bool:
     """Returns whether caches of attention are among arguments."""
     return any(is_cache(value) for value in values)
+
+
+def num_tensors(cache: Any) -> int:
+    """Returns the number of tensors in a cache: it is larger once a block has tokens in it."""
+    return sum(1 for _ in _places(cache, _nowhere, set()))
 
 
 def copied(value: Any) -> Any:
@@ -46,6 +51,7 @@ class Additions:
         caches = [value for value in values if is_cache(value)]
         self._holders = [*caches, *self._containers.containers]
         self._known = {id(tensor): tensor for _, tensor in self._every()}
+        self._numbers = {place: value for place, _, value in self._counts()}
 
     def tensors(self) -> list[Tensor]:
         """Returns new tensors, in the order of their places."""
@@ -59,6 +65,21 @@ class Additions:
             for item in items
             if not isinstance(item, Tensor | list | dict | tuple) or is_number(item)
         ]
+
+    def counts(self) -> list[int]:
+        """Returns by how much whole numbers in caches have grown, such as those of tokens seen."""
+        return [value - self._numbers.get(place, 0) for place, _, value in self._counts()]
+
+    def count(self, more: Sequence[int]) -> None:
+        """Adds to the whole numbers in caches, in the same order."""
+        for (_, put, value), amount in zip(list(self._counts()), more, strict=True):
+            put(value + amount)
+
+    def _counts(self) -> Iterator[tuple[Any, _Put, int]]:
+        for holder in _objects([x for x in self._holders if is_cache(x)], set()):
+            for key, value in list(holder.__dict__.items()):
+                if type(value) is int:
+                    yield (id(holder), key), _in(holder.__dict__, key), value
 
     def replace(self, tensors: Iterable[Tensor]) -> None:
         """Puts others in the places of new tensors, in the same order."""
@@ -77,6 +98,20 @@ class Additions:
         for place in self._every():
             if id(place[1]) not in self._known:
                 yield place
+
+
+def _objects(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yields a cache's parts with attributes, in lists and attributes."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _objects(item, seen)
+    elif _is_of_cache(value):
+        yield value
+        for item in list(value.__dict__.values()):
+            yield from _objects(item, seen)
 
 
 def _nowhere(value: Any) -> None:

@@ -148,9 +148,10 @@ class LateWhole(LateTensor):
         ):
             return False
         x = self._numbers
-        return x is None or not (
-            x._version != self._version_read or x._backward_hooks or x.retains_grad
-        )
+        if x is None:
+            return True
+        has_hooks = x._backward_hooks or x.retains_grad or (x.is_leaf and x.requires_grad)
+        return x._version == self._version_read and not has_hooks
 
     @property
     def source(self) -> Tensor:

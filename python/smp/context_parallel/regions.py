@@ -123,12 +123,27 @@ def first_text(text: str | None, device: torch.device) -> str:
         text: text of this rank, of which up to 250 bytes are sent; or None.
         device: device of tensors of this group.
     """
-    ranks = group()
     codes = list((text or "").encode()[:_MOST_BYTES].ljust(_MOST_BYTES, b"\0"))
-    part = torch.tensor([codes], dtype=torch.float32, device=device)
-    every = ranks.gather(part, 0, [1] * ranks.size, True).tolist()
-    texts = [bytes(map(int, row)).rstrip(b"\0").decode(errors="ignore") for row in every]
+    rows = _rows(codes, device)
+    texts = [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
     return next(text for text in texts if text)
+
+
+def largest(numbers: Sequence[int], device: torch.device) -> list[int]:
+    """Returns the largest of each number over the ranks. Collective.
+
+    Args:
+        numbers: equally many on each rank, below 2^24.
+        device: device of tensors of this group.
+    """
+    return [max(column) for column in zip(*_rows(numbers, device), strict=True)]
+
+
+def _rows(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Returns the numbers of all ranks."""
+    part = torch.tensor([list(numbers)], dtype=torch.float32, device=device)
+    every = gather(part, 0, [1] * group().size)
+    return [[int(number) for number in row] for row in every.tolist()]
 
 
 _MOST_BYTES = 250

@@ -63,12 +63,14 @@ class Verdict:
         forms: calls of attention, with the modules that they belong to.
         results: tensors of its result, by place.
         added: tensors that it adds to caches and containers among its arguments, in their order.
+        counts: whether each whole number in these caches counts its tokens, in their order.
     """
 
     problem: str | None = None
     forms: list[tuple[Any, Form]] = field(default_factory=list)
     results: dict[str, Leaf] = field(default_factory=dict)
     added: list[Leaf] = field(default_factory=list)
+    counts: list[bool] = field(default_factory=list)
 
 
 @dataclass
@@ -81,6 +83,7 @@ class _Outcome:
         buffers: buffers that it has written, by name.
         added: new tensors in caches and containers among the arguments.
         told: other new items of containers.
+        counts: growth of whole numbers in caches.
         writes_arguments: whether it has changed tensors among its arguments in place.
     """
 
@@ -89,6 +92,7 @@ class _Outcome:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     added: list[Tensor] = field(default_factory=list)
     told: list[Any] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
     writes_arguments: bool = False
 
 
@@ -159,6 +163,7 @@ def _run(
         outcome.writes_arguments = versions != now[: len(versions)]
         outcome.added = added.tensors()
         outcome.told = added.others()
+        outcome.counts = added.counts()
 
     run_aside(block, run, args, kwargs)
     return outcome
@@ -330,7 +335,21 @@ def _compare(whole: _Outcome, own: _Outcome, checker: _Checker, length: int) -> 
         _added_leaf(part, of_all, length)
         for part, of_all in zip(own.added, whole.added, strict=True)
     ]
-    return Verdict(None, checker.forms, results, added)
+    return Verdict(None, checker.forms, results, added, _counts(whole, own, length))
+
+
+def _counts(whole: _Outcome, own: _Outcome, length: int) -> list[bool]:
+    """Returns which numbers in caches count tokens.
+
+    Raises:
+        Different: one does something else.
+    """
+    part = regions.own(length).size
+    if len(whole.counts) == len(own.counts):
+        pairs = list(zip(whole.counts, own.counts, strict=True))
+        if all(a == b or (a, b) == (length, part) for a, b in pairs):
+            return [a != b for a, b in pairs]
+    raise Different("it counts something else in its cache for a part of the tokens")
 
 
 @dataclass
