@@ -213,10 +213,11 @@ def judge(result: Result, records: list[Record], alone: list[Record], job: Job) 
         num_blocks, num_cut = (
             sum(getattr(r, name) for r in records) for name in ("num_blocks", "num_cut")
         )
+        whole = next((problem for r in records for problem in r.problems), "no block with tokens")
         if num_cut == 0:
-            result.reason = "nothing was split"
+            result.reason = f"nothing was split ({whole})"
         elif num_cut < num_blocks:
-            result.reason = f"{num_cut / num_blocks:.0%} of the blocks compute parts"
+            result.reason = f"{num_cut / num_blocks:.0%} of the blocks compute parts ({whole})"
     if comparison.over:
         result.outcome = NAN if comparison.is_nan else DIFFERENT
         result.reason = comparison.over[0]

@@ -55,6 +55,7 @@ class Record:
     num_planned: int = 0  # parts that a plan has split
     num_blocks: int = 0  # that may compute parts of sequences
     num_cut: int = 0  # that did
+    problems: list[str] = field(default_factory=list)  # of blocks with whole sequences
     elements: int = 0  # of the parameters that this rank holds
 
 
@@ -271,6 +272,7 @@ def train_together(rank: int, job: Job) -> Record:
     blocks = wrapped._engine.sequences.blocks
     record.num_blocks = sum(block.num_cut + block.num_whole > 0 for block in blocks)
     record.num_cut = sum(block.num_cut > 0 for block in blocks)
+    record.problems = [f"{b.name}: {problem}" for b in blocks for problem in b.problems]
     record.remote_calls = smp.metrics.server_stats()["remote_calls"]
     return record
 

@@ -18,6 +18,7 @@ from smp.context_parallel.caches import Additions, has_caches, num_tensors
 from smp.context_parallel.late_whole import LateWhole, Place
 from smp.context_parallel.parts import activations_in, is_mask, mapped, token_dim, walk
 from smp.context_parallel.trial import Leaf, Verdict, try_block
+from smp.dropout import places
 from smp.modules import collected
 from smp.modules.argument_containers import ArgumentContainers
 from smp.modules.flat import is_cache
@@ -46,6 +47,8 @@ class _Run:
     length: int
 
 
+_BY_PLACE: Kind = ((), (places.KEY,))
+_MASKS_OF_PARTS = f"dropout masks of a part would be others than those of the whole ({places.KEY})"
 _RUN = "_smp_run"  # keyword that carries it, because checkpoints hand arguments to second runs
 
 
@@ -100,11 +103,14 @@ class Block:
 
         Outside of it all ranks draw alike.
         """
-        if self._rates is None:
-            self._rates = rates_in(self.module)
-        if not self.module.training or not any_drops(self._rates):
+        if not self._drops():
             return nullcontext()
         return draws_from(regions.group().own_seed(), self._device())
+
+    def _drops(self) -> bool:
+        if self._rates is None:
+            self._rates = rates_in(self.module)
+        return self.module.training and any_drops(self._rates)
 
     def _call(self, inner: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = self._named(args, kwargs)
@@ -113,6 +119,10 @@ class Block:
             return self._whole(inner, args, kwargs)
         num_samples, length = dict(_walked(named))[found].shape[:2]
         if length < regions.group().size or _collects_inside() or not _may_run(named):
+            return self._whole(inner, args, kwargs)
+        if places.current() is not None and self._drops():
+            if _BY_PLACE not in self._verdicts:
+                self._verdicts[_BY_PLACE] = self._told(Verdict(_MASKS_OF_PARTS))
             return self._whole(inner, args, kwargs)
         kinds = tuple((name, _token_dim(name, x, length)) for name, x in _walked(named))
         kind = (kinds, (*_flags_of(named), *self._flags()))
@@ -392,6 +402,18 @@ class SequenceParts:
             return output if self._in_step() else tree_map_only(LateTensor, _read, output)
 
         return forward
+
+    def refuse_compiled(self, is_compiled: bool) -> None:
+        """Raises ValueError if `torch.compile` compiles modules of a model with such blocks.
+
+        Compiled code would keep the way that attention took when it was compiled.
+        """
+        if is_compiled and self.blocks:
+            raise ValueError(
+                f"{_C.rank_prefix()}smp config: context_parallel_degree={regions.group().size}: "
+                f"torch.compile compiles modules of model {self._label()}, and cannot follow "
+                "blocks that compute parts of sequences; do not compile it, or set the degree to 1"
+            )
 
     def tell(self) -> None:
         """Says after the first step how many blocks computed parts; once."""

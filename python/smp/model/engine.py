@@ -336,6 +336,7 @@ class Engine:
             may_overlap: whether gradients may be reduced during backward.
         """
         self.refuse_whole()
+        self.sequences.refuse_compiled(self.compiled.is_on)
         self.joins_step = True
         if self.pipeline is not None:
             self.pipeline.modules.mode = ""
