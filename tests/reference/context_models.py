@@ -7,6 +7,7 @@ computes in one process is the reference.
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -237,6 +238,13 @@ class CheckpointedHeadNet(Net):
 
 
 # ---- forms of calls: blocks compute parts
+
+
+class RandomBlock(Block):
+    """Draws in Python whether it doubles its tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(2 * x if random.random() < 0.5 else x)
 
 
 class TwiceNet(Net):
@@ -746,6 +754,7 @@ IN_PARTS: dict[str, Maker] = {
     "checkpointed blocks": lambda: CheckpointedNet(False),
     "checkpointed head": lambda: CheckpointedHeadNet(False),
     "reentrant checkpointed head": lambda: CheckpointedHeadNet(True),
+    "random numbers of Python": lambda: Net(*blocks(RandomBlock)),
     "called twice": lambda: TwiceNet(*blocks(Block)),
     "shared": SharedNet,
     "keywords": lambda: KeywordNet(*blocks(Block)),
@@ -807,8 +816,9 @@ MODELS: dict[str, Maker] = {
 
 
 def build(name: str) -> nn.Module:
-    """Makes a model in float64; each call gives the same weights."""
+    """Makes a model in float64 and seeds Python's generator; each call gives the same weights."""
     torch.manual_seed(3)
+    random.seed(3)
     return MODELS[name]().double()
 
 

@@ -11,6 +11,7 @@ parameters, so that a mixer is seen whose weights or gates are zero at first.
 from __future__ import annotations
 
 import contextlib
+import random
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -152,10 +153,12 @@ def _run(
         of_files = ArgumentContainers(list(_globals_of(block)), objects=False)
         added = Additions([*args, *kwargs.values()])
         versions = [x._version for x in tensors_in([*args, *kwargs.values()])]
+        draws = random.getstate()
         try:
             with torch.no_grad(), attention.handled_by(handler), _without_dropout(block):
                 outcome.result = inner(*args, **kwargs)
         finally:
+            random.setstate(draws)
             outcome.left = list(watch.compare().tensors)
             outcome.left += _restored(of_files)
             outcome.buffers = _written(block, buffers)
