@@ -74,6 +74,10 @@ def planned_job(optimizer: bool) -> Job:
     return Job("planned", 2, config, 10)
 
 
+def context_job(tokens: int, repeats: int) -> Job:
+    return Job("context_parallel", 2, {"llama": LONG, "tokens": tokens}, repeats)
+
+
 # One layer below a head that is most of the model.
 WORDY = {
     "vocab_size": 32768, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
@@ -99,6 +103,11 @@ def matrix_job(num_ranks: int) -> Job:
 HEAD = {"tokens": 1024, "hidden": 256, "vocab_size": 16000}
 DTYPES = ("float32", "bfloat16")
 
+LONG = {
+    "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 65536,
+}  # fmt: skip
+
 # Bytes and number of messages per turn.
 MESSAGES = [[64, 500], [4096, 500], [524288, 100], [8388608, 10]]
 
@@ -121,6 +130,9 @@ JOBS = (
     Job("tensor_parallel", 2, {"shape": SPLIT, "batch_size": 4}, 10),
     planned_job(optimizer=False),
     planned_job(optimizer=True),
+    context_job(4096, 10),
+    context_job(8192, 7),
+    context_job(16384, 3),
     Job("experts", 2, {"mixtral": MIXTURE, "batch_size": 4, "sequence": 128}, 15),
     *(head_job("float32", prescaled) for prescaled in (False, True)),
     head_job("bfloat16", False),
@@ -167,7 +179,7 @@ def run_job(job: Job, repeats: int) -> list[dict[str, Any]]:
     """Results of one benchmark."""
     arguments = [f"--repeats={repeats}"]
     environment: Mapping[str, str] = os.environ
-    if job.script in ("memory", "planned_head"):
+    if job.script in ("memory", "planned_head", "context_parallel"):
         environment = preloaded(environment, REPO / "build" / "bench")
     return launch(job.script, job.num_processes, job.config, environment, TIMEOUT_S, arguments)
 
@@ -178,7 +190,8 @@ def headline(result: dict[str, Any]) -> str:
         config["hidden"] = result["config"]["shape"]["hidden"]
     skipped = {"benchmark", "contender", "config", "environment", "repeats", "warmup"}
     values = {k: v for k, v in result.items() if k not in skipped}
-    words = [f"{k}={v}" for k, v in config.items()] + [f"{k}={v:.5g}" for k, v in values.items()]
+    words = [f"{k}={v}" for k, v in config.items()]
+    words += [f"{k}={v:.5g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items()]
     return f"{result['benchmark']} {result['contender']}: " + " ".join(words)
 
 

@@ -211,7 +211,7 @@ class Block:
         if not is_right:
             verdict = Verdict(regions.first_text(verdict.problem, self._device()))
         if verdict.added:
-            # The last rank's window of a cache is that of the whole; only others see that it is one.
+            # The last rank's window of a cache is that of the whole: only others see a window.
             most = regions.largest([leaf.most or 0 for leaf in verdict.added], self._device())
             pairs = zip(verdict.added, most, strict=True)
             verdict.added = [Leaf(2, most=n) if n else leaf for leaf, n in pairs]
