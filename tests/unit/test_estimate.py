@@ -194,6 +194,13 @@ def test_pipeline_ranks_keep_what_the_schedule_says() -> None:
     assert first.elements + last.elements == whole.elements
 
 
+def test_parts_of_sequences_have_their_share_of_activations() -> None:
+    whole = _estimate({"ddp": True}, 2, 2).stages[0]
+    parts = _estimate({"ddp": True, "context_parallel_degree": 2}, 2, 2).stages[0]
+    assert parts.microbatch_bytes == pytest.approx(whole.microbatch_bytes / 2, rel=0.01)
+    assert parts.elements == whole.elements
+
+
 @pytest.mark.sample(keep=0)
 def test_split_layers_have_half_of_the_state_and_their_own_samples() -> None:
     whole, half = (_estimate({"tensor_parallel_degree": n}, n, 2).stages[0] for n in (1, 2))

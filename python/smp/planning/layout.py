@@ -119,6 +119,11 @@ class Layout:
         return self.pp * self.tp * self.replicas
 
     @property
+    def computed_samples(self) -> float:
+        """Returns the samples of a microbatch that a rank computes, in parts of sequences."""
+        return self.microbatch / self.cp
+
+    @property
     def replicas(self) -> int:
         """Returns the number of ranks with equal parameters; `cp` of them read one batch."""
         return self.rdp * self.cp

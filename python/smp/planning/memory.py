@@ -123,7 +123,7 @@ def weights_of(content: Content, layout: Layout) -> Weights:
 
 def activations_of(content: Content, weights: Weights, layout: Layout, kept: int) -> Activations:
     """Returns the activations of a rank that keeps those of `kept` microbatches."""
-    shares, samples, width = layout.shares, layout.microbatch, layout.width
+    shares, samples, width = layout.shares, layout.computed_samples, layout.width
     bytes_kept = again = tensor = inputs = largest_input = tied = 0.0
     parts = [(part, count, kept) for part, count in content.kinds]
     # The activations of a tail are freed at once, as on the last rank.

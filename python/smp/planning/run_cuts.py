@@ -103,7 +103,7 @@ def scaled(model: TracedModel, traced: Trace, layout: Layout) -> Trace:
         traced: a trace of it.
         layout: layout of the run.
     """
-    samples, shares = layout.microbatch, layout.shares
+    samples, shares = layout.computed_samples, layout.shares
 
     def kept(idx: int, num_bytes: float) -> int:
         return int(samples * model.kept(idx, num_bytes, layout.spreads_experts).on(shares))
@@ -122,7 +122,7 @@ def scaled(model: TracedModel, traced: Trace, layout: Layout) -> Trace:
         values=tuple(
             replace(
                 value,
-                num_bytes=int(shares.whole * samples * value.num_bytes),
+                num_bytes=int(shares.whole * layout.microbatch * value.num_bytes),
                 flops=samples * value.flops,
                 activation_bytes=kept(value.producer, value.activation_bytes),
             )

@@ -50,7 +50,7 @@ def stage_time(stage: Stage, layout: Layout, grid: Grid, hardware: Hardware) -> 
     forward = backward = again = copies = 0.0
     exchanged, returned = Cost(), Cost()
     for part, count in stage.kinds:
-        many = count * layout.microbatch
+        many = count * layout.computed_samples
         own = many * part.forward.on(layout.shares) / rate
         forward += own
         backward += many * part.backward.on(layout.shares) / rate
