@@ -58,7 +58,7 @@ class ContextRun:
 
 @dataclass
 class Calls:
-    """How a block has computed.
+    """The calls of a block.
 
     Attributes:
         in_parts, whole: numbers of calls.
@@ -99,7 +99,7 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train(rank: int, runs: Sequence[ContextRun]) -> list[Trained | str]:
-    """Trains one run after the other; one that raises gives the error's text."""
+    """Trains one run after the other; a run that raises gives the error's text."""
     import smp
 
     records: list[Trained | str] = []

@@ -19,7 +19,7 @@ CASES = (
 
 
 def check_parts(run: Run, records: Sequence[RankRecord], least: int = 4) -> None:
-    """All blocks that ran have computed parts only."""
+    """Blocks that ran have computed parts only."""
     num_blocks = 0
     for record in records:
         for name, (num_cut, problems) in record.parts.items():

@@ -10,7 +10,8 @@ import pytest
 
 from tests.dist.context_training import ContextRun, check_numbers, check_runs, train
 from tests.dist.pool import Pool
-from tests.reference.context_models import IN_PARTS, LATER, UNSEEN, WHOLE
+from tests.reference.context_mixing import LATER, UNSEEN, WHOLE
+from tests.reference.context_parts import IN_PARTS
 from tests.samples import part_of
 
 

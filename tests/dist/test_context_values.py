@@ -1,4 +1,4 @@
-"""What a script reads of a model whose blocks compute parts of sequences, as in one process."""
+"""A script reads the same of a model whose blocks compute parts as it does in one process."""
 
 from __future__ import annotations
 
