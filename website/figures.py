@@ -151,6 +151,11 @@ def _head(lines: Sequence[Line]) -> str:
     return ratio_chart(rows, "time with split logits / time with gathered ones")
 
 
+def _long_sequences(lines: Sequence[Line]) -> str:
+    rows = [_ratio(line, f"{line['config']['tokens']} tokens") for line in lines]
+    return ratio_chart(rows, "time of a step on two ranks / time of one process")
+
+
 def _experts(lines: Sequence[Line]) -> str:
     words = {"experts": "each rank has half of the experts", "features": "half of each expert"}
     words["exchange"] = "sending and bringing back alone"
@@ -265,6 +270,9 @@ FIGURES = (
     Figure("Head and loss over a split vocabulary", "planned_head_epyc2_202611",
            "A Qwen3 of one layer with 32768 words on two ranks.",
            _ratios_of("planned_head"), _head),
+    Figure("Sequences that two ranks share", "context_parallel_epyc2_202611",
+           "A Llama of four layers with one sequence, against one process on each rank.",
+           lambda line: line["contender"] == "smp", _long_sequences, repeats="6, 4 and 3"),
     Figure("Experts over two ranks", "experts_epyc2_202611",
            "A Mixtral of two layers with eight experts, three runs.",
            _ratios_of("experts"), _experts),

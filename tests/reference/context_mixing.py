@@ -416,7 +416,7 @@ UNSEEN: dict[str, Maker] = {
     "loss of the backward": lambda: Net(*blocks(HiddenLossBlock)),
     "hook of a gradient inside": lambda: Net(*blocks(HookBlock)),
 }
-#: a model that mixes tokens far apart, and one that changes a list with tokens
+#: models that mix tokens far apart, or change a list with tokens
 OTHERS: dict[str, Maker] = {
     "dilation": lambda: Net(*blocks(ConvolutionBlock, 64)),
     "list": lambda: ListNet(*blocks(ListBlock)),

@@ -237,6 +237,41 @@ class GradientHookNet(Net):
         return x
 
 
+class LossNet(Net):
+    """Computes what models compute behind their blocks: caps, masks, norms and losses."""
+
+    def __init__(self) -> None:
+        super().__init__(Block(), Block())
+        self.norm = nn.RMSNorm(WIDTH)
+        self.register_buffer("weights", torch.linspace(0.5, 2, self.head.out_features))
+        self.weights: Tensor
+        self.head.weight = self.embedding.weight
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        normed = self.norm(x) * x.pow(2).mean(-1, keepdim=True).add(1).rsqrt()
+        logits = 5 * torch.tanh(self.head(normed).double() / 5)
+        late = labels.clone()
+        late[:, : labels.shape[1] // 2 + 1] = -100  # the first rank has no label
+        rows, of_rows = logits.view(-1, logits.shape[-1]), labels.flatten()
+        kept = (labels % 3 > 0)[..., None]
+        each = F.cross_entropy(logits.transpose(1, 2), late, reduction="none")
+        return sum(  # type: ignore[return-value]
+            [
+                F.cross_entropy(rows, late.flatten()),
+                F.cross_entropy(rows, of_rows, weight=self.weights, label_smoothing=0.1),
+                F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()),
+                F.cross_entropy(rows, of_rows, reduction="sum") / 50,
+                (each * torch.arange(labels.shape[1])).mean() / 10,
+                (each / (1 + each.detach().max())).square().sum() / 10,
+                F.nll_loss(F.log_softmax(logits, -1).flatten(0, 1), of_rows),
+                1e-2 * logits.logsumexp(-1).square().mean(),
+                ((x - normed) * kept).square().mean(),
+                x.mean((1, 2)).square().sum() + x.sum(-1).mean(0).square().mean(),
+                F.mse_loss(x, x.detach().roll(1, 1)),
+            ]
+        )
+
+
 class FrozenNet(Net):
     """Trains the head, and what belongs to one block."""
 
@@ -303,5 +338,6 @@ IN_PARTS: dict[str, Maker] = {
     "hooks of gradients": lambda: GradientHookNet(*blocks(Block)),
     "hooks of blocks": BackwardHookNet,
     "layers of PyTorch": lambda: TimeFirstNet(True),
+    "losses": LossNet,
     "frozen": FrozenNet,
 }
