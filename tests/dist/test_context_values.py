@@ -54,10 +54,23 @@ def assert_same(found: Any, expected: Any, what: str) -> None:
 # ---- what a call returns
 
 
-def read_outputs(rank: int, name: str, asked: dict[str, bool], cp: int) -> Any:
+def read_outputs(
+    rank: int, name: str, asked: dict[str, bool], cp: int, is_reentrant: bool | None = None
+) -> Any:
+    """Returns what a call returns, gradients, and the number of calls of blocks in parts.
+
+    Args:
+        name: family.
+        asked: keyword arguments of the call.
+        cp: number of ranks that compute parts.
+        is_reentrant: form of the checkpoints of transformers; None for no checkpoints.
+    """
     import smp
 
-    model = plain_model(name, "eager" if "output_attentions" in asked else "sdpa")
+    model: Any = plain_model(name, "eager" if "output_attentions" in asked else "sdpa")
+    if is_reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+        model.model.layers[1].mlp.register_forward_hook(_count_second_run)
     ids = ids_of(7)
     if cp > 1:
         model = wrap(model, cp)
@@ -70,6 +83,7 @@ def read_outputs(rank: int, name: str, asked: dict[str, bool], cp: int) -> Any:
             if output.get(key) is not None
         } | {"loss": output["loss"], "logits": output["logits"] * 1}
 
+    second_runs.clear()
     if cp == 1:
         expected = run(ids)
         expected["loss"].backward()
@@ -83,7 +97,18 @@ def read_outputs(rank: int, name: str, asked: dict[str, bool], cp: int) -> Any:
 
     found = {key: _first(value) for key, value in step(ids).items()}
     num_cut = sum(calls.in_parts for calls in calls_of(model).values())
+    if is_reentrant is not None:
+        assert second_runs == [4 - smp.cp_rank()]  # of 7 tokens
     return _numbers(found), _grads(model.local_named_parameters()), num_cut
+
+
+second_runs: list[int] = []
+
+
+def _count_second_run(module: Any, args: Any, result: Any) -> None:
+    task = torch._C._current_graph_task_id()
+    if task != -1:  # inside of a backward
+        second_runs.append(result.shape[1])
 
 
 def _first(value: Any) -> Any:
@@ -121,6 +146,17 @@ def test_outputs_are_those_of_one_process(pool: Pool, what: str) -> None:
         assert found.keys() == expected.keys() and len(found) == 2 + len(asked)
         assert_same(found, expected, what)
         assert_same(found_grads, grads, f"gradients of {what}")
+
+
+@pytest.mark.sample(keep=0)
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpoints_of_transformers_train_like_one_process(
+    pool: Pool, is_reentrant: bool
+) -> None:
+    ((_, grads, _),) = pool.run(1, read_outputs, "Llama", {}, 1)
+    for _, found, num_cut in pool.run(2, read_outputs, "Llama", {}, 2, is_reentrant):
+        assert num_cut == 2
+        assert_same(found, grads, "gradients")
 
 
 # ---- evaluation, and decoding with a cache
