@@ -150,9 +150,7 @@ def test_outputs_are_those_of_one_process(pool: Pool, what: str) -> None:
 
 @pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("is_reentrant", [False, True])
-def test_checkpoints_of_transformers_train_like_one_process(
-    pool: Pool, is_reentrant: bool
-) -> None:
+def test_checkpoints_of_transformers_train_like_one_process(pool: Pool, is_reentrant: bool) -> None:
     ((_, grads, _),) = pool.run(1, read_outputs, "Llama", {}, 1)
     for _, found, num_cut in pool.run(2, read_outputs, "Llama", {}, 2, is_reentrant):
         assert num_cut == 2
