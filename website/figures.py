@@ -272,7 +272,7 @@ FIGURES = (
            _ratios_of("planned_head"), _head),
     Figure("Sequences that two ranks share", "context_parallel_epyc2_202611",
            "A Llama of four layers with one sequence, against one process on each rank.",
-           lambda line: line["contender"] == "smp", _long_sequences, repeats="6, 4 and 3"),
+           lambda line: line["contender"] == "smp", _long_sequences, repeats="6 and 4"),
     Figure("Experts over two ranks", "experts_epyc2_202611",
            "A Mixtral of two layers with eight experts, three runs.",
            _ratios_of("experts"), _experts),
