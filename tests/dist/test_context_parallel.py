@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.context_training import ContextRun, check_numbers, check_runs, train
+from tests.dist.context_training import ContextRun, check_runs, train
 from tests.dist.pool import Pool
-from tests.reference.context_mixing import LATER, UNSEEN, WHOLE
+from tests.reference.context_mixing import LATER, WHOLE
 from tests.reference.context_parts import IN_PARTS
 from tests.samples import part_of
 
@@ -79,13 +79,3 @@ def test_a_list_with_tokens_that_a_block_changes_is_refused_by_name(pool: Pool) 
     for (error,) in pool.run(2, train, [ContextRun("list")]):
         assert isinstance(error, str)
         assert "'blocks.0' (ListBlock) changes a list or a dictionary among its arguments" in error
-
-
-@pytest.mark.sample(keep=0)
-@pytest.mark.xfail(strict=True, reason="a trial runs forward only", raises=AssertionError)
-@pytest.mark.parametrize("name", UNSEEN)
-def test_what_only_the_backward_mixes_is_seen(pool: Pool, name: str) -> None:
-    run = ContextRun(name)
-    for (record,) in pool.run(2, train, [run]):
-        assert not isinstance(record, str)
-        check_numbers(run, record)

@@ -376,7 +376,7 @@ class InputNet(Net):
         return x
 
 
-_QUERY = "the query of its attention is another one for a part of the tokens"
+_QUERY = " is another one for a part of the tokens"  # queries, or on the first rank gradients
 _RESULT = "result is another one for a part of the tokens"
 _LEFT = "it leaves tensors in attributes that depend on the tokens"
 #: models of which no block computes parts, and the reason
@@ -404,17 +404,14 @@ WHOLE: dict[str, tuple[Maker, str]] = {
     "training only": (lambda: Net(*blocks(TrainingBlock)), _QUERY),
     "zero weights": (lambda: Net(*blocks(ConvolutionBlock, 1, True)), _QUERY),
     "argument in place": (lambda: InputNet(*blocks(InputBlock)), "it changes its arguments"),
+    "loss of the backward": (lambda: Net(*blocks(HiddenLossBlock)), "its gradient is another one"),
+    "hook of a gradient inside": (lambda: Net(*blocks(HookBlock)), "its gradient is another one"),
 }
 #: models whose blocks compute parts until they begin to mix tokens
 LATER: dict[str, Maker] = {
     "flag": FlagNet,
     "attribute": SwitchedNet,
     "calls": lambda: Net(*blocks(ScheduleBlock)),
-}
-#: models whose blocks a trial takes for others, because only their backward mixes tokens
-UNSEEN: dict[str, Maker] = {
-    "loss of the backward": lambda: Net(*blocks(HiddenLossBlock)),
-    "hook of a gradient inside": lambda: Net(*blocks(HookBlock)),
 }
 #: models that mix tokens far apart, or change a list with tokens
 OTHERS: dict[str, Maker] = {

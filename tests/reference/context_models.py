@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.reference.context_blocks import VOCABULARY, Maker
-from tests.reference.context_mixing import LATER, OTHERS, UNSEEN, WHOLE
+from tests.reference.context_mixing import LATER, OTHERS, WHOLE
 from tests.reference.context_parts import IN_PARTS
 
 MODELS: dict[str, Maker] = {
     **IN_PARTS,
     **{name: make for name, (make, _) in WHOLE.items()},
     **LATER,
-    **UNSEEN,
     **OTHERS,
 }
 

@@ -106,7 +106,14 @@ class Call:
 
 
 class Handler(Protocol):
-    """An owner of attention during a block's call."""
+    """An owner of attention during a block's call.
+
+    Attributes:
+        has_second_runs: whether checkpoints inside of the block may run it again; else they are
+            plain calls.
+    """
+
+    has_second_runs: bool
 
     def attend(self, call: Call) -> Tensor: ...
 
@@ -153,6 +160,10 @@ class _Replaced:
         self._replace(checkpoint, "_checkpoint_without_reentrant_generator", _carrying(0))
         forward = functools.partial(_carrying(1), is_static=True)
         self._replace(checkpoint.CheckpointFunction, "forward", forward)
+        inherited = checkpoint.CheckpointFunction.apply
+        holder: Any = checkpoint.CheckpointFunction
+        holder.apply = staticmethod(_as_apply(inherited))
+        self._undo.append(functools.partial(delattr, checkpoint.CheckpointFunction, "apply"))
         try:
             from transformers.modeling_utils import AttentionInterface
         except ImportError:
@@ -187,6 +198,8 @@ def _carrying(position: int) -> Callable[..., Any]:
             handler = _handler.get()
             if handler is None:
                 return original(*args, **kwargs)
+            if not handler.has_second_runs:
+                return iter((None,))  # around a plain call
             given = list(args)
             given[position] = _with_handler(given[position], handler)
             return original(*given, **kwargs)
@@ -194,6 +207,17 @@ def _carrying(position: int) -> Callable[..., Any]:
         return staticmethod(call) if is_static else call
 
     return wrapper
+
+
+def _as_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original, assigned=())
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        handler = _handler.get()
+        if handler is None or handler.has_second_runs:
+            return original(function, preserve, *args)
+        return function(*args)
+
+    return apply
 
 
 def _with_handler(function: Callable[..., Any], handler: Handler) -> Callable[..., Any]:
@@ -378,6 +402,8 @@ class Exchange:
         forms: forms of the calls, each with the module that it belongs to.
         length: number of tokens of all ranks.
     """
+
+    has_second_runs = True
 
     def __init__(self, forms: Sequence[tuple[Any, Form]], length: int) -> None:
         self._forms, self._length = forms, length

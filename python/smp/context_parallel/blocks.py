@@ -17,7 +17,8 @@ from smp.context_parallel import attention, regions, token_functions
 from smp.context_parallel.caches import Additions, has_caches, num_tensors
 from smp.context_parallel.late_whole import LateWhole, Place
 from smp.context_parallel.parts import activations_in, is_mask, mapped, token_dim, walk
-from smp.context_parallel.trial import Leaf, Verdict, try_block
+from smp.context_parallel.relations import Leaf
+from smp.context_parallel.trial import Verdict, try_block
 from smp.dropout import places
 from smp.modules import collected
 from smp.modules.argument_containers import ArgumentContainers
@@ -125,7 +126,7 @@ class Block:
                 self._verdicts[_BY_PLACE] = self._told(Verdict(_MASKS_OF_PARTS))
             return self._whole(inner, args, kwargs)
         kinds = tuple((name, _token_dim(name, x, length)) for name, x in _walked(named))
-        kind = (kinds, (*_flags_of(named), *self._flags()))
+        kind = (kinds, (torch.is_grad_enabled(), *_flags_of(named), *self._flags()))
         if kind not in self._verdicts:
             self._verdicts[kind] = self._try(inner, named, args, kwargs, kinds, length)
         verdict = self._verdicts[kind]

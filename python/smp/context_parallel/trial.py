@@ -1,11 +1,12 @@
 """A trial whether a block computes the same from a part of the tokens as from all of them.
 
-Before the first call of its kind a block runs twice more, without a graph and without dropout: with
-all tokens, and with this rank's part of them. In the second run attention gives the part of what
-it gave in the first one, so ranks do not communicate. What attention gets, and what the block
-gives, then has to be this rank's part. A convolution over time, a recurrent mixer, positions by
-index, a router with a capacity or a norm over the sequence give something else. Noise is added to
-parameters, so that a mixer is seen whose weights or gates are zero at first.
+Before the first call of its kind a block runs twice more, without dropout: with all tokens, and
+with this rank's part of them. In the second run attention gives the part of what it gave in the
+first one, so ranks do not communicate. What attention gets, and what the block gives, then has to
+be this rank's part. A convolution over time, a recurrent mixer, positions by index, a router with a
+capacity or a norm over the sequence give something else. Noise is added to parameters, so that a
+mixer is seen whose weights or gates are zero at first. Where gradients are enabled both runs have a
+graph, and gradients of activations are compared as well (`trial_backward`).
 """
 
 from __future__ import annotations
@@ -19,40 +20,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from smp.context_parallel import attention, regions
 from smp.context_parallel.attention import Call, CannotShare, Form
 from smp.context_parallel.caches import Additions, copied
 from smp.context_parallel.parts import Interval, walk
+from smp.context_parallel.relations import Different, Leaf, Pair, is_close, leaf_of
+from smp.context_parallel.trial_backward import compare_backward
 from smp.modules.argument_containers import ArgumentContainers, fill
 from smp.modules.flat import tensors_in
+from smp.modules.forwards import WrapperKind, is_wrapped
 from smp.modules.materialize import is_placeholder
 from smp.modules.state_changes import StateComparison
+from smp.modules.tracing import running_again
 from smp.nn.draws import rates_in
 from smp.nn.run_aside import device_of, random_state_kept, run_aside
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-_OF_16_BITS = 3e-2  # of norms; the same products with other numbers of rows differ by rounding
 _NOISE_SEED = 11
-
-
-class Different(Exception):
-    """A part gives other numbers than the whole; the text is the end of a sentence."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """The relation of a tensor of a part to the one of the whole.
-
-    Attributes:
-        dim: dim along which it is a part; None: all ranks have the same.
-        is_flat: whether the dim has the tokens of all samples, one after the other.
-        most: largest number of tokens that are left, the last ones; None: all.
-    """
-
-    dim: int | None
-    is_flat: bool = False
-    most: int | None = None
 
 
 @dataclass
@@ -114,14 +99,24 @@ def try_block(
         length: number of tokens of the whole.
     """
     recorder = _Recorder()
+    has_graph = torch.is_grad_enabled() and not _is_gathered(block)
+    given = [_inputs(*arguments(in_parts), has_graph) for in_parts in (False, True)]
     try:
-        whole = _run(block, inner, recorder, *arguments(False))
+        whole = _run(block, inner, recorder, *given[0].call, has_graph)
     except Exception as error:
         return Verdict(f"it cannot be tried ({type(error).__name__}: {_first_line(error)})")
     checker = _Checker(recorder.calls, length)
     try:
-        own = _run(block, inner, checker, *arguments(True))
-        return _compare(whole, own, checker, length)
+        own = _run(block, inner, checker, *given[1].call, has_graph)
+        with torch.no_grad():
+            verdict = _compare(whole, own, checker, length)
+        if has_graph:
+            pairs = [
+                *_results(whole.result, own.result, verdict.results),
+                *checker.given_to_attention,
+            ]
+            compare_backward(pairs, given[0].tensors, given[1].tensors, length)
+        return verdict
     except (Different, CannotShare) as reason:
         return Verdict(str(reason))
     except Exception as error:
@@ -129,6 +124,46 @@ def try_block(
             f"its code fails with a part of the tokens ({type(error).__name__}: "
             f"{_first_line(error)})"
         )
+
+
+def _is_gathered(block: nn.Module) -> bool:
+    """Returns whether modules gather their parameters, also for each backward of theirs."""
+    return any(is_wrapped(module, WrapperKind.PARAMETERS) for module in block.modules())
+
+
+@dataclass
+class _Given:
+    """Arguments of a run.
+
+    Attributes:
+        call: positional and named arguments.
+        tensors: the tensors of floating-point numbers in them, which have gradients.
+    """
+
+    call: tuple[tuple[Any, ...], dict[str, Any]]
+    tensors: list[Tensor]
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any], has_graph: bool) -> _Given:
+    every = [x for value in (*args, *kwargs.values()) for _, x in walk(value, "")]
+    found = [x for x in every if has_graph and x.is_floating_point() and x.is_leaf]
+    for tensor in found:
+        tensor.requires_grad_()
+    return _Given((args, kwargs), found)
+
+
+@contextlib.contextmanager
+def _graph(is_wanted: bool) -> Iterator[None]:
+    """Records a graph inside or none; checkpoints around the block do not see its tensors."""
+    own_hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.set_grad_enabled(is_wanted), own_hooks, running_again():
+        yield
+
+
+def _results(whole: Any, part: Any, leaves: dict[str, Leaf]) -> list[Pair]:
+    """Returns the tensors of results, each beside its part."""
+    parts = dict(walk(part, ""))
+    return [Pair(x, parts[name], leaves[name]) for name, x in walk(whole, "")]
 
 
 def _first_line(error: Exception) -> str:
@@ -141,6 +176,7 @@ def _run(
     handler: attention.Handler,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    has_graph: bool,
 ) -> _Outcome:
     outcome = _Outcome()
     args = tuple(map(copied, args))
@@ -155,7 +191,7 @@ def _run(
         versions = [x._version for x in tensors_in([*args, *kwargs.values()])]
         draws = random.getstate()
         try:
-            with torch.no_grad(), attention.handled_by(handler), _without_dropout(block):
+            with _graph(has_graph), attention.handled_by(handler), _without_dropout(block):
                 outcome.result = inner(*args, **kwargs)
         finally:
             random.setstate(draws)
@@ -227,11 +263,14 @@ def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 def _without_dropout(block: nn.Module) -> Iterator[None]:
     """Makes a module drop nothing, and adds the same noise to its parameters each time."""
     rates = [(module, key, module.__dict__[key]) for module, key in rates_in(block)]
+    trained = [p for p in block.parameters() if p.requires_grad]
     parameters = [p for p in block.parameters() if p.is_floating_point() and _has_values(p)]
     values = [p.data for p in parameters]
     try:
         for module, key, _ in rates:
             module.__dict__[key] = 0.0
+        for parameter in trained:  # only gradients of activations are compared
+            parameter.requires_grad_(False)
         with random_state_kept(device_of(values)):
             torch.manual_seed(_NOISE_SEED)
             for parameter in parameters:
@@ -240,6 +279,8 @@ def _without_dropout(block: nn.Module) -> Iterator[None]:
     finally:
         for module, key, rate in rates:
             module.__dict__[key] = rate
+        for parameter in trained:
+            parameter.requires_grad_()
         for parameter, value in zip(parameters, values, strict=True):
             parameter.data = value
 
@@ -256,46 +297,6 @@ def _noise_for(parameter: nn.Parameter) -> Tensor:
     return noise
 
 
-def is_close(part: Tensor, whole: Tensor) -> bool:
-    """Returns whether numbers are the same but for rounding.
-
-    It is measured by norms of the last dim: of many tokens few may differ, at the border of a part.
-    """
-    if part.shape != whole.shape or part.dtype != whole.dtype:
-        return False
-    if not part.is_floating_point():
-        return bool(torch.equal(part, whole))
-    a, b = (torch.nan_to_num(x.double(), nan=0.0, posinf=0.0, neginf=0.0) for x in (part, whole))
-    tolerance = _TOLERANCES.get(part.dtype, _OF_16_BITS)
-    is_same_nan = torch.equal(part.isfinite(), whole.isfinite())
-    if not is_same_nan or b.numel() == 0:
-        return is_same_nan
-    norms = b.norm(dim=-1) if b.dim() else b.abs()
-    differences = (a - b).norm(dim=-1) if b.dim() else (a - b).abs()
-    # A token of small numbers, beside which there are larger ones, has their rounding.
-    return bool((differences <= tolerance * (norms + norms.flatten().median())).all())
-
-
-def _leaf(part: Tensor, whole: Tensor, length: int, what: str) -> Leaf:
-    """Returns how a part belongs to its whole.
-
-    Raises:
-        Different: it does not.
-    """
-    own = regions.own(length)
-    if is_close(part, whole):
-        return Leaf(None)
-    dims = [d for d in range(whole.dim()) if part.dim() == whole.dim()]
-    for dim in (d for d in dims if part.shape[d] != whole.shape[d]):
-        if whole.shape[dim] == length and is_close(part, own.of(whole, dim)):
-            return Leaf(dim)
-        if dim == 0 and whole.shape[0] % length == 0:
-            apart = own.of(whole.unflatten(0, (-1, length)), 1).flatten(0, 1)
-            if is_close(part, apart):
-                return Leaf(0, is_flat=True)
-    raise Different(f"{what} is another one for a part of the tokens, which its code mixes")
-
-
 def _added_leaf(part: Tensor, whole: Tensor, length: int) -> Leaf:
     """Returns how what a part adds to arguments belongs to what the whole adds there.
 
@@ -303,7 +304,7 @@ def _added_leaf(part: Tensor, whole: Tensor, length: int) -> Leaf:
         Different: it does not.
     """
     try:
-        return _leaf(part, whole, length, "what it adds to its arguments")
+        return leaf_of(part, whole, length, "what it adds to its arguments")
     except Different:
         if whole.dim() != 4 or part.dim() != 4 or whole.shape[2] >= length:
             raise
@@ -325,7 +326,7 @@ def _compare(whole: _Outcome, own: _Outcome, checker: _Checker, length: int) -> 
         raise Different(f"its result is a {type(whole.result).__name__}, or has one inside")
     if own.writes_arguments:
         raise Different("it changes its arguments in place")
-    results = {name: _leaf(parts[name], wholes[name], length, f"result{name}") for name in wholes}
+    results = {name: leaf_of(parts[name], wholes[name], length, f"result{name}") for name in wholes}
     if len(whole.left) != len(own.left) or whole.buffers.keys() != own.buffers.keys():
         raise Different("it leaves something else in attributes for a part of the tokens")
     pairs = [*zip(own.left, whole.left, strict=True)]
@@ -365,12 +366,15 @@ class _Recorded:
 class _Recorder:
     """Computes attention of all tokens and heads, and tries this rank's heads alone."""
 
+    has_second_runs = False
+
     def __init__(self) -> None:
         self.calls: list[_Recorded] = []
 
     def attend(self, call: Call) -> Tensor:
-        output = call.run(call.query, call.key, call.value, call.further, None)
-        self.calls.append(_Recorded(call, output, self._problem(call, output)))
+        with torch.no_grad():
+            output = call.run(call.query, call.key, call.value, call.further, None)
+            self.calls.append(_Recorded(call, output, self._problem(call, output)))
         return output
 
     def _problem(self, call: Call, output: Tensor) -> str | None:
@@ -390,14 +394,21 @@ class _Recorder:
 class _Checker:
     """Gives the own part of recorded results, and compares what attention gets."""
 
+    has_second_runs = False
+
     def __init__(self, calls: list[_Recorded], length: int) -> None:
         self.calls, self.forms = calls, list[tuple[Any, Form]]()
+        self.given_to_attention: list[Pair] = []
         self._length = length
 
     def attend(self, call: Call) -> Tensor:
         if len(self.forms) == len(self.calls):
             raise Different("it calls attention more often for a part of the tokens")
         known = self.calls[len(self.forms)]
+        with torch.no_grad():
+            return self._attend(call, known)
+
+    def _attend(self, call: Call, known: _Recorded) -> Tensor:
         cut = [
             self._is_cut(name, getattr(call, name), getattr(known.call, name))
             for name in ("query", "key", "value")
@@ -408,6 +419,10 @@ class _Checker:
         if form.queries_cut and known.problem is not None:
             raise CannotShare(known.problem)
         self.forms.append((call.owner, form))
+        for name, is_cut in zip(("query", "key", "value"), cut, strict=True):
+            of_all = getattr(known.call, name)
+            leaf = Leaf(of_all.dim() - 2 if is_cut else None)
+            self.given_to_attention.append(Pair(of_all, getattr(call, name), leaf))
         own = regions.own(self._length)
         return own.of(known.output, call.tokens_dim) if form.queries_cut else known.output
 
@@ -417,7 +432,7 @@ class _Checker:
         if parts.keys() != wholes.keys():
             raise Different("its attention gets other arguments for a part of the tokens")
         leaves = {
-            name: _leaf(parts[name], wholes[name], self._length, f"{name} of its attention")
+            name: leaf_of(parts[name], wholes[name], self._length, f"{name} of its attention")
             for name in wholes
         }
         if any(leaf.is_flat for leaf in leaves.values()):
