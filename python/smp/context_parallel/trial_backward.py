@@ -27,7 +27,7 @@ def compare_backward(
     """Compares the gradients of arguments.
 
     Args:
-        results: what a block gives, and what attention gets in it.
+        results: tensors that a block gives, and those that its attention gets.
         wholes, parts: arguments of both runs, which have gradients.
         length: number of tokens of the whole.
 
