@@ -182,10 +182,8 @@ MUTATIONS = (
         _ROUND,
         (
             (
-                "comm::follow(*work, groups_.wait_options(), bucket.group(),\n"
-                '               detail::concat("reduction of bucket "',
-                "if (!@) comm::follow(*work, groups_.wait_options(), bucket.group(),\n"
-                '               detail::concat("reduction of bucket "',
+                "comm::follow(*work, groups_.wait_options(), bucket.group(), what)",
+                "if (!@) comm::follow(*work, groups_.wait_options(), bucket.group(), what)",
             ),
         ),
     ),

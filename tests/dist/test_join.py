@@ -208,7 +208,7 @@ def test_whole_tensor_parallel_groups_may_run_out(pool: Pool) -> None:
 
 
 def test_unequal_peers_of_tensor_parallelism_are_an_error(pool: Pool) -> None:
-    with pytest.raises(RankFailure, match=r"tensor-parallel group \[2, 3\]"):
+    with pytest.raises(RankFailure, match=r"their group \[2, 3\]"):
         pool.run(4, train_split, [2, 2, 2, 1])
 
 

@@ -376,33 +376,33 @@ class InputNet(Net):
         return x
 
 
-_QUERY = " is another one for a part of the tokens"  # queries, or on the first rank gradients
-_RESULT = "result is another one for a part of the tokens"
+_MIXED = " is another one for a part of the tokens"  # a query, a result, or a gradient
+
 _LEFT = "it leaves tensors in attributes that depend on the tokens"
 #: models of which no block computes parts, and the reason
 WHOLE: dict[str, tuple[Maker, str]] = {
-    "convolution": (lambda: Net(*blocks(ConvolutionBlock)), _QUERY),
+    "convolution": (lambda: Net(*blocks(ConvolutionBlock)), _MIXED),
     "loss in the file": (lambda: GlobalLossNet(*blocks(GlobalLossBlock)), _LEFT),
-    "zero gate": (lambda: Net(*blocks(GatedBlock)), _QUERY),
-    "batch norm": (lambda: Net(*blocks(BatchNormBlock)), _QUERY),
-    "cumulative sum": (lambda: Net(*blocks(CumulativeBlock)), _QUERY),
-    "GRU": (lambda: Net(*blocks(RecurrentBlock)), _QUERY),
-    "positions by index": (lambda: Net(*blocks(IndexedBlock)), _QUERY),
-    "norm over the sequence": (lambda: Net(*blocks(SequenceNormBlock)), _QUERY),
-    "length": (lambda: Net(*blocks(LengthBlock)), _QUERY),
-    "pooling": (lambda: Net(*blocks(PoolingBlock)), _RESULT),
-    "capacity": (lambda: Net(*blocks(CapacityBlock)), _RESULT),
+    "zero gate": (lambda: Net(*blocks(GatedBlock)), _MIXED),
+    "batch norm": (lambda: Net(*blocks(BatchNormBlock)), _MIXED),
+    "cumulative sum": (lambda: Net(*blocks(CumulativeBlock)), _MIXED),
+    "GRU": (lambda: Net(*blocks(RecurrentBlock)), _MIXED),
+    "positions by index": (lambda: Net(*blocks(IndexedBlock)), _MIXED),
+    "norm over the sequence": (lambda: Net(*blocks(SequenceNormBlock)), _MIXED),
+    "length": (lambda: Net(*blocks(LengthBlock)), _MIXED),
+    "pooling": (lambda: Net(*blocks(PoolingBlock)), _MIXED),
+    "capacity": (lambda: Net(*blocks(CapacityBlock)), _MIXED),
     "loss in an attribute": (lambda: AuxiliaryNet(*blocks(AuxiliaryBlock)), _LEFT),
-    "attention by hand": (lambda: Net(*blocks(OtherAttention, by_hand)), _RESULT),
-    "imported attention": (lambda: Net(*blocks(OtherAttention, imported_attention)), _RESULT),
+    "attention by hand": (lambda: Net(*blocks(OtherAttention, by_hand)), _MIXED),
+    "imported attention": (lambda: Net(*blocks(OtherAttention, imported_attention)), _MIXED),
     "hook inside": (lambda: HookNet(False), _LEFT),
     "hook that writes to the file": (lambda: HookNet(True), _LEFT),
     "state": (lambda: Net(*blocks(StateBlock)), _LEFT),
     "count": (lambda: Net(*blocks(CountingBlock)), _LEFT),
     "dataclass": (lambda: DataclassNet(*blocks(DataclassBlock)), "its result is a Result"),
-    "time first": (TimeFirstNet, _QUERY),
-    "training only": (lambda: Net(*blocks(TrainingBlock)), _QUERY),
-    "zero weights": (lambda: Net(*blocks(ConvolutionBlock, 1, True)), _QUERY),
+    "time first": (TimeFirstNet, _MIXED),
+    "training only": (lambda: Net(*blocks(TrainingBlock)), _MIXED),
+    "zero weights": (lambda: Net(*blocks(ConvolutionBlock, 1, True)), _MIXED),
     "argument in place": (lambda: InputNet(*blocks(InputBlock)), "it changes its arguments"),
     "loss of the backward": (lambda: Net(*blocks(HiddenLossBlock)), "its gradient is another one"),
     "hook of a gradient inside": (lambda: Net(*blocks(HookBlock)), "its gradient is another one"),

@@ -349,7 +349,8 @@ class Config:
         config = cls(**full)
         check_stages(config)
         check_ranks(config)
-        check_updates(config)
+        if config.update_in_backward:
+            check_updates(config)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -542,7 +543,7 @@ def check_updates(config: Config) -> None:
         ),
     }
     for key, (is_so, reason) in reasons.items():
-        if config.update_in_backward and is_so:
+        if is_so:
             raise config_error(
                 "update_in_backward",
                 True,

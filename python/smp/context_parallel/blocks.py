@@ -361,6 +361,10 @@ class SequenceParts:
         root: model, after parts of it were replaced.
         label: returns the name of the model in messages.
         in_step: returns whether the model runs inside of a step function.
+
+    Attributes:
+        is_told: whether nothing is left to be told.
+        blocks: blocks of the model; none without context parallelism.
     """
 
     def __init__(
@@ -370,7 +374,7 @@ class SequenceParts:
         label: Callable[[], str],
         in_step: Callable[[], bool],
     ) -> None:
-        self._label, self._is_told = label, rank.sizes["cp"] == 1
+        self._label, self.is_told = label, rank.sizes["cp"] == 1
         self._in_step = in_step
         self._undo: list[Callable[[], Any]] = []
         self.blocks: list[Block] = []
@@ -417,10 +421,8 @@ class SequenceParts:
             )
 
     def tell(self) -> None:
-        """Says after the first step how many blocks computed parts; once."""
-        if self._is_told:
-            return
-        self._is_told = True
+        """Says after the first step how many blocks computed parts."""
+        self.is_told = True
         have_run = [block for block in self.blocks if block.num_cut + block.num_whole]
         num_cut = sum(block.num_cut > 0 for block in have_run)
         say = first_rank_log.info if num_cut else first_rank_log.warning

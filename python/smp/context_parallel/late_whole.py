@@ -55,6 +55,11 @@ class Place:
         """Returns the size of this rank's part along the dim."""
         return self.sizes[regions.group().group_rank] * (self.num_samples or 1)
 
+    @property
+    def has_all(self) -> bool:
+        """Returns whether the parts have all tokens of the whole, and no others."""
+        return sum(self.sizes) == self.extent
+
     def at(self, dim: int) -> Place:
         """Returns the same tokens along another dim."""
         return replace(self, dim=dim)
@@ -159,7 +164,7 @@ class LateWhole(LateTensor):
 
     def part_along(self, dim: int) -> Tensor | None:
         """Returns the part, or None if it is another one than a block takes along a dim."""
-        is_even = sum(self.place.sizes) == self.place.extent and not self.place.num_samples
+        is_even = self.place.has_all and not self.place.num_samples
         is_own = dim == self.place.dim and is_even and self.is_as_given()
         return self.part if is_own else None
 
@@ -172,7 +177,7 @@ class LateWhole(LateTensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, LateWhole)]
-        if all(x.is_as_given() for x in given):
+        if all(x.place.has_all and x.is_as_given() for x in given):
             known = of_tokens.get(func)
             result = NotImplemented
             if known is not None:

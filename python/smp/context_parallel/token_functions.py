@@ -56,7 +56,8 @@ def _elementwise(func: _Function, *args: Any, **kwargs: Any) -> Any:
 
 
 def _unary(func: _Function, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+    # True without a name may say that the tensor is to be changed.
+    if any(isinstance(value, Tensor) or value is True for value in (*args, *kwargs.values())):
         return NotImplemented
     result = _elementwise(func, x, *args, **kwargs)
     if result is NotImplemented or result.part.data_ptr() != x.part.data_ptr():
@@ -75,7 +76,7 @@ def _along(func: _Function, x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     found = {dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
     stays = given.arguments.get("keepdim", False) or func in _KEEPING
-    if x.place.dim in found or not (stays or min(found) > x.place.dim):
+    if not found or x.place.dim in found or not (stays or min(found) > x.place.dim):
         return NotImplemented
     return LateWhole.of(func(x.part, *args, **kwargs), x.place)
 

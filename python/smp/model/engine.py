@@ -336,7 +336,8 @@ class Engine:
             may_overlap: whether gradients may be reduced during backward.
         """
         self.refuse_whole()
-        self.sequences.refuse_compiled(self.compiled.is_on)
+        if self.sequences.blocks:
+            self.sequences.refuse_compiled(self.compiled.is_on)
         self.joins_step = True
         if self.pipeline is not None:
             self.pipeline.modules.mode = ""
@@ -388,7 +389,8 @@ class Engine:
             self.gradients.end_step()
             if self._buffers.is_open:
                 self._buffers.end_step()
-        self.sequences.tell()
+        if not self.sequences.is_told:
+            self.sequences.tell()
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1) == 0:
             self.compiled.exchange_notes()
