@@ -199,6 +199,9 @@ class Config:
     """Ranks over which the experts of a module are spread; 1 or `tensor_parallel_degree`."""
     context_parallel_degree: int = _int(1, 1)
     """Ranks that read one batch and compute a part of each of its sequences."""
+    context_parallel_ring_degree: int = _int(1, 1)
+    """Ranks around which keys and values of attention go; a divisor of `context_parallel_degree`,
+    whose other ranks share heads."""
     fp16: bool = _bool(False)
     """FP16 training with master weights and loss scaling."""
     fp16_params: bool = _bool(False)
@@ -368,6 +371,7 @@ TOPOLOGY_KEYS = (
     "pipeline_parallel_degree",
     "tensor_parallel_degree",
     "context_parallel_degree",
+    "context_parallel_ring_degree",
     "sharded_data_parallel_degree",
     "shard_optimizer_state",
     "placement_strategy",
@@ -494,6 +498,14 @@ def check_ranks(config: Config) -> None:
     for key in degrees:
         if getattr(config, key) > 1 and not config.ddp:
             raise config_error(key, getattr(config, key), "needs ddp", "set ddp=True")
+    cp, ring = config.context_parallel_degree, config.context_parallel_ring_degree
+    if cp % ring != 0:
+        raise config_error(
+            "context_parallel_ring_degree",
+            ring,
+            f"does not divide context_parallel_degree={cp}",
+            f"use a divisor of {cp}",
+        )
     experts = config.expert_parallel_degree
     if experts not in (1, tp):
         raise config_error(
