@@ -461,13 +461,16 @@ class Exchange:
         forms: forms of the calls, each with the module that it belongs to.
         length: number of tokens of all ranks.
         rings: rings of the group.
+
+    Attributes:
+        num_in_ring: number of calls that went around rings.
     """
 
     has_second_runs = True
 
     def __init__(self, forms: Sequence[tuple[Any, Form]], length: int, rings: Rings) -> None:
         self._forms, self._length, self._rings = forms, length, rings
-        self._num_calls = 0
+        self._num_calls = self.num_in_ring = 0
 
     def attend(self, call: Call) -> Tensor:
         form = self._form(call)
@@ -490,9 +493,10 @@ class Exchange:
 
     def _in_ring(self, call: Call, products: DotProducts) -> Tensor:
         heads = call.heads(self._rings.on_host)
-        query, *keys = _cast(call.query, *(repeated(x, heads) for x in (call.key, call.value)))
-        given = (heads, products, self._rings, self._length)
-        output = attend_in_ring(query, *keys, *given)
+        key, value = (repeated(x, heads) for x in (call.key, call.value))
+        query, key, value = _cast(call.query, key, value)
+        self.num_in_ring += 1
+        output = attend_in_ring(query, key, value, heads, products, self._rings, self._length)
         return output.movedim((1, 2), (call.heads_dim, call.tokens_dim))
 
     def _form(self, call: Call) -> Form:

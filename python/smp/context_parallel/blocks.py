@@ -66,12 +66,13 @@ class Block:
     Attributes:
         num_cut: number of calls in parts.
         num_whole: number of calls with whole sequences.
+        num_in_ring: number of calls of attention that went around rings.
     """
 
     def __init__(self, module: nn.Module, name: str, reads: bool, rings: Rings) -> None:
         self.module, self.name, self._reads, self._rings = module, name, reads, rings
         self._rates: list[tuple[nn.Module, str]] | None = None
-        self.num_cut = self.num_whole = 0
+        self.num_cut = self.num_whole = self.num_in_ring = 0
         self._verdicts: dict[Kind, Verdict] = {}
         self._names = _names_of(module)
 
@@ -97,7 +98,9 @@ class Block:
                 return inner(*args, **kwargs)
             exchange = attention.Exchange(run.verdict.forms, run.length, self._rings)
             with attention.handled_by(exchange), self._drawing():
-                return inner(*args, **kwargs)
+                result = inner(*args, **kwargs)
+            self.num_in_ring += exchange.num_in_ring
+            return result
 
         return forward
 
@@ -382,7 +385,7 @@ class SequenceParts:
         ring: int,
     ) -> None:
         self._label, self.is_told = label, rank.sizes["cp"] == 1
-        self._in_step = in_step
+        self._in_step, self._ring = in_step, ring
         self._undo: list[Callable[[], Any]] = []
         self.blocks: list[Block] = []
         if rank.sizes["cp"] == 1:
@@ -434,6 +437,17 @@ class SequenceParts:
         have_run = [block for block in self.blocks if block.num_cut + block.num_whole]
         num_cut = sum(block.num_cut > 0 for block in have_run)
         say = first_rank_log.info if num_cut else first_rank_log.warning
+        share_heads = [b.name for b in have_run if b.num_cut and not b.num_in_ring]
+        if self._ring > 1 and share_heads:
+            first_rank_log.warning(
+                "smp: context_parallel_ring_degree: attention of %d of %d blocks, '%s' first, goes "
+                "around no ring; all %d ranks share its heads, because it is not "
+                "scaled_dot_product_attention of equally many queries and keys without dropout",
+                len(share_heads),
+                len(have_run),
+                share_heads[0],
+                regions.group().size,
+            )
         say(
             "smp: context_parallel_degree: %d of %d blocks of model %s compute parts of sequences; "
             "every rank computes all else",

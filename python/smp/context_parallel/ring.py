@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -122,25 +123,41 @@ class _Merged:
 
     def add(self, keys: Sequence[Tensor], distance: int) -> None:
         """Adds keys and values of a round."""
-        for queries, (key, value), block in _blocks(self._work, self._query, keys, distance):
-            query = queries.of(self._query, 2)
-            out, sums = block_attention.forward(query, key, value, block)
-            total, all_sums = queries.of(self.out, 2), queries.of(self.sums, 2)
+        for each in _blocks(self._work, self._query, keys, distance):
+            query = each.queries.of(self._query, 2)
+            out, sums = block_attention.forward(query, each.key, each.value, each.form)
+            total, all_sums = each.queries.of(self.out, 2), each.queries.of(self.sums, 2)
             # What neither reads has -inf twice, and a weight that is no number.
             weight = torch.sigmoid(sums - all_sums).nan_to_num_(0.0)
             total.lerp_(out.to(total.dtype), weight.unsqueeze(-1))
             all_sums.copy_(torch.logaddexp(all_sums, sums))
 
 
-def _blocks(
-    work: Work, query: Tensor, keys: Sequence[Tensor], distance: int
-) -> Iterator[tuple[Interval, list[Tensor], Block]]:
-    """Yields the blocks of a round: own queries, keys and values for each head, form."""
+@dataclass(frozen=True)
+class _Block:
+    """A block of a round.
+
+    Attributes:
+        queries, keys: places of queries in those of this rank, and of keys in those of the round.
+        key, value: keys and values, with as many heads as queries have.
+        form: form of attention.
+    """
+
+    queries: Interval
+    keys: Interval
+    key: Tensor
+    value: Tensor
+    form: Block
+
+
+def _blocks(work: Work, query: Tensor, keys: Sequence[Tensor], distance: int) -> Iterator[_Block]:
+    """Yields the blocks of a round."""
     chunks, heads = work.read(distance), query.shape[1]
     for call in work.ring.calls(work.rank, work.owner(distance)):
         place = work.place(chunks, call.keys)
-        parts = [place.of(x, 2).repeat_interleave(heads // x.shape[1], 1) for x in keys]
-        yield work.own_place(call.queries), parts, work.block(call, query.dtype)
+        key, value = (place.of(x, 2).repeat_interleave(heads // x.shape[1], 1) for x in keys)
+        queries, form = work.own_place(call.queries), work.block(call, query.dtype)
+        yield _Block(queries, place, key, value, form)
 
 
 class _Gradients:
@@ -162,17 +179,15 @@ class _Gradients:
     def of_keys(self, keys: Sequence[Tensor], distance: int) -> list[Tensor]:
         """Returns the gradients of keys and values of a round, and adds that of queries."""
         found = [torch.zeros_like(x, dtype=self.query.dtype) for x in keys]
-        chunks, work = self._work.read(distance), self._work
-        blocks = _blocks(work, self._of_rows[1], keys, distance)
-        calls = work.ring.calls(work.rank, work.owner(distance))
-        for call, (queries, parts, block) in zip(calls, blocks, strict=True):
-            grad, query, out, sums = (queries.of(x, 2) for x in self._of_rows)
-            of_query, *of_keys = block_attention.backward(grad, query, *parts, out, sums, block)
-            queries.of(self.query, 2).add_(of_query)
-            place = work.place(chunks, call.keys)
-            for total, part in zip(found, of_keys, strict=True):
-                each = part.unflatten(1, (total.shape[1], -1)).sum(2, dtype=total.dtype)
-                place.of(total, 2).add_(each)
+        for each in _blocks(self._work, self._of_rows[1], keys, distance):
+            grad, query, out, sums = (each.queries.of(x, 2) for x in self._of_rows)
+            of_query, of_key, of_value = block_attention.backward(
+                grad, query, each.key, each.value, out, sums, each.form
+            )
+            each.queries.of(self.query, 2).add_(of_query)
+            for total, part in zip(found, (of_key, of_value), strict=True):
+                of_heads = part.unflatten(1, (total.shape[1], -1))
+                each.keys.of(total, 2).add_(of_heads.sum(2, dtype=total.dtype))
         return found
 
 

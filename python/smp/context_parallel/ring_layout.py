@@ -127,10 +127,14 @@ class Ring:
         ]
 
     def calls(self, reader: int, owner: int) -> list[BlockCall]:
-        """Returns the calls of attention of one ring rank over keys of another one."""
+        """Returns the calls of attention of one ring rank over keys of another one.
+
+        Own keys are read in one call, in which a causal mask is that of its tokens in their order.
+        """
         by_keys: dict[tuple[int, ...], list[int]] = {}
+        every = self.keys_for(reader, owner)
         for q in self.owned[reader]:
-            keys = tuple(k for k in self.keys_for(reader, owner) if self.live[q][k])
+            keys = every if reader == owner else tuple(k for k in every if self.live[q][k])
             if keys and self.chunks[q].size:
                 by_keys.setdefault(keys, []).append(q)
         return [

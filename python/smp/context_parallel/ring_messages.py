@@ -66,8 +66,10 @@ def _moved(tensors: Sequence[Tensor], moves: Sequence[Move], what: str) -> tuple
         for rank in ranks
     ]
     flat = torch.cat([x.reshape(-1) for of_rank in sent for x in of_rank])
-    counts = [[sum(x.numel() for x in of_rank) for of_rank in way] for way in (sent, received)]
-    flat = regions.group().begin_row_exchange(flat, *counts, what).take()
+    given, taken = (
+        [sum(x.numel() for x in of_rank) for of_rank in way] for way in (sent, received)
+    )
+    flat = regions.group().begin_row_exchange(flat, given, taken, what).take()
     places = [x for of_rank in received for x in of_rank]
     for place, part in zip(places, flat.split([x.numel() for x in places]), strict=True):
         place.copy_(part.view(place.shape))
@@ -117,10 +119,10 @@ class KeyMessages:
         self, sent: Sequence[Tensor], to: int, source: int, chunks: tuple[int, ...]
     ) -> _C.PendingTensor:
         flat = torch.cat([x.reshape(-1) for x in sent])
-        counts = [[0] * regions.group().size for _ in range(2)]
-        counts[0][self._peers[to]] = flat.numel()
-        counts[1][self._peers[source]] = sum(math.prod(shape) for shape in self._shapes(chunks))
-        return regions.group().begin_row_exchange(flat, *counts, "keys and values of a ring")
+        given, taken = ([0] * regions.group().size for _ in range(2))
+        given[self._peers[to]] = flat.numel()
+        taken[self._peers[source]] = sum(math.prod(shape) for shape in self._shapes(chunks))
+        return regions.group().begin_row_exchange(flat, given, taken, "keys and values of a ring")
 
     def _arrived(self, message: _C.PendingTensor, chunks: tuple[int, ...]) -> list[Tensor]:
         shapes = self._shapes(chunks)
