@@ -313,7 +313,7 @@ class BackwardHookNet(Net):
 
 
 class SharedKeys(UserDict[str, Tensor]):
-    """Keys that layers share, in a container of a class that nobody knows."""
+    """Keys that layers share, in a container of a class of its own."""
 
 
 class SharedKeyBlock(Block):

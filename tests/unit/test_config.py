@@ -49,6 +49,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "activation_loading_horizon": 4,
         "tensor_parallel_degree": 1,
         "context_parallel_degree": 1,
+        "context_parallel_ring_degree": 1,
         "expert_parallel_degree": 1,
         "fp16": False,
         "fp16_params": False,
@@ -234,6 +235,9 @@ def test_row_5_data_and_tensor_parallelism_need_ddp() -> None:
     assert "ddp=False" in refusal({"partitions": 2}, world_size=4)
     assert "tensor_parallel_degree=2" in refusal({"tensor_parallel_degree": 2}, world_size=2)
     assert "context_parallel_degree=2" in refusal({"context_parallel_degree": 2}, world_size=2)
+    ring = {"context_parallel_degree": 4, "context_parallel_ring_degree": 3, "ddp": True}
+    text = refusal(ring, world_size=4)
+    assert "context_parallel_ring_degree=3" in text and "use a divisor of 4" in text
     text = refusal({"sharded_data_parallel_degree": 2}, world_size=2)
     assert "sharded_data_parallel_degree=2" in text
     processes.check_world(Config.from_dict({"partitions": 2}), 2)

@@ -71,7 +71,7 @@ def backward(
 
     Args:
         grad: gradient of `out`.
-        query, key, value: as in `forward`.
+        query, key, value: arguments of `forward`.
         out, sums: results and logarithms of all blocks.
         block: form.
     """

@@ -127,7 +127,7 @@ class _Merged:
             query = each.queries.of(self._query, 2)
             out, sums = block_attention.forward(query, each.key, each.value, each.form)
             total, all_sums = each.queries.of(self.out, 2), each.queries.of(self.sums, 2)
-            # What neither reads has -inf twice, and a weight that is no number.
+            # A row that reads none of the keys has -inf twice, and a weight that is no number.
             weight = torch.sigmoid(sums - all_sums).nan_to_num_(0.0)
             total.lerp_(out.to(total.dtype), weight.unsqueeze(-1))
             all_sums.copy_(torch.logaddexp(all_sums, sums))

@@ -201,7 +201,7 @@ class Piece:
 
 
 def pieces(source: Held, target: Held) -> list[Piece]:
-    """Returns what a rank that has `source` sends to one that needs `target`."""
+    """Returns what a rank with `source` sends to a rank that needs `target`."""
     heads = _overlap(source.heads, target.heads)
     found: list[Piece] = []
     from_begin = 0

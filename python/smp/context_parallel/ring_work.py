@@ -30,7 +30,7 @@ class DotProducts:
     """Arguments of ``scaled_dot_product_attention`` that say all about a call of attention.
 
     Attributes:
-        mask: of all tokens, ``[..., S, S]`` or with 1 for S, bool or added to scores; or None.
+        mask: mask of all tokens, ``[..., S, S]`` or with 1 for S, bool or added to scores; or None.
         is_causal: whether tokens read themselves and those before.
         scale: factor of scores; None: ``1 / sqrt(D)``.
     """

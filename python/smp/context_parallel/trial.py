@@ -457,7 +457,7 @@ class _Checker:
             self._is_cut(name, getattr(call, name), getattr(known.call, name))
             for name in ("query", "key", "value")
         ]
-        # Of parts among the further arguments the form has to be the same.
+        # Parts among the further arguments may not change the form.
         in_ring = cut[1] and known.in_ring is not None
         in_ring = in_ring and call.products(self._length) == known.in_ring
         form = Form(cut[0], cut[1], self._further(call, known.call), in_ring)
