@@ -47,6 +47,7 @@ def config_error(key: str, value: object, reason: str, fix: str) -> ValueError:
 # Limits of counts, which the C++ core keeps in 32 bits, and of sizes, which it keeps in 64.
 _MAX_COUNT = 2**31 - 1
 _MAX_SIZE = 2**63 - 1
+_MAX_LIST = 2**20  # entries, one for each rank
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,37 @@ def to_bytes(value: object) -> int:
     return _to_int(num_bytes, 1, _MAX_SIZE)
 
 
+def _to_tuple(value: object, convert: Callable[[object], Any]) -> tuple[Any, ...]:
+    """Returns the values of a list, or of a text such as ``"1:2, 4"``, which means 1, 1 and 4."""
+    if isinstance(value, str):
+        words = [word.strip() for word in value.strip().strip("[]").split(",")]
+        found: list[Any] = []
+        for word in words:
+            entry, colon, count = (part.strip() for part in word.partition(":"))
+            times = _to_int(convert_text(count), 1, _MAX_COUNT) if colon else 1
+            if len(found) + times > _MAX_LIST:
+                raise ValueError
+            found += [convert(convert_text(entry))] * times
+        return tuple(found)
+    if isinstance(value, list | tuple) and 0 < len(value) <= _MAX_LIST:
+        return tuple(convert(entry) for entry in value)
+    raise TypeError
+
+
+def _to_sizes(value: object) -> int | tuple[int, ...]:
+    """Returns one size, or several of a list."""
+    if isinstance(value, list | tuple) or (isinstance(value, str) and set(value) & set(",:[")):
+        return _to_tuple(value, to_bytes)
+    return to_bytes(value)
+
+
+def _to_speed(value: object) -> float:
+    number = _to_float(value, 0.0, math.inf)
+    if number == 0.0 or math.isinf(number):
+        raise ValueError
+    return number
+
+
 def _key(default: object, kind: Kind) -> Any:
     return field(default=default, metadata={"kind": kind})
 
@@ -140,9 +172,14 @@ def _text(default: str | None) -> Any:
     return _key(default, Kind("a text that is not empty", _to_text, default is None))
 
 
-def _size(default: int | None) -> Any:
-    words = "a number of bytes above 0, or a text like '12GiB'"
-    return _key(default, Kind(words, to_bytes, default is None))
+def _sizes() -> Any:
+    words = "a number of bytes above 0, or a text like '12GiB', or a list like '12GiB:2, 24GiB'"
+    return _key(None, Kind(words, _to_sizes, True))
+
+
+def _speeds() -> Any:
+    words = "a list of numbers above 0 like '1:2, 2.5', which means 1, 1 and 2.5"
+    return _key(None, Kind(words, functools.partial(_to_tuple, convert=_to_speed), True))
 
 
 def _choice(default: str, *choices: str) -> Any:
@@ -259,9 +296,12 @@ class Config:
 
     partition_file: str = _text(None)
     """Partition to use instead of deciding one; `smp.save_partition` writes such files."""
-    partition_memory_limit: int = _size(None)
-    """The most that a rank may hold, in bytes or as "12GiB". None: no limit, but the search for
-    the fastest partition considers the available memory."""
+    partition_memory_limit: int | tuple[int, ...] = _sizes()
+    """The most that a rank may hold, in bytes or as "12GiB", or one such size for each pipeline
+    rank. None: no limit, but the search for the fastest partition considers the available memory
+    of each rank."""
+    device_speeds: tuple[float, ...] | None = _speeds()
+    """Speeds of the devices of all ranks in any one unit, by global rank. None: all are alike."""
     virtual_stages: int = _int(None, 1)
     """Number of model parts per rank, run in turn. None: 2 for virtual_interleaved, else 1."""
     fused_linear_cross_entropy: bool = _bool(False)
@@ -283,6 +323,14 @@ class Config:
             num_replicas: number of ranks that have the same slices of the same partition.
         """
         return num_replicas if self.shard_optimizer_state else self.sharded_data_parallel_degree
+
+    @property
+    def memory_limits(self) -> tuple[int, ...]:
+        """Returns the most that each pipeline rank may hold; empty without a limit."""
+        limit = self.partition_memory_limit
+        if isinstance(limit, tuple):
+            return limit
+        return () if limit is None else (limit,) * self.pipeline_parallel_degree
 
     @property
     def orders_replicas(self) -> bool:
@@ -467,6 +515,13 @@ def check_stages(config: Config) -> None:
             config.default_partition,
             f"is outside [0, {pp}) while auto_partition is False",
             f"use 0 to {pp - 1} or raise pipeline_parallel_degree",
+        )
+    if len(config.memory_limits) not in (0, pp):
+        raise config_error(
+            "partition_memory_limit",
+            config.partition_memory_limit,
+            f"has {len(config.memory_limits)} sizes for {pp} pipeline ranks",
+            f"give one size for all, or {pp} sizes",
         )
     if config.virtual_stages == 1:
         return
