@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smp import _C
-from smp.config import processes
+from smp.config import kinds, processes
 from smp.config import schema as config
 from smp.config.schema import Config
 
@@ -141,7 +141,7 @@ def test_zero_and_one_are_booleans(value: int) -> None:
     ],
 )
 def test_words_are_converted(text: str, value: object) -> None:
-    assert config.convert_text(text) == value
+    assert kinds.convert_text(text) == value
 
 
 def test_words_are_refused_where_values_are_expected() -> None:

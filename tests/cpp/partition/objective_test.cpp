@@ -328,7 +328,7 @@ TEST(Solve, WorkIsSpreadBySpeedAndMemoryByLimit) {
   found = solve(tree, options);
   EXPECT_EQ(found.load_bytes, (std::vector<int64_t>{50, 60, 50}));
 
-  // Where only memory counts, each rank has a part of it by its limit.
+  // If only memory counts, each rank has a part of it by its limit.
   options.memory_weight = 1;
   options.memory_limits = {80, 40, 40};
   EXPECT_EQ(solve(tree, options).load_bytes,
