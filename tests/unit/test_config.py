@@ -433,9 +433,9 @@ def test_memory_limits_of_pipeline_ranks_are_a_list() -> None:
     one = {**values, "partition_memory_limit": "1GiB"}
     assert Config.from_dict(one).memory_limits == (2**30,) * 3
     assert Config.from_dict({}).memory_limits == ()
-    assert "has 3 sizes for 2 pipeline ranks" in refusal({**values, "partitions": 2} | {
-        "pipeline_parallel_degree": 2
-    }, 2)
+    assert "has 3 sizes for 2 pipeline ranks" in refusal(
+        {**values, "partitions": 2} | {"pipeline_parallel_degree": 2}, 2
+    )
 
 
 @pytest.mark.parametrize("value", [0, -1, "12", "12 GB free", "0.1B", "GiB", True])

@@ -74,7 +74,9 @@ def test_step_is_as_short_as_that_of_the_best_of_all_cuts(policy: str, ranks: in
     assert sum(excess) / len(excess) < 1.02, excess
 
 
-def decide_fastest(index: ModuleIndex, ranks: int, fastest: Fastest, **limits: Sequence[float]) -> Decision:
+def decide_fastest(
+    index: ModuleIndex, ranks: int, fastest: Fastest, **limits: Sequence[float]
+) -> Decision:
     shape = fastest.shape
     config = Config(pipeline=shape.policy, microbatches=shape.microbatches)
     config = replace(config, active_microbatches=shape.active)

@@ -111,9 +111,7 @@ def bounds_of(decision: Decision, run: Run) -> Bounds:
     largest = max(range(size), key=by_rank.__getitem__)
     mean = sum(by_rank) / size
     limits = options.memory_limits or [0] * size
-    holds = max(
-        range(size), key=lambda rank: evaluation.memory_bytes[rank] / max(1, limits[rank])
-    )
+    holds = max(range(size), key=lambda rank: evaluation.memory_bytes[rank] / max(1, limits[rank]))
     even = None
     if times:
         stage = 1000 / len(times)
