@@ -30,16 +30,16 @@ void bind_options(py::module_& m) {
                        std::vector<int64_t> memory_limits, bool must_fit,
                        double lead_weight, std::vector<double> speeds) {
              return PartitionOptions{
-                 num_partitions, memory_weight,
-                 num_chunks,     std::move(kept_microbatches),
-                 state_factor,   std::move(memory_limits),
-                 must_fit,       lead_weight,
+                 num_partitions,   memory_weight,
+                 num_chunks,       std::move(kept_microbatches),
+                 state_factor,     std::move(memory_limits),
+                 must_fit,         lead_weight,
                  std::move(speeds)};
            }),
            py::arg("num_partitions"), py::arg("memory_weight") = 0.8,
            py::arg("num_chunks") = 1,
            py::arg("kept_microbatches") = std::vector<int>{},
-           py::arg("state_factor") = 4.0, 
+           py::arg("state_factor") = 4.0,
            py::arg("memory_limits") = std::vector<int64_t>{},
            py::arg("must_fit") = true, py::arg("lead_weight") = 0.0,
            py::arg("speeds") = std::vector<double>{})

@@ -88,9 +88,9 @@ std::optional<EvaluatedSplit> best(const DecisionTree& decisions,
       rank_prefix(),
       "partition: the model does not fit: even when only memory "
       "is balanced, pp_rank ",
-      most, " needs ", bytes, " bytes (parameters times ",
-      options.state_factor, " for gradients and optimizer, and activations), ",
-      bytes - limit, " more than the limit of ", limit,
+      most, " needs ", bytes, " bytes (parameters times ", options.state_factor,
+      " for gradients and optimizer, and activations), ", bytes - limit,
+      " more than the limit of ", limit,
       "; use a larger "
       "pipeline_parallel_degree, smaller or fewer active microbatches, or "
       "checkpoint activations"));
