@@ -98,9 +98,10 @@ class Block:
                 return inner(*args, **kwargs)
             exchange = attention.Exchange(run.verdict.forms, run.length, self._rings)
             with attention.handled_by(exchange), self._drawing():
-                result = inner(*args, **kwargs)
-            self.num_in_ring += exchange.num_in_ring
-            return result
+                try:
+                    return inner(*args, **kwargs)
+                finally:  # a second run of a checkpoint ends early
+                    self.num_in_ring += exchange.num_in_ring
 
         return forward
 
