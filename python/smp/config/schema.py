@@ -404,11 +404,12 @@ def check_stages(config: Config) -> None:
             f"is outside [0, {pp}) while auto_partition is False",
             f"use 0 to {pp - 1} or raise pipeline_parallel_degree",
         )
-    if len(config.memory_limits) not in (0, pp):
+    limits = config.partition_memory_limit
+    if isinstance(limits, tuple) and len(limits) != pp:
         raise config_error(
             "partition_memory_limit",
-            config.partition_memory_limit,
-            f"has {len(config.memory_limits)} sizes for {pp} pipeline ranks",
+            limits,
+            f"has {len(limits)} sizes for {pp} pipeline ranks",
             f"give one size for all, or {pp} sizes",
         )
     if config.virtual_stages == 1:
