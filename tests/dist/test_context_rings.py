@@ -78,6 +78,15 @@ def test_more_ranks_than_heads_compute_parts_in_rings(pool: Pool) -> None:
 
 
 @pytest.mark.sample(keep=0)
+def test_attention_that_drops_elements_is_refused_with_more_ranks_than_heads(pool: Pool) -> None:
+    run = ring("dropout of attention", 2, cp=8, lengths=(16,), steps=1)
+    for (error,) in pool.run(8, train, [run]):
+        assert isinstance(error, str)
+        assert "4 heads of queries and 4 of keys cannot be shared by 8 ranks" in error
+        assert "Set dropout of attention to 0" in error
+
+
+@pytest.mark.sample(keep=0)
 def test_attention_that_blocks_cannot_say_shares_heads_and_is_named(pool: Pool) -> None:
     """A mask with gradients, and an encoder of another length."""
     for name, others in (("bias of heads", 2), ("cross", 2)):

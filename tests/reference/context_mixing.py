@@ -379,6 +379,19 @@ class InputNet(Net):
 _MIXED = " is another one for a part of the tokens"  # a query, a result, or a gradient
 
 _LEFT = "it leaves tensors in attributes that depend on the tokens"
+
+
+class DroppingAttention(Block):
+    """A block whose attention drops elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed(self.attend(x, is_causal=True, dropout_p=self.dropout))
+
+
 #: models of which no block computes parts, and the reason
 WHOLE: dict[str, tuple[Maker, str]] = {
     "convolution": (lambda: Net(*blocks(ConvolutionBlock)), _MIXED),
@@ -413,8 +426,9 @@ LATER: dict[str, Maker] = {
     "attribute": SwitchedNet,
     "calls": lambda: Net(*blocks(ScheduleBlock)),
 }
-#: models that mix tokens far apart, or change a list with tokens
+#: models that mix tokens far apart, change a list with tokens, or drop elements of attention
 OTHERS: dict[str, Maker] = {
     "dilation": lambda: Net(*blocks(ConvolutionBlock, 64)),
     "list": lambda: ListNet(*blocks(ListBlock)),
+    "dropout of attention": lambda: Net(*blocks(DroppingAttention)),
 }

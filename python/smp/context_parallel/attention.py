@@ -478,7 +478,7 @@ class Exchange:
             return call.run(call.query, call.key, call.value, call.further, None)
         if form.in_ring and (products := call.products(self._length)) is not None:
             return self._in_ring(call, products)
-        heads = call.heads(regions.group().size)
+        heads = self._heads(call)
         share = call.share(heads)
         query = regions.to_heads(call.query, self._length, heads.queries)
         key, value = (self._keys(x, heads, form) for x in (call.key, call.value))
@@ -490,6 +490,21 @@ class Exchange:
 
         output = call.run(query, key, value, mapped(call.further, "", whole), share)
         return regions.to_tokens(output, call.tokens_dim, call.heads_dim, heads.queries)
+
+    def _heads(self, call: Call) -> Heads:
+        """Returns the shares of all ranks.
+
+        Raises:
+            RuntimeError: the call was to go around a ring, and there are more ranks than heads.
+        """
+        try:
+            return call.heads(regions.group().size)
+        except CannotShare as reason:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}this call of attention cannot go around a ring, as it drops "
+                f"elements or has a mask with gradients, and {reason}. Set dropout of attention to "
+                "0, or lower context_parallel_degree to the number of heads"
+            ) from reason
 
     def _in_ring(self, call: Call, products: DotProducts) -> Tensor:
         heads = call.heads(self._rings.on_host)
