@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.dist.context_training import ContextRun, Trained, check_runs, train
 from tests.dist.pool import Pool
+from tests.reference.context_models import batch_of, build
 from tests.samples import part_of
 
 
@@ -129,6 +130,36 @@ def attend_with_dead_rows(rank: int) -> list[Tensor]:
     regions.gather(out, 2, regions.sizes_of(9)).square().sum().backward()
     smp.shutdown()
     return [x.grad / 2 for x in leaves if x.grad is not None]
+
+
+def evaluate(rank: int) -> tuple[list[float], int]:
+    """Returns how far losses without gradients are from those of one process."""
+    import smp
+
+    smp.init({"context_parallel_degree": 2, "context_parallel_ring_degree": 2, "ddp": True})
+    plain, batch = build("sliding"), batch_of(0, (9,), 2)
+    expected = plain(**batch).item()
+    model: Any = smp.DistributedModel(plain)
+
+    @smp.step
+    def losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = model(**batch)
+        return loss
+
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found.append(losses(model, batch).outputs[0].item() - expected)
+    num_in_ring = min(block.num_in_ring for block in model._engine.sequences.blocks)
+    smp.shutdown()
+    return found, num_in_ring
+
+
+@pytest.mark.sample(keep=0)
+def test_rings_evaluate_without_gradients(pool: Pool) -> None:
+    """Tensors of the inference mode have no versions, by which masks are known again."""
+    for differences, num_in_ring in pool.run(2, evaluate):
+        assert max(map(abs, differences)) < 1e-12 and num_in_ring == 2
 
 
 def inputs() -> list[Tensor]:

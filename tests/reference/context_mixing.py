@@ -111,6 +111,23 @@ class BatchNormBlock(Block):
         return super().forward(self.batch_norm(x.transpose(1, 2)).transpose(1, 2))
 
 
+class AgainBlock(BatchNormBlock):
+    """A block that is told whether it has run before in this step."""
+
+    def forward(self, x: Tensor, again: bool = False) -> Tensor:
+        return super().forward(x / 2 if again else x)
+
+
+class AgainNet(Net):
+    """Calls its blocks twice; the second trial finds the first calls' graph."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for again in (False, True):
+            for block in self.blocks:
+                x = block(x, again=again)
+        return x
+
+
 class TrainingBlock(Block):
     """Centres tokens in training only."""
 
@@ -398,6 +415,7 @@ WHOLE: dict[str, tuple[Maker, str]] = {
     "loss in the file": (lambda: GlobalLossNet(*blocks(GlobalLossBlock)), _LEFT),
     "zero gate": (lambda: Net(*blocks(GatedBlock)), _MIXED),
     "batch norm": (lambda: Net(*blocks(BatchNormBlock)), _MIXED),
+    "batch norm tried again": (lambda: AgainNet(*blocks(AgainBlock)), _MIXED),
     "cumulative sum": (lambda: Net(*blocks(CumulativeBlock)), _MIXED),
     "GRU": (lambda: Net(*blocks(RecurrentBlock)), _MIXED),
     "positions by index": (lambda: Net(*blocks(IndexedBlock)), _MIXED),

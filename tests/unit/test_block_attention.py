@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smp.context_parallel import block_attention
-from smp.context_parallel.block_attention import Block
+from smp.context_parallel.block_attention import Block, Rows
 from tests.reference.tolerances import relative_difference
 
 SCALE = 0.4
@@ -65,9 +65,8 @@ def test_blocks_give_the_result_and_gradients_of_all_keys(
         assert relative_difference(out.double(), expected.detach()) < TOLERANCE[dtype]
         of_query = torch.zeros_like(query, dtype=sums.dtype)
         for s, i in halves:
-            found = block_attention.backward(
-                grad.to(dtype), query, key[:, :, s], value[:, :, s], out, sums, forms[i]
-            )
+            rows = Rows(query, out, sums, grad.to(dtype))
+            found = block_attention.backward(rows, key[:, :, s], value[:, :, s], forms[i])
             of_query += found[0]
             for part, whole in zip(found[1:], exact[1:], strict=True):
                 assert whole.grad is not None
@@ -87,7 +86,9 @@ def test_kernels_agree_on_causal_attention(kernel: str) -> None:
     assert relative_difference(sums, scores.logsumexp(-1)) < 1e-12
     assert relative_difference(out, scores.softmax(-1) @ value) < 1e-12
     grad = torch.randn_like(out)
-    found = block_attention._BACKWARD[KERNELS[kernel]](grad, query, key, value, out, sums, form)
+    found = block_attention._BACKWARD[KERNELS[kernel]](
+        Rows(query, out, sums, grad), key, value, form
+    )
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     F.scaled_dot_product_attention(*leaves, is_causal=True, scale=SCALE).backward(grad)
     for part, leaf in zip(found, leaves, strict=True):

@@ -4,8 +4,10 @@ The exchange of tokens against heads is that of DeepSpeed-Ulysses (Jacobs et al.
 arXiv:2309.14509). What computes attention stays what it is and sees whole sequences, so masks,
 windows, sinks and caps mean what they mean in one process. Three ways lead there: functions that
 transformers' ``AttentionInterface`` returns, methods ``_attn(query, key, value, ...)`` of modules,
-and ``scaled_dot_product_attention`` of PyTorch. Code that has taken another way, or has imported
-PyTorch's function by name, mixes tokens in the eyes of a block's trial.
+and ``scaled_dot_product_attention`` of PyTorch. Calls that the arguments of the last one say in
+full may go around a `ring` instead; there blocks of keys replace what computes attention. Code that
+has taken another way, or has imported PyTorch's function by name, mixes tokens in the eyes of a
+block's trial.
 """
 
 from __future__ import annotations
@@ -478,7 +480,7 @@ class Exchange:
             return call.run(call.query, call.key, call.value, call.further, None)
         if form.in_ring and (products := call.products(self._length)) is not None:
             return self._in_ring(call, products)
-        heads = self._heads(call)
+        heads = self._heads(call, form)
         share = call.share(heads)
         query = regions.to_heads(call.query, self._length, heads.queries)
         key, value = (self._keys(x, heads, form) for x in (call.key, call.value))
@@ -491,7 +493,7 @@ class Exchange:
         output = call.run(query, key, value, mapped(call.further, "", whole), share)
         return regions.to_tokens(output, call.tokens_dim, call.heads_dim, heads.queries)
 
-    def _heads(self, call: Call) -> Heads:
+    def _heads(self, call: Call, form: Form) -> Heads:
         """Returns the shares of all ranks.
 
         Raises:
@@ -500,6 +502,8 @@ class Exchange:
         try:
             return call.heads(regions.group().size)
         except CannotShare as reason:
+            if not form.in_ring:
+                raise
             raise RuntimeError(
                 f"{_C.rank_prefix()}this call of attention cannot go around a ring, as it drops "
                 f"elements or has a mask with gradients, and {reason}. Set dropout of attention to "

@@ -7,6 +7,7 @@ and the logarithms of all blocks: Milakov & Gimelshein 2018 (arXiv:1805.02867), 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,23 @@ class Block:
     mask: Tensor | None
     is_causal: bool
     scale: float
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Queries and what their backward needs; results and sums are those of all blocks.
+
+    Attributes:
+        query: queries ``[B, heads, Q, D]``.
+        out: results ``[B, heads, Q, V]``.
+        sums: logarithms of the sums of exponentials ``[B, heads, Q]``.
+        grad: gradient of the results.
+    """
+
+    query: Tensor
+    out: Tensor
+    sums: Tensor
+    grad: Tensor
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -58,26 +76,17 @@ def forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Te
     )
 
 
-def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    block: Block,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of queries, and of keys and values of a block.
 
     Args:
-        grad: gradient of `out`.
-        query, key, value: arguments of `forward`.
-        out, sums: results and logarithms of all blocks.
-        block: form.
+        rows: queries.
+        key, value, block: arguments of `forward`.
     """
-    sums = sums.masked_fill(sums == -math.inf, math.inf)  # these rows have no exponentials
-    kernel = _kernel(query, key, value)
-    gradients = _BACKWARD[kernel](grad, query, key, value, out, sums, block)
+    has_none = rows.sums == -math.inf  # these rows have no exponentials
+    rows = dataclasses.replace(rows, sums=rows.sums.masked_fill(has_none, math.inf))
+    kernel = _kernel(rows.query, key, value)
+    gradients: tuple[Tensor, Tensor, Tensor] = _BACKWARD[kernel](rows, key, value, block)
     return gradients
 
 
@@ -101,22 +110,16 @@ def _on_cpu(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Te
 
 
 def _on_cpu_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    block: Block,
+    rows: Rows, key: Tensor, value: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients: tuple[Tensor, Tensor, Tensor]
     gradients = _OPS._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad,
-        query,
+        rows.grad,
+        rows.query,
         key,
         value,
-        out,
-        sums,
+        rows.out,
+        rows.sums,
         0.0,
         block.is_causal,
         attn_mask=block.mask,
@@ -143,24 +146,18 @@ def _on_cuda(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[T
 
 
 def _on_cuda_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    block: Block,
+    rows: Rows, key: Tensor, value: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    fill = -sums.shape[-1] % _SUMS_MULTIPLE
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # nothing drops
+    fill = -rows.sums.shape[-1] % _SUMS_MULTIPLE
+    seed = torch.zeros((), dtype=torch.int64, device=key.device)  # nothing drops
     gradients = _OPS._scaled_dot_product_efficient_attention_backward(
-        grad,
-        query,
+        rows.grad,
+        rows.query,
         key,
         value,
-        _aligned(block.mask, query),
-        out,
-        F.pad(sums, (0, fill), value=math.inf),
+        _aligned(block.mask, rows.query),
+        rows.out,
+        F.pad(rows.sums, (0, fill), value=math.inf),
         seed,
         seed,
         0.0,
@@ -194,22 +191,16 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tup
 
 
 def _written_out_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    block: Block,
+    rows: Rows, key: Tensor, value: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (_scores(query, key, block) - sums.unsqueeze(-1)).exp()
+    weights = (_scores(rows.query, key, block) - rows.sums.unsqueeze(-1)).exp()
     exact = weights.dtype
-    grad, out = grad.to(exact), out.to(exact)
+    grad, query, out = (x.to(exact) for x in (rows.grad, rows.query, rows.out))
     of_weights = grad @ value.to(exact).mT
     of_scores = weights * (of_weights - (grad * out).sum(-1, keepdim=True)) * block.scale
     return (
-        (of_scores @ key.to(exact)).to(query.dtype),
-        (of_scores.mT @ query.to(exact)).to(key.dtype),
+        (of_scores @ key.to(exact)).to(rows.query.dtype),
+        (of_scores.mT @ query).to(key.dtype),
         (weights.mT @ grad).to(value.dtype),
     )
 

@@ -81,6 +81,12 @@ class Block:
         """Reasons why calls had whole sequences."""
         return [v.problem for v in self._verdicts.values() if v.problem is not None]
 
+    @property
+    def shares_heads(self) -> bool:
+        """Returns whether it has attention of parts, and none that went around rings."""
+        forms = [form for v in self._verdicts.values() for _, form in v.forms]
+        return self.num_in_ring == 0 and any(form.queries_cut for form in forms)
+
     def around(self, inner: Forward) -> Forward:
         """Returns a forward that cuts arguments and returns what becomes whole when it is read."""
 
@@ -438,12 +444,13 @@ class SequenceParts:
         have_run = [block for block in self.blocks if block.num_cut + block.num_whole]
         num_cut = sum(block.num_cut > 0 for block in have_run)
         say = first_rank_log.info if num_cut else first_rank_log.warning
-        share_heads = [b.name for b in have_run if b.num_cut and not b.num_in_ring]
+        share_heads = [block.name for block in have_run if block.shares_heads]
         if self._ring > 1 and share_heads:
             first_rank_log.warning(
                 "smp: context_parallel_ring_degree: attention of %d of %d blocks, '%s' first, goes "
-                "around no ring; all %d ranks share its heads, because it is not "
-                "scaled_dot_product_attention of equally many queries and keys without dropout",
+                "around no ring; all %d ranks share its heads, because not all of it is "
+                "scaled_dot_product_attention of equally many queries and keys, without dropout "
+                "and without gradients for its mask",
                 len(share_heads),
                 len(have_run),
                 share_heads[0],

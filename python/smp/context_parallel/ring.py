@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 import smp._C as _C
 from smp.context_parallel import block_attention, regions
-from smp.context_parallel.block_attention import Block
+from smp.context_parallel.block_attention import Block, Rows
 from smp.context_parallel.parts import Heads, Interval
 from smp.context_parallel.ring_layout import held_in_parts, held_in_ring
 from smp.context_parallel.ring_messages import KeyMessages, Move, move
@@ -165,24 +165,24 @@ class _Gradients:
 
     Args:
         work: work of this rank.
-        grad: gradient of the results.
-        query, out, sums: own queries, their results and logarithms.
+        rows: own queries, their results and the gradient of these.
 
     Attributes:
         query: gradient of the queries, of all rounds so far.
     """
 
-    def __init__(self, work: Work, grad: Tensor, query: Tensor, out: Tensor, sums: Tensor) -> None:
-        self._work, self._of_rows = work, (grad, query, out, sums)
-        self.query = torch.zeros_like(query, dtype=sums.dtype)
+    def __init__(self, work: Work, rows: Rows) -> None:
+        self._work, self._rows = work, rows
+        self.query = torch.zeros_like(rows.query, dtype=rows.sums.dtype)
 
     def of_keys(self, keys: Sequence[Tensor], distance: int) -> list[Tensor]:
         """Returns the gradients of keys and values of a round, and adds that of queries."""
         found = [torch.zeros_like(x, dtype=self.query.dtype) for x in keys]
-        for each in _blocks(self._work, self._of_rows[1], keys, distance):
-            grad, query, out, sums = (each.queries.of(x, 2) for x in self._of_rows)
+        rows = self._rows
+        for each in _blocks(self._work, rows.query, keys, distance):
+            own = (each.queries.of(x, 2) for x in (rows.query, rows.out, rows.sums, rows.grad))
             of_query, of_key, of_value = block_attention.backward(
-                grad, query, each.key, each.value, out, sums, each.form
+                Rows(*own), each.key, each.value, each.form
             )
             each.queries.of(self.query, 2).add_(of_query)
             for total, part in zip(found, (of_key, of_value), strict=True):
@@ -210,7 +210,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, out, sums = ctx.saved_tensors
         messages = KeyMessages(ctx.work, ctx.peers, key, value)
-        gradients = _Gradients(ctx.work, grad.contiguous(), query, out, sums)
+        gradients = _Gradients(ctx.work, Rows(query, out, sums, grad.contiguous()))
         totals = [torch.zeros_like(x, dtype=sums.dtype) for x in (key, value)]
         back: tuple[_C.PendingTensor, int] | None = None
 

@@ -85,6 +85,8 @@ class Rings:
         mask = products.mask
         if mask is None:
             return (causal_table if products.is_causal else full_table)(len(chunks))
+        if mask.is_inference():  # it does not say whether it was written
+            return _table_of(mask, chunks)
         base = mask if mask._base is None else mask._base  # each layer has a view of its own
         view = (mask.storage_offset(), mask.shape, mask.stride(), mask._version, len(chunks))
         tables = self._tables.setdefault(base, {})

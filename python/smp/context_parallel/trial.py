@@ -243,7 +243,9 @@ def _written(block: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, buffer in block.named_buffers():
         if name in before and not torch.equal(buffer, before[name]):
             found[name] = buffer.clone()
-            buffer.copy_(before[name])
+            # Graphs of earlier calls have saved it, and it has their values again.
+            with torch.autograd._unsafe_preserve_version_counter(buffer):
+                buffer.copy_(before[name])
     return found
 
 
