@@ -223,7 +223,9 @@ def test_healthy_layouts_of_sequences_in_parts_are_equal(pool: Pool, tmp_path: P
         records = JobRecords(tmp_path / layout)
         runs = [rows for _, rows in records.modules(0, records.counts(0))]
         shapes = {r.shape for rows in runs for r in rows.get((0, "blocks.0.norm", 0), [])}
-        assert sorted(shapes) == [(2, 2, WIDTH), (2, 3, WIDTH)], f"{layout}: no rank had a part of the tokens"
+        assert sorted(shapes) == [(2, 2, WIDTH), (2, 3, WIDTH)], (
+            f"{layout}: no rank had a part of the tokens"
+        )
 
 
 @pytest.mark.parametrize(
