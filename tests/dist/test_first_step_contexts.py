@@ -1,4 +1,4 @@
-"""The first training step of pipelines whose ranks compute parts of sequences is checked as well."""
+"""The check of the first step of pipelines whose ranks compute parts of sequences."""
 
 from __future__ import annotations
 

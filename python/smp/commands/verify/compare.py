@@ -153,7 +153,7 @@ class Comparison:
             )
         elif module is not None and module.after is not None:
             hints.append(
-                f"results from '{module.after}' to '{module.name}' are parts on each rank, which are "
+                f"results from '{module.after}' to '{module.name}' are parts on each rank that are "
                 "not compared: one of these modules may differ"
             )
         elif module is not None:

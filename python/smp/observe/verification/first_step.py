@@ -318,7 +318,7 @@ class FirstStepCheck(StepObserver):
 
 
 def _wait_for_verdicts() -> None:
-    """Waits until all ranks of the replica have the verdict, as the first error ends their waits."""
+    """Waits until all ranks of the replica have the verdict; the first error ends all waits."""
     with contextlib.suppress(_C.PeerFailure):  # another rank was through, so all have it
         comm.barrier(comm.MP_GROUP)
         comm.barrier(comm.CP_GROUP)
