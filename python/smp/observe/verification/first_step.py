@@ -99,7 +99,7 @@ class FirstStepCheck(StepObserver):
         self._local = dict(local)
         self._reason = self._reason_against(trace, shows_values)
         # The ranks of a tensor-parallel group take whole parameters of its first one.
-        keeps = self._is_compared or self._current.rank.sizes["tp"] > 1
+        keeps = self._takes_part or self._current.rank.sizes["tp"] > 1
         if self._is_driver and self._reason is None and keeps:
             self._kept = {p: p.data for p in self._root.parameters()}
         if self._reason is None and self._is_compared:
@@ -152,7 +152,7 @@ class FirstStepCheck(StepObserver):
         if self._current.rank.sizes["tp"] > 1 and self._is_driver:
             whole = [value for p, value in self._kept.items() if interval_of(p) is None]
             data_parallel.broadcast_from_first(self._current.rank, whole)
-        if not self._is_compared:
+        if not self._takes_part:
             self._kept.clear()
         self._compare_makers()
 
@@ -216,7 +216,7 @@ class FirstStepCheck(StepObserver):
                 self._end(f"inconclusive: {reason}")
                 return
             reference = None
-            if self._is_driver and self._is_compared:
+            if self._is_driver:  # on all of them, as they fetch results in one order
                 device = self._current.rank.device
                 reference = Reference(self._root, self._modules, self._kept, device)
             watched = (self._root, self._modules, self._local, reference)
