@@ -12,7 +12,7 @@ class ConfigDict(TypedDict, total=False):
     pipeline_parallel_degree: int
     partitions: int
     microbatches: int
-    pipeline: Literal["interleaved", "simple", "virtual_interleaved", "zero_bubble"]
+    pipeline: str
     optimize: Literal["memory", "speed"]
     placement_strategy: str
     auto_partition: bool

@@ -254,7 +254,7 @@ class _Known:
 
 
 class StepDecorator(Protocol):
-    """What `smp.step` gives when it gets options."""
+    """A decorator, which `smp.step` returns when it gets options."""
 
     @overload
     def __call__(self, function: Callable[P, Tensor], /) -> StepFunction[P, StepOutput]: ...
