@@ -31,7 +31,7 @@ ROOT = Path("/sys/fs/cgroup")
 TIMEOUT_S = 1800
 SHARES = (0.25, 0.5, 0.25)
 PERIOD_US = 10_000  # of a quota
-MOST_OVER_BEST, LEAST_GAIN = 1.05, 1.2
+MOST_OVER_BEST, LEAST_GAIN, LEAST_USED = 1.05, 1.2, 0.9
 
 
 @contextmanager
@@ -97,6 +97,15 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def used(found: dict[str, Any]) -> list[float]:
+    """The largest part of its quota that each rank got in any cut; 1 where nobody disturbed it."""
+    times = found["median_ms"]
+    return [
+        max(ms / share / times[name] for name, ms in own.items())
+        for own, share in zip(found["cpu_ms"], SHARES, strict=True)
+    ]
+
+
 def show(found: dict[str, Any], best: int = 5) -> None:
     times = sorted(found["median_ms"].items(), key=lambda item: item[1])
     print("fastest cuts: " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in times[:best]))
@@ -124,6 +133,9 @@ def main() -> int:
     found |= ratios(found)
     args.out.write_text(json.dumps(found) + "\n", encoding="utf-8")
     show(found)
+    if args.quotas and min(used(found)) < LEAST_USED:
+        shares = ", ".join(f"{share:.2f}" for share in used(found))
+        print(f"MISSED quotas: others had the cores, ranks got at most {shares} of theirs")
     for name in ("chosen_over_best", "limited_over_best"):
         if found[name] > MOST_OVER_BEST:
             print(f"MISSED {name} {found[name]:.3f} (at most {MOST_OVER_BEST})")
