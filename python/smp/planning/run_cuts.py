@@ -14,6 +14,7 @@ from torch import nn
 
 import smp._C as _C
 from smp.config.schema import Config
+from smp.modules.sequence_blocks import find_blocks, indivisible
 from smp.partition import trace_flops
 from smp.partition.costs import Trace
 from smp.partition.decide import Fastest, decide
@@ -102,11 +103,14 @@ def decided(root: nn.Module, traced: Trace, run: Run) -> Decision:
     if pp_size > 1 and not {"memory_weight", "optimize"} & run.given:
         factor = state_factor(root.parameters(), config, run.layout.shard)
         fastest = Fastest(run.layout.shape, run.rooms, factor)
+    shares_tokens = config.context_parallel_degree > 1
+    with indivisible([block for _, block in find_blocks(root)] if shares_tokens else ()):
+        index = build_tree(root, traced)
     decision = decide(
         root,
         config,
         pp_size,
-        index=build_tree(root, traced),
+        index=index,
         file=config.partition_file,
         num_chunks=run.layout.chunks,
         memory_limits=config.memory_limits,

@@ -157,7 +157,7 @@ class Plan:
 
         others = {
             "second forward": spent("again"),
-            "tensor exchange": spent("exchanged"),
+            "exchange in layers": spent("exchanged"),
             "gathers": spent("gathered"),
             "offloading": spent("copied"),
         }
@@ -187,6 +187,7 @@ class Plan:
             "gather": grid.shard.crosses,
             "reduce": grid.replicas.crosses or grid.shard.crosses,
             "pipeline": grid.next_stage.crosses,
+            "context": grid.context.crosses,
         }
         result = {"inside": 0.0, "between": 0.0}
         for kind, num_bytes in sent_bytes(self.stages, self.layout, grid).items():
@@ -263,7 +264,8 @@ def _time(
     job: Job, layout: Layout, stages: Sequence[Stage], simulated: bool
 ) -> tuple[StepTime, Grid]:
     model, device = job.profile, job.hardware
-    grid = Grid.of(layout, job.per_host, device, model.experts, model.routed)
+    keys = model.sent_keys(layout.tp * layout.cp)
+    grid = Grid.of(layout, job.per_host, device, model.experts, model.routed, keys)
     devices = job.devices(layout)
     return step_time(stages, layout, grid, device, job.per_host, simulated, devices), grid
 
@@ -340,8 +342,13 @@ def _best(job: Job, fitting: Sequence[tuple[float, Layout]]) -> list[Plan]:
 def layouts(job: Job) -> Iterator[Layout]:
     """Yields all layouts that are worth a look, in a fixed order."""
     for tp in _tensor_degrees(job):
-        for pp in _divisors(job.num_ranks // tp):
-            rdp = job.num_ranks // (tp * pp)
+        degrees = (
+            (pp, cp)
+            for pp in _divisors(job.num_ranks // tp)
+            for cp in _context_degrees(job, tp * pp, tp)
+        )
+        for pp, cp in degrees:
+            rdp = job.num_ranks // (tp * pp * cp)
             for microbatch in MICROBATCHES:
                 microbatches, rest = divmod(job.samples, rdp * microbatch)
                 if rest == 0 and (microbatches == 1 or not job.drops_gradients):
@@ -349,6 +356,7 @@ def layouts(job: Job) -> Iterator[Layout]:
                         pp=pp,
                         tp=tp,
                         rdp=rdp,
+                        cp=cp,
                         microbatch=microbatch,
                         microbatches=microbatches,
                         precision=job.precision,
@@ -368,7 +376,7 @@ def _choices(base: Layout, job: Job) -> Iterator[Layout]:
         _shardings(base, job),
         _keeping(job),
         _borders(base, job),
-        ("DPT", "PDT") if base.pp > 1 and base.rdp > 1 else ("DPT",),
+        ("DPT", "PDT") if base.pp > 1 and base.replicas > 1 else ("DPT",),
     )
     for schedule, sharding, keeping, border, placement in choices:
         layout = replace(base, **schedule, **sharding, **keeping, **border, placement=placement)
@@ -397,8 +405,9 @@ def _shardings(base: Layout, job: Job) -> list[dict[str, Any]]:
     if job.drops_gradients:
         return [{}]
     inside = max(1, job.per_host // base.tp)
-    whole = sorted({q for q in (inside, base.rdp) if q > 1 and base.rdp % q == 0})
-    pairs = [(q, False) for q in sorted({1, base.rdp})] + [(q, True) for q in whole]
+    most = base.replicas
+    whole = sorted({q for q in (inside, most) if q > 1 and most % q == 0})
+    pairs = [(q, False) for q in sorted({1, most})] + [(q, True) for q in whole]
     return [{"shard": shard, "shards_parameters": parameters} for shard, parameters in pairs]
 
 
@@ -424,6 +433,24 @@ def _tensor_degrees(job: Job) -> list[int]:
     """Returns the divisors of a host's devices that leave whole heads to each rank."""
     inside = min(job.per_host, job.num_ranks)
     return _divisors(math.gcd(inside, job.num_ranks, job.profile.heads or 1))
+
+
+def _context_degrees(job: Job, others: int, tp: int) -> list[int]:
+    """Returns degrees that leave whole heads and several tokens to each rank.
+
+    Args:
+        job: the job.
+        others: number of ranks along pipeline and tensor parallelism.
+        tp: tensor-parallel degree.
+    """
+    heads, tokens = job.profile.heads // tp, job.profile.tokens
+    if job.kinds is not None:  # parts of sequences are even, so all wait for the slowest device
+        return [1]
+    return [
+        cp
+        for cp in _divisors(job.num_ranks // others)
+        if cp == 1 or (heads > 0 and heads % cp == 0 and tokens >= 2 * cp)
+    ]
 
 
 def _divisors(number: int) -> list[int]:

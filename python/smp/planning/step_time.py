@@ -101,10 +101,35 @@ def _overheads(stage: Stage, layout: Layout, hardware: Hardware) -> tuple[float,
 
 
 def exchanges(part: Part, layout: Layout, grid: Grid) -> tuple[dict[str, Cost], dict[str, Cost]]:
-    """Returns the costs of the exchanges of a split part per microbatch: forward and backward.
+    """Returns the costs of the exchanges of a part per microbatch: forward and backward.
 
-    The keys are "tensor", and "experts" for tokens on their way to experts and back.
+    The keys are "tensor", "experts" for tokens on their way to experts and back, and "context".
     """
+    ahead, back = _split_exchanges(part, layout, grid)
+    shared = _context_exchanges(part, layout, grid)
+    return {**ahead, **shared}, {**back, **shared}
+
+
+def _context_exchanges(part: Part, layout: Layout, grid: Grid) -> dict[str, Cost]:
+    """Returns the costs of a layer whose tokens ranks share, in either direction.
+
+    Queries, keys and values go from parts of tokens to heads, and the result of attention goes back
+    (Jacobs et al. 2023). Between pipeline ranks all ranks have all tokens.
+    """
+    group = grid.context
+    if group.size == 1 or not part.is_layer:
+        return {}
+    own = layout.computed_samples * part.input_bytes * (group.size - 1) / group.size
+    heads = own * layout.shares.split
+    cost = group.exchange((1 + 2 * grid.sent_keys) * heads) + group.exchange(heads)
+    if layout.pp > 1:
+        cost += group.gather(layout.computed_samples * layout.cp * part.input_bytes)
+    return {"context": cost}
+
+
+def _split_exchanges(
+    part: Part, layout: Layout, grid: Grid
+) -> tuple[dict[str, Cost], dict[str, Cost]]:
     group = grid.tensor
     if group.size == 1 or part.num_products == 0:
         return {}, {}
