@@ -98,10 +98,9 @@ def _ends(weights: Sequence[float], speeds: Sequence[float], tail: float) -> lis
     tail counts for the first stage.
     """
     upto = torch.tensor([0.0, *itertools.accumulate(weights)], dtype=torch.float64)
-    # Of what begins in a row and ends before a column; stages are not empty.
-    weight = (upto[None] - upto[:, None]).masked_fill(
-        torch.ones(len(upto), len(upto)).tril() > 0, inf
-    )
+    # Row: where a stage begins; column: where it ends. Stages are not empty.
+    is_empty = torch.ones(len(upto), len(upto)).tril() > 0
+    weight = (upto[None] - upto[:, None]).masked_fill(is_empty, inf)
     behind = [torch.full_like(upto, inf)]  # least of the largest load of later stages, by begin
     behind[0][-1] = 0.0
     for stage in reversed(range(len(speeds))):
