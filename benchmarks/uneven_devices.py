@@ -98,7 +98,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def used(found: dict[str, Any]) -> list[float]:
-    """The largest part of its quota that each rank got in any cut; 1 where nobody disturbed it."""
+    """The largest part of its quota that each rank got in any cut; 1 on an idle machine."""
     times = found["median_ms"]
     return [
         max(ms / share / times[name] for name, ms in own.items())
