@@ -1,8 +1,9 @@
-"""Checkpoints that `smp ckpt export --format dcp` writes are read by FSDP2 with its optimizer."""
+"""Checkpoints go from jobs to FSDP2 and back, with the optimizer (`smp ckpt export`, `import`)."""
 
 from __future__ import annotations
 
 import argparse
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from smp.checkpoint import cli
+from smp.checkpoint.reader import FolderReader
 from tests.dist.pool import Pool
 
 STEPS = 3
@@ -105,10 +107,52 @@ def resume_by_fsdp(rank: int, folder: str, is_flat: bool) -> dict[str, Tensor]:
     return {name: p.full_tensor() for name, p in model.state_dict().items()}
 
 
-def export(*arguments: object) -> int:
+def train_by_fsdp(rank: int, folder: str, is_flat: bool) -> dict[str, Tensor]:
+    """Saves behind some steps; returns the parameters after a further one."""
+    import smp
+
+    smp.init({"ddp": True})
+    model = make()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = optimizer_of(model)
+    for idx in range(STEPS + 1):
+        if idx == STEPS:
+            options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+            found, moments = get_state_dict(model, optimizer, options=options)
+            checkpoint.save({"model": found, "optim": moments}, checkpoint_id=folder)
+        optimizer.zero_grad()
+        model(batch(idx)).backward()
+        optimizer.step()
+    return {name: p.full_tensor() for name, p in model.state_dict().items()}
+
+
+def resume(rank: int, config: dict[str, Any], folder: str) -> dict[str, Tensor]:
+    import smp
+
+    smp.init({"microbatches": 2, **config})
+    model = smp.DistributedModel(make())
+    optimizer = smp.DistributedOptimizer(optimizer_of(model))
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    smp.resume_from_checkpoint(folder, "imported")
+
+    @smp.step
+    def step(ids: Tensor) -> Tensor:
+        loss: Tensor = model(ids)
+        model.backward(loss)
+        return loss
+
+    step(batch(STEPS))
+    optimizer.step()
+    return {name: p.detach().clone() for name, p in model.state_dict().items()}
+
+
+def ckpt(*arguments: object) -> int:
     parser = argparse.ArgumentParser()
     cli.add_parser(parser.add_subparsers())
-    parsed = parser.parse_args(["ckpt", "export", *map(str, arguments)])
+    parsed = parser.parse_args(["ckpt", *map(str, arguments)])
     status: int = parsed.execute(parsed)
     return status
 
@@ -128,7 +172,7 @@ def test_fsdp_goes_on_as_the_job_does(
     pool: Pool, tmp_path: Path, size: int, config: dict[str, Any], is_flat: bool
 ) -> None:
     expected = pool.run(size, train_and_save, config, str(tmp_path / "smp"))[0]
-    assert export(tmp_path / "smp", tmp_path / "dcp", "--format", "dcp") == 0
+    assert ckpt("export", tmp_path / "smp", tmp_path / "dcp", "--format", "dcp") == 0
     for found in pool.run(2, resume_by_fsdp, str(tmp_path / "dcp"), is_flat):
         assert found.keys() == expected.keys() and "head.weight" in found
         for name, value in expected.items():
@@ -138,5 +182,57 @@ def test_fsdp_goes_on_as_the_job_does(
 def test_a_folder_with_files_is_left_alone(pool: Pool, tmp_path: Path, capsys: Any) -> None:
     pool.run(2, train_and_save, {"pipeline_parallel_degree": 2}, str(tmp_path / "smp"))
     (tmp_path / "file").write_text("")
-    assert export(tmp_path / "smp", tmp_path, "--format", "dcp") == 1
+    assert ckpt("export", tmp_path / "smp", tmp_path, "--format", "dcp") == 1
     assert "is not empty; give a new folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "config", "is_flat"),
+    [
+        (2, {"pipeline_parallel_degree": 2}, False),
+        (2, {"sharded_data_parallel_degree": 2, "ddp": True, "sdp_gradient_clipping": 0.0}, True),
+        (4, {"pipeline_parallel_degree": 2, "shard_optimizer_state": True, "ddp": True}, True),
+    ],
+    ids=str,
+)
+@pytest.mark.sample(keep=2)
+def test_a_job_goes_on_as_fsdp_does(
+    pool: Pool, tmp_path: Path, size: int, config: dict[str, Any], is_flat: bool
+) -> None:
+    expected = pool.run(2, train_by_fsdp, str(tmp_path / "dcp"), is_flat)[0]
+    target = tmp_path / "imported_partial"
+    assert ckpt("import", tmp_path / "dcp", target, "--optimizer-key", "optim") == 0
+    for found in pool.run(size, resume, config, str(tmp_path)):
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=name)
+    assert ckpt("export", target, tmp_path / "again", "--format", "dcp") == 0
+    for found in pool.run(2, resume_by_fsdp, str(tmp_path / "again"), is_flat):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_model_alone_without_a_key_is_read(pool: Pool, tmp_path: Path, capsys: Any) -> None:
+    state = make().state_dict()
+    checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert ckpt("import", tmp_path / "dcp", tmp_path / "none") == 1
+    assert "name the key of the model (--model-key)" in capsys.readouterr().err
+    assert ckpt("import", tmp_path / "dcp", tmp_path / "new", "--model-key", "") == 0
+    with FolderReader(tmp_path / "new") as reader:
+        for name, value in state.items():
+            assert torch.equal(reader.read(f"model/{name}"), value)
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return print, ("code ran",)
+
+
+def test_code_in_metadata_does_not_run(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    assert ckpt("import", tmp_path / "dcp", tmp_path / "new") == 1
+    found = capsys.readouterr()
+    assert "code ran" not in found.out and "it names builtins.print" in found.err
+    (tmp_path / "dcp" / ".metadata").unlink()
+    assert ckpt("import", tmp_path / "dcp", tmp_path / "new") == 1
+    assert "has no file .metadata" in capsys.readouterr().err

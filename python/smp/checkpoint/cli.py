@@ -79,6 +79,16 @@ def add_parser(subparsers: Any) -> None:
         "the checkpoint",
     )
 
+    command = _command(commands, "import", _import, "read a folder of torch.distributed.checkpoint")
+    command.add_argument("target", type=Path, metavar="TARGET", help="folder to write")
+    for what in ("model", "optimizer"):
+        command.add_argument(
+            f"--{what}-key",
+            default=what,
+            metavar="KEY",
+            help=f"key of the {what} in the state dict that was saved; default: {what}",
+        )
+
     command = _command(commands, "reshard", _reshard, "rewrite as another number of files")
     command.add_argument("target", type=Path, metavar="TARGET", help="folder to write")
     command.add_argument(
@@ -298,6 +308,16 @@ def _export(arguments: argparse.Namespace) -> int:
         )
     for file in files:
         print(f"{file}  {bytes_text(file.stat().st_size)}")
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    dcp = importlib.import_module("smp.checkpoint.dcp_import")
+    manifest = dcp.import_folder(
+        Path(arguments.folder), arguments.target, arguments.model_key, arguments.optimizer_key
+    )
+    for name, record in manifest.files.items():
+        print(f"{arguments.target / name}  {bytes_text(record.num_bytes)}")
     return 0
 
 

@@ -16,8 +16,8 @@ from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.reader import FolderReader
 from smp.tensor_parallel.parts import Part
 
-# The file of a kind's entries; other kinds have files of their own names.
-_FILE_OF_KIND = {"model": "model", "optimizer": "optimizer", "master": "fp16_states"}
+#: File of a kind's entries; other kinds have files of their own names.
+FILE_OF_KIND = {"model": "model", "optimizer": "optimizer", "master": "fp16_states"}
 # Files that belong to no rank are copied; random states of the old layout's ranks are not.
 _CARRIED = ("user_content.pt", "partition.txt", "config.json")
 
@@ -85,7 +85,7 @@ def _write_part(reader: FolderReader, folder: Path, kind: str, idx: int, num_par
         shape = entry.shape if num_parts == 1 else (part.flat_numel,)
         make = functools.partial(_read, reader, name, part, shape)
         structure[name.partition("/")[2]] = Deferred(shape, getattr(torch, entry.dtype), make)
-    file = f"{_FILE_OF_KIND.get(kind, kind)}_{idx}.pt"
+    file = f"{FILE_OF_KIND.get(kind, kind)}_{idx}.pt"
     written = archive.write(folder / file, structure)
     piece = Piece(files={file: written.record})
     for (name, part), place in zip(parts.items(), written.places, strict=True):

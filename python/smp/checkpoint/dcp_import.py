@@ -1,0 +1,243 @@
+"""Reads a folder of torch.distributed.checkpoint, and writes a checkpoint that any layout resumes.
+
+Pickled files of the folder are read as data: they name classes of a list only.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from smp.checkpoint import archive, user_content
+from smp.checkpoint import manifest as manifests
+from smp.checkpoint.archive import Deferred
+from smp.checkpoint.folder import Generation, new_generation
+from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
+from smp.checkpoint.partial_save import USER_CONTENT_FILE, versions
+from smp.checkpoint.resharding import FILE_OF_KIND
+from smp.checkpoint.values import encode
+from smp.tensor_parallel.parts import Part
+
+#: Modules and names of what pickled metadata consists of.
+_KNOWN = {
+    "torch": None,
+    "torch.distributed.checkpoint.metadata": None,
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}
+_OF_TORCH = {"Size", "strided", "contiguous_format", "preserve_format", "memory_format"}
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler that refuses classes and functions which metadata does not consist of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = _KNOWN.get(module, set())
+        is_data = name in _OF_TORCH or isinstance(getattr(torch, name, None), torch.dtype)
+        if (module == "torch" and not is_data) or (allowed is not None and name not in allowed):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+class _Reader(FileSystemReader):
+    """A reader that reads metadata as data."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            found: Metadata = _Unpickler(file).load()
+        if getattr(found, "storage_meta", None) is None:
+            found.storage_meta = StorageMeta()
+        assert found.storage_meta is not None
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class _Planner(DefaultLoadPlanner):
+    """A planner that reads objects as data."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+@dataclass
+class _Found:
+    """The contents of a folder.
+
+    Attributes:
+        model: tensors of the model by name.
+        moments: tensors of the optimizer's state, by the parameter's name and the key.
+        numbers: other state of parameters, by the parameter's name and the key.
+        groups: options and names of the optimizer's groups, encoded; empty without an optimizer.
+    """
+
+    model: dict[str, Deferred] = field(default_factory=dict)
+    moments: dict[tuple[str, str], Deferred] = field(default_factory=dict)
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+def import_folder(
+    source: Path, target: Path, model_key: str = "model", optimizer_key: str = "optimizer"
+) -> Manifest:
+    """Writes ``target``, a checkpoint folder from which a job of any layout resumes.
+
+    Memory: one tensor.
+
+    Args:
+        source: folder of torch.distributed.checkpoint.
+        target: folder to write.
+        model_key: key of the model in the state dict that was saved; empty: its tensors have no key
+            above them.
+        optimizer_key: key of the optimizer there.
+
+    Returns:
+        the manifest of ``target``.
+
+    Raises:
+        FileExistsError: ``target`` exists.
+        ValueError: there is no model below the key, or the metadata is no data.
+    """
+    if target.exists():
+        raise FileExistsError(f"{target} exists already; give a new folder")
+    if not (source / ".metadata").is_file():
+        raise ValueError(f"{source} has no file .metadata: it is no folder of this form")
+    found = _Source(source).contents(model_key, optimizer_key)
+    generation = Generation.begin(target.parent, target.name, new_generation())
+    try:
+        pieces = list(_pieces(found, generation.folder, generation.generation))
+        manifest = Manifest.assemble(
+            generation.generation, versions(), Layout({}, {"pp": 1}), pieces
+        )
+        generation.commit(manifest, name_newest=False)
+    except BaseException:
+        generation.abandon()
+        raise
+    return manifest
+
+
+class _Source:
+    """A folder of torch.distributed.checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            metadata = _Reader(folder).read_metadata()
+        except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+            raise ValueError(f"{folder / '.metadata'} cannot be read as data: {error}") from None
+        self._about: Mapping[str, Any] = metadata.state_dict_metadata
+
+    def _load(self, key: str) -> Any:
+        about = self._about[key]
+        is_tensor = isinstance(about, TensorStorageMetadata)
+        into = torch.empty(about.size, dtype=about.properties.dtype) if is_tensor else None
+        state = {key: into}
+        dcp.load(state, storage_reader=_Reader(self._folder), planner=_Planner(), no_dist=True)
+        return state[key]
+
+    def _below(self, key: str) -> Iterator[tuple[str, str]]:
+        """Yields the keys below one, and their rests."""
+        prefix = f"{key}." if key else ""
+        yield from ((k, k.removeprefix(prefix)) for k in self._about if k.startswith(prefix))
+
+    def _deferred(self, key: str) -> Deferred | None:
+        about = self._about[key]
+        if not isinstance(about, TensorStorageMetadata):
+            return None
+        make = functools.partial(self._load, key)
+        return Deferred(tuple(about.size), about.properties.dtype, make)
+
+    def contents(self, model_key: str, optimizer_key: str) -> _Found:
+        found = _Found()
+        for key, name in self._below(model_key):
+            tensor = self._deferred(key)
+            is_other = not model_key and key.startswith(f"{optimizer_key}.")
+            if tensor is not None and not is_other:
+                found.model[name] = tensor
+        if not found.model:
+            known = ", ".join(list(self._about)[:3])
+            raise ValueError(
+                f"{self._folder} has no tensors below the key '{model_key}'; it has {known} "
+                "and others: name the key of the model (--model-key)"
+            )
+        for key, rest in self._below(f"{optimizer_key}.state"):
+            name, _, part = rest.rpartition(".")
+            tensor = self._deferred(key)
+            like = found.model.get(name)
+            is_like = tensor is not None and like is not None and tensor.shape == like.shape
+            if tensor is not None and ((is_like and part != "step") or tensor.shape):
+                found.moments[name, part] = tensor
+            else:
+                where = f"'{part}' of the optimizer's state of '{name}'"
+                found.numbers.setdefault(name, {})[part] = encode(self._load(key), where)
+        found.groups = self._groups(optimizer_key, found.model)
+        return found
+
+    def _groups(self, optimizer_key: str, model: Mapping[str, Deferred]) -> list[dict[str, Any]]:
+        """Returns the optimizer's groups; parameters of equal options are one group."""
+        options: dict[str, dict[str, Any]] = {}
+        for key, rest in self._below(f"{optimizer_key}.param_groups"):
+            owner, _, option = rest.rpartition(".")
+            options.setdefault(owner, {})[option] = self._load(key)
+        listed = [group for owner, group in options.items() if owner.isdecimal()]
+        if listed:
+            named = [(group.pop("params"), group) for group in listed]
+        else:
+            named = [([name], group) for name, group in options.items()]
+        result: list[dict[str, Any]] = []
+        for names, group in named:
+            encoded = {
+                name: encode(value, f"'{name}' of a parameter group")
+                for name, value in group.items()
+                if name != "param_names"
+            }
+            same = next((one for one in result if one["options"] == encoded), None)
+            if same is not None and not listed:
+                same["names"] += names
+            else:
+                result.append({"options": encoded, "names": list(names)})
+        return result
+
+
+def _pieces(found: _Found, folder: Path, generation: str) -> Iterator[Piece]:
+    kinds: dict[str, dict[str, Deferred]] = {"model": found.model}
+    if found.moments:
+        kinds["optimizer"] = {f"{name}/{key}": x for (name, key), x in found.moments.items()}
+    for kind, tensors in kinds.items():
+        file = f"{FILE_OF_KIND[kind]}_0.pt"
+        written = archive.write(folder / file, tensors)
+        piece = Piece(files={file: written.record})
+        for (name, tensor), place in zip(tensors.items(), written.places, strict=True):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            block = Block(file, place.offset, Part.whole(tensor.shape))
+            piece.entries[f"{kind}/{name}"] = StoredEntry(dtype, tensor.shape, [block])
+        yield piece
+    user_content.write(folder / USER_CONTENT_FILE, {}, generation)
+    piece = Piece(files={USER_CONTENT_FILE: manifests.record_of(folder / USER_CONTENT_FILE)})
+    piece.values = {
+        "user_content": {"added": [], "is_none": True},
+        "aliases": {},
+        "has": {"model": True, "optimizer": bool(found.groups)},
+        "steps": {"done": 0, "begun": 0},
+        "seed": 0,
+        "dropout_seed": None,
+        "registrations": [],
+    }
+    if found.groups:
+        piece.values |= {"groups": found.groups, "state": found.numbers}
+    yield piece
