@@ -25,6 +25,7 @@ from smp import (  # noqa: E402
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
 from smp.activations.checkpointing import set_activation_checkpointing  # noqa: E402
+from smp.auto import auto  # noqa: E402
 from smp.checkpoint import (  # noqa: E402
     load,
     resume_from_checkpoint,
@@ -133,6 +134,7 @@ __all__ = [
     "__version__",
     "allgather",
     "amp",
+    "auto",
     "barrier",
     "broadcast",
     "clip_grad_norm_",

@@ -42,6 +42,7 @@ class Job:
         masters: storage of digits that 16-bit parameters lack.
         offloads_state: moments of the optimizer are in host memory.
         drops_gradients: gradients are applied in the backward: one microbatch, nothing sharded.
+        fixed: values of `layout.KEYS` that all layouts have.
     """
 
     whole: View
@@ -57,6 +58,7 @@ class Job:
     masters: str = "fp32"
     offloads_state: bool = False
     drops_gradients: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def profile(self) -> ModelProfile:
@@ -206,6 +208,8 @@ def search(job: Job) -> Found:
     cuts: dict[tuple[object, ...], tuple[list[Stage], list[Content]]] = {}
     peaks: dict[Layout, float] = {}
     for layout in layouts(job):
+        if job.fixed and not layout.has(job.fixed):
+            continue
         key = (layout.pp, layout.chunks, layout.tp, layout.checkpoints, layout.in_memory)
         if key not in cuts:
             stages = _cuts(job.view(layout.tp).profile, layout)
