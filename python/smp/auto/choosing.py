@@ -43,8 +43,9 @@ class Request:
         Raises:
             ValueError: a key of the configuration is wrong, or is not the user's to set.
         """
-        given = dict(normalize(self.config).values)
+        given = {**normalize(self.config).values, "ddp": True}
         Config.of_checked(given)
+        given.pop("ddp")
         if given.pop("fp16", False) or given.pop("bf16", False):
             raise ValueError("config= sets fp16 or bf16; give precision= instead")
         hardware = seen.hardware(self.precision)

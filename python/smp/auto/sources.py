@@ -17,6 +17,7 @@ from smp.checkpoint.huggingface import CONFIG, find_weights
 from smp.checkpoint.loading import resume_from_checkpoint
 from smp.commands.ending import BadUse
 from smp.commands.models import LoadedModel, load_huggingface, with_call
+from smp.initial.initialise import await_values
 from smp.model import DistributedModel
 from smp.replacement import model_creation
 
@@ -90,6 +91,7 @@ class Pretrained(Source):
         make: Any = type(model)
         with model_creation(dtype=dtype):
             made: nn.Module = make(model.config)
+        await_values(made)
         return made.train()
 
     def load(self, model: DistributedModel) -> None:

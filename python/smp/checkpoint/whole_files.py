@@ -85,6 +85,8 @@ class WholeModel:
                     value = sharding.slice_of(given[found[name]], held.slice_)
                     made = value.make() if isinstance(value, LazyTensor) else value
                     state.storage.write(held.tensor, made)
+                    if self.translate is None:  # otherwise changes in place may be there
+                        self._state.drop_pages()
         set_extra_states(model.get_module(), given)
         state.storage.after_load()
 
