@@ -36,6 +36,7 @@ from smp.checkpoint import (  # noqa: E402
 from smp.checkpoint.saving import StoppingSaver  # noqa: E402
 from smp.initial.delay import delay_param_initialization  # noqa: E402
 from smp.initial.delay import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
+from smp.launching import launch  # noqa: E402
 from smp.model import DistributedModel, is_tracing, whole_parameters  # noqa: E402
 from smp.observe import OBSERVERS  # noqa: E402
 from smp.observe.nonfinite import detect_nonfinite  # noqa: E402
@@ -166,6 +167,7 @@ __all__ = [
     "init",
     "is_initialized",
     "is_tracing",
+    "launch",
     "load",
     "local_rank",
     "local_size",
