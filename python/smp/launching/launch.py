@@ -28,6 +28,7 @@ LAUNCHED_VARIABLE = "SMP_LAUNCHED"
 WHAT = "smp.launch"
 
 _GRACE_S = 10.0  # for ranks to end by themselves after the first one has failed
+_WHO = "| who "  # start of the line of a report that names the rank and its error
 _INTERRUPTED_S = 3.0  # the same, after an interrupt
 _FUNCTION_FILE = "main.pickle"
 
@@ -208,4 +209,7 @@ def _raise_for(
     is_victim = error is None or isinstance(error, _C.PeerFailure | KeyboardInterrupt)
     failure = find_failure(others.ended, meeting)
     if failure is not None and is_victim and not is_interrupted:
-        raise RuntimeError("\n".join([f"{WHAT}: {failure.words}", *failure.report])) from error
+        # A terminal shows the first lines of a long text.
+        who = [line.removeprefix(_WHO).strip() for line in failure.report if line.startswith(_WHO)]
+        first = ": ".join([WHAT, failure.words, *who[:1]])
+        raise RuntimeError("\n".join([first, *failure.report])) from error
