@@ -18,7 +18,7 @@ from smp.auto.choosing import Choice, Request, choose
 from smp.auto.looking import DTYPES, free_now, look
 from smp.auto.sources import Source, source_of
 from smp.commands.printing import bytes_text
-from smp.config.schema import to_bytes
+from smp.config.kinds import to_bytes
 from smp.config.sources import LAUNCHER_VARIABLE
 from smp.model import DistributedModel
 from smp.optim.distributed_optimizer import DistributedOptimizer
