@@ -5,6 +5,11 @@ forward and backward into a function decorated with :func:`step`, and launch wit
 or Slurm. Importing this package does not communicate and starts nothing.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from smp.world import extension
 
 extension.load()
@@ -25,7 +30,6 @@ from smp import (  # noqa: E402
 from smp._C import PeerFailure  # noqa: E402
 from smp._version import __version__  # noqa: E402
 from smp.activations.checkpointing import set_activation_checkpointing  # noqa: E402
-from smp.auto import auto  # noqa: E402
 from smp.checkpoint import (  # noqa: E402
     load,
     resume_from_checkpoint,
@@ -37,7 +41,6 @@ from smp.checkpoint.saving import StoppingSaver  # noqa: E402
 from smp.data_parallel import batch_slice  # noqa: E402
 from smp.initial.delay import delay_param_initialization  # noqa: E402
 from smp.initial.delay import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
-from smp.launching import launch  # noqa: E402
 from smp.model import DistributedModel, is_tracing, whole_parameters  # noqa: E402
 from smp.observe import OBSERVERS  # noqa: E402
 from smp.observe.nonfinite import detect_nonfinite  # noqa: E402
@@ -115,6 +118,23 @@ from smp.world.preemption import requested as preemption_requested  # noqa: E402
 from smp.world.preemption import use_saver  # noqa: E402
 from smp.world.runtime import init, is_initialized, shutdown  # noqa: E402
 from smp.world.state import state  # noqa: E402
+
+if TYPE_CHECKING:
+    from smp.automatic import auto
+    from smp.launching import launch
+else:
+    # The rooms below plan, and few scripts need that: they are imported with the first use.
+    _LATE = {"auto": "smp.automatic", "launch": "smp.launching"}
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LATE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LATE})
+
 
 use_saver(StoppingSaver())
 use_observers(*OBSERVERS)

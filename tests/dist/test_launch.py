@@ -140,7 +140,7 @@ def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
     text = output_of(process)
     assert process.returncode not in (0, None)
     assert "KeyboardInterrupt" in text and "goes on" not in text
-    wait_until(lambda: not any(map(is_alive, pids_in(seen))))
+    wait_until(lambda: not any(map(is_alive, pids_in(seen))), lambda: seen)
 
 
 def test_under_a_launcher_the_function_just_runs(tmp_path: Path) -> None:

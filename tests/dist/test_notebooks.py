@@ -1,12 +1,13 @@
 """``smp.launch`` in notebooks, which run without a browser, and the notebooks of the examples.
 
-With the packages of requirements/notebook.txt; skipped without them.
+Skipped without nbclient and ipykernel, which environments of `requirements/test.txt` have.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -23,8 +24,11 @@ from tests.patience import PATIENCE_S, wait_until
 pytestmark = [
     pytest.mark.waits,
     pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("nbclient", "ipykernel")),
-        reason="nbclient is not installed; pip install -r requirements/notebook.txt",
+        any(
+            importlib.util.find_spec(name) is None
+            for name in ("nbclient", "ipykernel", "cloudpickle")
+        ),
+        reason="nbclient, ipykernel or cloudpickle is missing; see requirements/test.txt",
     ),
 ]
 
@@ -109,9 +113,7 @@ def error(cell: Any) -> str:
 
 def pids_in(text: str, how: str) -> dict[int, int]:
     """Processes by rank; what ranks print at the same time may lie in one line."""
-    words = text.split()
-    places = [place for place, word in enumerate(words) if word == how]
-    return {int(words[p + 1]): int(words[p + 2]) for p in places if words[p + 1].isdigit()}
+    return {int(rank): int(pid) for rank, pid in re.findall(rf"{how} (\d) (\d+)", text)}
 
 
 def test_a_kernel_is_rank_0_and_outlives_its_ranks(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_a_kernel_is_rank_0_and_outlives_its_ranks(tmp_path: Path) -> None:
             """Interrupts the kernel, as its manager does, when a file is there."""
 
             def run(self) -> None:
-                wait_until((tmp_path / "runs").exists)
+                wait_until((tmp_path / "runs").exists, lambda: "the cell does not run")
                 os.killpg(os.getpgid(own.pid), signal.SIGINT)
 
         thread = Interrupting()
@@ -155,7 +157,7 @@ def test_a_kernel_is_rank_0_and_outlives_its_ranks(tmp_path: Path) -> None:
         thread.join()
         assert error(cell).startswith("KeyboardInterrupt")
         pids = pids_in(said(cell), "loops")
-        wait_until(lambda: not is_alive(pids[1]))
+        wait_until(lambda: not is_alive(pids[1]), lambda: said(cell))
         assert pids[0] == own.pid and is_alive(own.pid)
         assert result(own.run('smp.launch(main, 2, "ends")')) == pytest.approx(expected, rel=1e-12)
 
@@ -185,7 +187,7 @@ def test_notebooks_of_the_examples_run_and_are_kept_without_output(
                 ran = own.run(cell.source)
                 assert not error(ran), error(ran)
                 text += said(ran)
-    assert "[1] " in text, "there was one rank"
+    assert "smp: 2 ranks on 1 host" in text
 
 
 def test_there_are_two_notebooks() -> None:

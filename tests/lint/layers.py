@@ -53,7 +53,7 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"optim", "step"}),
     frozenset({"checkpoint", "observe"}),
     frozenset({"commands", "integrations", "v1"}),
-    frozenset({"auto", "launching"}),
+    frozenset({"automatic", "launching"}),
 )
 PYTHON_BELOW_ALL = frozenset({"_C", "_build_info", "_device", "_torch_releases", "_version"})
 
@@ -72,7 +72,7 @@ PUBLIC_PATHS = frozenset(
     }
 )
 # Tools look at the core; the core runs without them.
-TOOLS = frozenset({"observe", "planning", "commands", "auto", "launching", "smp_cli"})
+TOOLS = frozenset({"observe", "planning", "commands", "automatic", "launching", "smp_cli"})
 _ON_TOP = PUBLIC_PATHS | {"__init__", "__main__"}
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]')

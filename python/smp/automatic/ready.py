@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 import smp._C as _C
 from smp.activations.checkpointing import set_activation_checkpointing
-from smp.auto import plan_file
-from smp.auto.choosing import Choice, Request, choose
-from smp.auto.looking import DTYPES, free_now, look
-from smp.auto.sources import Source, source_of
+from smp.automatic import plan_file
+from smp.automatic.choosing import Choice, Request, choose
+from smp.automatic.looking import DTYPES, free_now, look
+from smp.automatic.sources import Source, source_of
 from smp.commands.printing import bytes_text
 from smp.config.kinds import to_bytes
 from smp.config.sources import LAUNCHER_VARIABLE
@@ -94,9 +94,9 @@ def auto(
     choice, source = _met(model, locals())
     try:
         return _made(choice, source, optimizer_factory)
-    except BaseException:
-        if runtime.is_initialized() and runtime.current().steps.running is None:
-            runtime.current().rank.report_raised(WHAT, RuntimeError("smp.auto has failed"))
+    except BaseException as error:
+        if runtime.is_initialized():
+            runtime.current().rank.report_raised(WHAT, error)
             runtime.shutdown()
         raise
 
@@ -137,12 +137,26 @@ def _request(arguments: Mapping[str, Any], rank: Rank) -> Request:
     precision = arguments["precision"] or ("fp32" if rank.device.type == "cpu" else "bf16")
     if precision not in DTYPES:
         raise ValueError(f"precision: expected one of {', '.join(DTYPES)}, got {precision!r}")
-    memory = arguments["memory"]
-    memory = None if memory is None else to_bytes(memory)
     config = arguments["config"]
     if config is not None and not isinstance(config, Mapping):
         raise ValueError(f"config: expected a dictionary, got {type(config).__name__}")
-    return Request(arguments["batch"], arguments["seq"], precision, dict(config or {}), memory)
+    memory = arguments["memory"]
+    return Request(
+        arguments["batch"],
+        arguments["seq"],
+        precision,
+        dict(config or {}),
+        None if memory is None else _memory_bytes(memory),
+    )
+
+
+def _memory_bytes(memory: Any) -> int:
+    try:
+        return to_bytes(memory)
+    except (ValueError, TypeError):
+        raise ValueError(
+            f'memory: expected bytes, or a size such as "40GB", got {memory!r}'
+        ) from None
 
 
 def _chosen(

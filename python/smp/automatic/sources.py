@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp.checkpoint.huggingface import CONFIG, find_weights
+from smp.checkpoint.huggingface import CONFIG, find_weights, open_weights
 from smp.checkpoint.loading import resume_from_checkpoint
+from smp.checkpoint.whole_files import Renaming
 from smp.commands.ending import BadUse
 from smp.commands.models import LoadedModel, load_huggingface, with_call
 from smp.initial.initialise import await_values
 from smp.model import DistributedModel
 from smp.replacement import model_creation
+from smp.world.log import first_rank_log
 
 _PATTERNS = ("*.json", "*.safetensors")
 
@@ -78,24 +81,33 @@ class Pretrained(Source):
                 "loads weights of floating point; give the model that it was made of"
             )
         try:
-            find_weights(self._folder, None)
+            names = [*open_weights(find_weights(self._folder, None))]
+            module: Any = self.traced().module
         except FileNotFoundError as error:
             raise ValueError(f"no weights of {self.name!r}: {error}") from None
+        except BadUse as error:
+            raise ValueError(str(error)) from None
+        self._class, self._config = type(module), module.config
+        self._renaming = _renaming(self.name, module, names)
 
     def traced(self) -> LoadedModel:
         found = load_huggingface(str(self._folder))
         return LoadedModel(self.name, found.module, found.call, found.trained)
 
     def make(self, dtype: torch.dtype) -> nn.Module:
-        model = self.traced().module
-        make: Any = type(model)
         with model_creation(dtype=dtype):
-            made: nn.Module = make(model.config)
+            made: nn.Module = self._class(self._config)
         await_values(made)
         return made.train()
 
     def load(self, model: DistributedModel) -> None:
-        resume_from_checkpoint(self._folder, partial=False, load_optimizer=False, model=model)
+        resume_from_checkpoint(
+            self._folder,
+            partial=False,
+            load_optimizer=False,
+            model=model,
+            translate_function=self._renaming,
+        )
 
 
 @dataclass
@@ -150,6 +162,54 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
     return tensor.to("meta")
+
+
+def _renaming(name: str, model: nn.Module, stored: Iterable[str]) -> Renaming:
+    """Returns the names in a model of what its files hold, as transformers reads them.
+
+    Raises:
+        ValueError: tensors are missing, or transformers makes tensors of the model from several.
+    """
+    names = _names_in(name, model, stored)
+    values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    found = {id(values[own]) for own in names.values() if own in values}
+    missing = [own for own in model.state_dict() if id(values.get(own)) not in found]
+    if missing:
+        raise ValueError(
+            f"the weights of {name!r} do not fit {type(model).__name__}: {len(missing)} tensors are "
+            f"missing, the first is {missing[0]!r}; give a folder with all of them"
+        )
+    if unknown := [key for key, own in names.items() if own not in values]:
+        first_rank_log.warning(
+            "smp.auto: %d tensors in %s are not in %s and are not read, the first is %s",
+            len(unknown), name, type(model).__name__, unknown[0],
+        )  # fmt: skip
+    return Renaming({key: own for key, own in names.items() if own in values})
+
+
+def _names_in(name: str, model: Any, stored: Iterable[str]) -> dict[str, str]:
+    """Returns names of a model by names in its files."""
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+        conversions = importlib.import_module("transformers.conversion_mapping")
+    except ImportError:
+        return {key: key for key in stored}  # older releases store the names of the model
+    rules = conversions.get_model_conversion_mapping(model)
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    found, state = {}, model.state_dict()
+    for key in stored:
+        own, converter = loading.rename_source_key(
+            key, renamings, converters, model.base_model_prefix, state
+        )
+        if converter is not None and key not in state:
+            raise ValueError(
+                f"the files of {name!r} hold {key!r}, and transformers makes {own!r} from several "
+                "such tensors when it loads them; load the model by from_pretrained, save it by "
+                "torch.save as pytorch_model.bin, and give that folder"
+            )
+        found[key] = key if key in state else own
+    return found
 
 
 def _fetched(name: str) -> Path:

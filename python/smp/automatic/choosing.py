@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smp.auto.looking import Seen
+from smp.automatic.looking import Seen
 from smp.commands.ending import BadUse
 from smp.commands.models import LoadedModel, quiet_transformers
 from smp.commands.plan import facts, layout_texts, nothing_fits, profiled
@@ -17,6 +17,7 @@ from smp.planning.search import Found, Job, Plan, search
 
 _MORE_DEVICES = (2, 4, 8, 16)  # times those of the job
 _FEWER_SAMPLES = (2, 4, 8, 16)  # parts of the batch
+_UNEVEN = {"device_speeds", "partition_memory_limit"}  # values by rank
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class Request:
         given.pop("ddp")
         if given.pop("fp16", False) or given.pop("bf16", False):
             raise ValueError("config= sets fp16 or bf16; give precision= instead")
+        if uneven := _UNEVEN & given.keys():
+            raise ValueError(
+                f"config= sets {sorted(uneven)[0]}, and smp.auto counts each device as the weakest "
+                "one; give memory=, or call smp.init with a configuration of your own"
+            )
         hardware = seen.hardware(self.precision)
         fixed = {key: given.pop(key) for key in list(given) if key in KEYS}
 
@@ -139,8 +145,12 @@ def choose(
     except BadUse as error:
         raise ValueError(str(error).replace("--seq", "seq=")) from None
     chosen = facts(job, found.plans[0])
+    config = chosen["config"]
     if delays:
-        chosen["config"]["delayed_parameter_initialization"] = True
+        config["delayed_parameter_initialization"] = True
+    if config.get("sharded_data_parallel_degree", 1) > 1:
+        # Its default clips, and no other layout does.
+        config.setdefault("sdp_gradient_clipping", 0.0)
     return Choice(
         loaded.name,
         job.profile.elements,

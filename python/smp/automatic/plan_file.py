@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, fields
 from typing import Any
 
-from smp.auto.choosing import Choice, Request
+from smp.automatic.choosing import Choice, Request
 from smp.config import given_files
 
 _FORMAT = 1
