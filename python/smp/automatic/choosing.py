@@ -85,7 +85,7 @@ class Choice:
         model: name of the model.
         elements: parameter elements.
         num_ranks: number of ranks.
-        batch, seq, precision: those of the request.
+        batch, seq, precision: values of the request.
         plan: facts of the plan, as `smp plan --json` prints them.
         lines: reasons in words.
     """
@@ -149,7 +149,7 @@ def choose(
     if delays:
         config["delayed_parameter_initialization"] = True
     if config.get("sharded_data_parallel_degree", 1) > 1:
-        # Its default clips, and no other layout does.
+        # The default clips, and no other layout does.
         config.setdefault("sdp_gradient_clipping", 0.0)
     return Choice(
         loaded.name,

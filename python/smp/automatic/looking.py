@@ -112,7 +112,7 @@ def look(rank: Rank, precision: str) -> Seen:
     """Measures all devices at the same time, then links one by one. Collective over all ranks.
 
     Args:
-        rank: this rank, in a world without a pipeline.
+        rank: rank of this process, in a world without a pipeline.
         precision: "fp32", "bf16" or "fp16".
     """
     comm.barrier()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -91,36 +90,38 @@ def auto(
             f"smp.auto chooses the configuration, and {LAUNCHER_VARIABLE} sets it as well; start "
             "without --config, and give keys that the layout has to have as config="
         )
-    choice, source = _met(model, locals())
+    runtime.init({"ddp": True})
     try:
-        return _made(choice, source, optimizer_factory)
+        choice, source = _chosen_together(model, locals(), runtime.current().rank)
+    finally:
+        runtime.shutdown()
+    rank = None
+    try:
+        runtime.init(choice.config)
+        rank = runtime.current().rank
+        return _made(choice, source, optimizer_factory, rank)
     except BaseException as error:
-        if runtime.is_initialized():
-            runtime.current().rank.report_raised(WHAT, error)
-            runtime.shutdown()
+        if rank is not None:
+            rank.report_raised(WHAT, error)
+        runtime.shutdown()
         raise
 
 
-def _met(model: Any, arguments: dict[str, Any]) -> tuple[Choice, Source]:
+def _chosen_together(model: Any, arguments: dict[str, Any], rank: Rank) -> tuple[Choice, Source]:
     """Returns the choice for the job, the same on all ranks. Collective."""
-    runtime.init({"ddp": True})
+    error, request, source = None, None, None
     try:
-        rank = runtime.current().rank
-        error, request, source = None, None, None
-        try:
-            source = source_of(model, arguments["inputs"])
-            request = _request(arguments, rank)
-        except (ValueError, TypeError) as caught:
-            error = str(caught)
-        names = ("batch", "seq", "precision", "memory", "config", "file", "plan")
-        call: dict[str, Any] = {name: arguments[name] for name in names}
-        call |= {"model": source and source.name, "error": error}
-        roll_call(rank, WHAT, call, _SNIPPET)
-        assert source is not None and request is not None
-        together(rank, WHAT, source.check)
-        return _chosen(rank, source, request, arguments["file"], arguments["plan"]), source
-    finally:
-        runtime.shutdown()
+        source = source_of(model, arguments["inputs"])
+        request = _request(arguments, rank)
+    except (ValueError, TypeError) as caught:
+        error = str(caught)
+    names = ("batch", "seq", "precision", "memory", "config", "file", "plan")
+    call: dict[str, Any] = {name: arguments[name] for name in names}
+    call |= {"model": source and source.name, "error": error}
+    roll_call(rank, WHAT, call, _SNIPPET)
+    assert source is not None and request is not None
+    together(rank, WHAT, source.check)
+    return _chosen(rank, source, request, arguments["file"], arguments["plan"]), source
 
 
 def _request(arguments: Mapping[str, Any], rank: Rank) -> Request:
@@ -159,9 +160,7 @@ def _memory_bytes(memory: Any) -> int:
         ) from None
 
 
-def _chosen(
-    rank: Rank, source: Source, request: Request, file: Any, plan: Any
-) -> Choice:
+def _chosen(rank: Rank, source: Source, request: Request, file: Any, plan: Any) -> Choice:
     """Reads the choice, or looks and plans; the first rank says and writes it. Collective."""
     if plan is not None:
 
@@ -195,11 +194,9 @@ def _say(choice: Choice, file: Any) -> None:
 
 
 def _made(
-    choice: Choice, source: Source, optimizer_factory: OptimizerFactory
+    choice: Choice, source: Source, optimizer_factory: OptimizerFactory, rank: Rank
 ) -> tuple[DistributedModel, DistributedOptimizer]:
-    """Initialises the layout, and makes model and optimizer. Collective."""
-    runtime.init(choice.config)
-    rank = runtime.current().rank
+    """Makes model and optimizer in an initialized layout. Collective."""
     together(rank, WHAT, lambda: _check_room(choice, rank))
     module = source.make(DTYPES[choice.precision])
     if rank.sizes["tp"] > 1:

@@ -54,6 +54,7 @@ class Source(ABC):
     def make(self, dtype: torch.dtype) -> nn.Module:
         """Returns the model of the run; parameters have no memory if `delays`."""
 
+    @abstractmethod
     def load(self, model: DistributedModel) -> None:
         """Gives each rank the values of its part, once it has it. Collective."""
 
@@ -142,6 +143,9 @@ class Given(Source):
     def make(self, dtype: torch.dtype) -> nn.Module:
         return self.module
 
+    def load(self, model: DistributedModel) -> None:
+        """Leaves the module as it is: it has its values, or draws them."""
+
 
 def source_of(model: Any, inputs: Any) -> Source:
     """Returns the source of the first argument of `smp.auto`.
@@ -176,8 +180,8 @@ def _renaming(name: str, model: nn.Module, stored: Iterable[str]) -> Renaming:
     missing = [own for own in model.state_dict() if id(values.get(own)) not in found]
     if missing:
         raise ValueError(
-            f"the weights of {name!r} do not fit {type(model).__name__}: {len(missing)} tensors are "
-            f"missing, the first is {missing[0]!r}; give a folder with all of them"
+            f"the weights of {name!r} do not fit {type(model).__name__}: {len(missing)} tensors "
+            f"are missing, the first is {missing[0]!r}; give a folder with all of them"
         )
     if unknown := [key for key, own in names.items() if own not in values]:
         first_rank_log.warning(
@@ -221,7 +225,9 @@ def _fetched(name: str) -> Path:
     try:
         hub = importlib.import_module("huggingface_hub")
     except ImportError:
-        raise ValueError(f"no folder {name!r}, and names need the package huggingface_hub") from None
+        raise ValueError(
+            f"no folder {name!r}, and names need the package huggingface_hub"
+        ) from None
     try:
         load_huggingface(name)  # asks for the configuration first, and does not wait for a network
         found = hub.snapshot_download(name, allow_patterns=list(_PATTERNS))

@@ -48,9 +48,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--batch", type=int, default=512, metavar="N", help="samples of a step; default: 512"
     )
-    parser.add_argument(
-        "--precision", choices=sorted(DTYPES), default="bf16", help="default: bf16"
-    )
+    parser.add_argument("--precision", choices=sorted(DTYPES), default="bf16", help="default: bf16")
     parser.add_argument(
         "--hardware",
         default="h200",

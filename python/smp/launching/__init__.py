@@ -1,3 +1,3 @@
 """Starts the other ranks of a job from a plain script or a notebook."""
 
-from smp.launching.launch import launch as launch
+from smp.launching.first_rank import launch as launch

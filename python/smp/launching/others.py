@@ -17,7 +17,7 @@ _GRACE_S = 5.0  # for ranks to end by themselves after another one has failed
 
 
 class Others(LocalRanks):
-    """All ranks of a job but the first, which is the caller's process.
+    """Runs all ranks of a job but the first, which is the process of the caller.
 
     A thread relays their output and watches them until `finish`. Processes are started in the
     thread of the caller, because the kernel ends them with the thread that started them.

@@ -1,4 +1,7 @@
-"""Runs a function that ``smp.launch`` has written to a file: ``python -m smp.launching.rank FILE``."""
+"""Runs a function that ``smp.launch`` has written to a file.
+
+Usage: ``python -m smp.launching.rank FILE``.
+"""
 
 from __future__ import annotations
 
