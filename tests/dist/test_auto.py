@@ -353,11 +353,13 @@ def test_a_device_that_vanishes_after_the_plan_ends_all_ranks(
 def test_a_plan_for_another_run_is_refused(pool: Pool, tmp_path: Path) -> None:
     folder, file = str(tmp_path / "model"), str(tmp_path / "auto.json")
     save(tmp_path / "model", "gptj")
-    pool.run(2, pretrained, folder, {"file": file})
+    pool.run(2, pretrained, folder, {"file": file, "config": {"microbatches": 4}})
     given = {"seq": POSITIONS, "plan": file}
     fewer = pool.run(1, refusals, [(folder, given)])[0][0]
     assert re.search(r"was made for num_ranks=2, and this run has 1; leave plan= out", fewer)
-    texts = pool.run(2, refusals, [(folder, {**given, "seq": 8}), (folder, {**given, "batch": 4})])
-    for seq, batch in texts:
-        assert "was made for seq=16, and this run has 8" in seq
-        assert "was made for batch=8, and this run has 4" in batch
+    changes = ({"seq": 8}, {"batch": 4}, {"config": {"microbatches": 8}}, {"memory": 1000})
+    for texts in pool.run(2, refusals, [(folder, {**given, **change}) for change in changes]):
+        assert "was made for seq=16, and this run has 8" in texts[0]
+        assert "was made for batch=8, and this run has 4" in texts[1]
+        assert "was made without {'microbatches': 8} of config=" in texts[2]
+        assert re.search("needs .*iB, more than memory=", texts[3])

@@ -8,7 +8,9 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from smp.automatic.choosing import Choice, Request
+from smp.commands.printing import bytes_text
 from smp.config import given_files
+from smp.config.schema import Config
 
 _FORMAT = 1
 
@@ -62,3 +64,14 @@ def check(choice: Choice, path: str, name: str, request: Request, num_ranks: int
                 f"plan={path!r} was made for {key}={found!r}, and this run has {value!r}; leave "
                 "plan= out to look again"
             )
+    with_keys = Config.from_dict({**choice.config, **request.config})
+    if with_keys != Config.from_dict(choice.config):
+        raise ValueError(
+            f"plan={path!r} was made without {dict(request.config)} of config=; leave one of them out"
+        )
+    needed = choice.plan["peak_bytes"]
+    if request.memory_bytes is not None and needed > request.memory_bytes:
+        raise ValueError(
+            f"plan={path!r} needs {bytes_text(needed)}, more than memory=; leave plan= out to look "
+            "again"
+        )
