@@ -13,7 +13,8 @@ from tests.dist.processes import REPO, launch
 pytestmark = pytest.mark.alone
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "auto_memory.py"
-SLACK_BYTES = 64 * 2**20  # of allocators and threads
+SLACK_BYTES = 64 * 2**20  # of allocators, threads and measurements
+UPDATE_BYTES = 64 * 2**20  # torch's AdamW makes tensors as large as the largest parameter
 USABLE = 0.9  # share of the free memory that a plan counts with
 
 
@@ -27,6 +28,7 @@ def test_a_rank_loads_its_own_part_alone(tmp_path: Path) -> None:
         part = told["part"]
         assert 0.4 * told["whole"] < part < 0.6 * told["whole"]
         # Sums of gradients are allocated with the parameters.
-        assert part < told["loaded"] < 1.1 * 2 * part
+        assert part < told["loaded"] < 2 * part + SLACK_BYTES < part + told["whole"]
         assert told["plan"] > 4 * part, "parameters, gradients and Adam's moments"
-        assert told["trained"] < told["plan"] / USABLE + SLACK_BYTES
+        most = told["plan"] / USABLE + SLACK_BYTES + UPDATE_BYTES
+        assert told["trained"] < most < 4 * told["whole"]
