@@ -67,7 +67,8 @@ def check(choice: Choice, path: str, name: str, request: Request, num_ranks: int
     with_keys = Config.from_dict({**choice.config, **request.config})
     if with_keys != Config.from_dict(choice.config):
         raise ValueError(
-            f"plan={path!r} was made without {dict(request.config)} of config=; leave one of them out"
+            f"plan={path!r} was made without {dict(request.config)} of config=; leave "
+            "one of the two out"
         )
     needed = choice.plan["peak_bytes"]
     if request.memory_bytes is not None and needed > request.memory_bytes:
