@@ -1,10 +1,11 @@
 """Measures the way from ``python train.py`` to the end of the first step, with a model on disk.
 
 ``python benchmarks/auto_start.py FOLDER`` writes a GPT-J with random weights into the folder,
-unless it is there. Contenders start in turns, each in new processes: `smp.launch` with `smp.auto` on two
-ranks, the same by the file of the first (``plan=``), and ``from_pretrained`` in one process. One
-line of JSON per run: seconds on the clock from the start of Python to the end of the step, CPU seconds
-of all ranks, the loss, and for each rank the bytes of its parameters and its largest resident memory.
+unless it is there. Contenders start in turns, each in new processes: `smp.launch` with
+`smp.auto` on two ranks, the same by the file of the first (``plan=``), and ``from_pretrained``
+in one process. One line of JSON per run: seconds on the clock from the start of Python to the
+end of the step, CPU seconds of all ranks, the loss, and for each rank the bytes of its
+parameters and its largest resident memory.
 """
 
 from __future__ import annotations
