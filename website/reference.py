@@ -40,8 +40,9 @@ _KINDS = ("mp", "dp", "pp", "tp", "rdp", "cp")
 
 PAGES = (
     Page("training", "Training", "From `init` to the step function.",
-         ("init", "is_initialized", "shutdown", "step", "StepOutput", "DistributedModel",
-          "DistributedOptimizer", "clip_grad_norm_", "grad_norm", "whole_parameters", "is_tracing",
+         ("init", "auto", "launch", "is_initialized", "shutdown", "step", "StepOutput",
+          "DistributedModel", "DistributedOptimizer",
+          "clip_grad_norm_", "grad_norm", "whole_parameters", "is_tracing",
           "model",
           "PeerFailure", "__version__")),
     Page("ranks", "Ranks and messages",

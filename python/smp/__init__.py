@@ -5,6 +5,11 @@ forward and backward into a function decorated with :func:`step`, and launch wit
 or Slurm. Importing this package does not communicate and starts nothing.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from smp.world import extension
 
 extension.load()
@@ -114,6 +119,23 @@ from smp.world.preemption import use_saver  # noqa: E402
 from smp.world.runtime import init, is_initialized, shutdown  # noqa: E402
 from smp.world.state import state  # noqa: E402
 
+if TYPE_CHECKING:
+    from smp.automatic import auto
+    from smp.launching import launch
+else:
+    # The rooms below plan, and few scripts need that: they are imported with the first use.
+    _LATE = {"auto": "smp.automatic", "launch": "smp.launching"}
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LATE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LATE})
+
+
 use_saver(StoppingSaver())
 use_observers(*OBSERVERS)
 
@@ -134,6 +156,7 @@ __all__ = [
     "__version__",
     "allgather",
     "amp",
+    "auto",
     "barrier",
     "batch_slice",
     "broadcast",
@@ -166,6 +189,7 @@ __all__ = [
     "init",
     "is_initialized",
     "is_tracing",
+    "launch",
     "load",
     "local_rank",
     "local_size",

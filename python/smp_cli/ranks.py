@@ -135,14 +135,18 @@ class LocalRanks(Ranks):
 
     def start(self, restart_count: int) -> None:
         for rank in self._share.ranks:
-            write = self._write and (
-                partial(self._write, rank, "out"),
-                partial(self._write, rank, "err"),
-            )
-            env = self._share.environment_of(rank, restart_count, self.meeting)
-            on_end = partial(self._note_end, rank)
-            self._processes[rank] = self._launch(self._share.command, on_end, write, env=env)
-            self._running.add(rank)
+            self.start_rank(rank, restart_count)
+
+    def start_rank(self, rank: int, restart_count: int) -> None:
+        """Starts one rank; `restart_count` is the number of earlier starts."""
+        write = self._write and (
+            partial(self._write, rank, "out"),
+            partial(self._write, rank, "err"),
+        )
+        env = self._share.environment_of(rank, restart_count, self.meeting)
+        on_end = partial(self._note_end, rank)
+        self._processes[rank] = self._launch(self._share.command, on_end, write, env=env)
+        self._running.add(rank)
 
     def send(self, number: signal.Signals) -> None:
         for rank in self.running:

@@ -41,6 +41,11 @@ CONTEXTS = f"{UNIT}test_partition_contexts.py::"
 NAMES: dict[str, tuple[str | None, str]] = {
     # ---- init, state
     "init": ("config=None", f"{UNIT}test_runtime.py::test_later_init_merges_and_logs"),
+    "auto": ("model, optimizer_factory, *, batch, seq=None, precision=None, memory=None, "
+             "config=None, inputs=None, file='smp_auto.json', plan=None",
+             f"{DIST}test_auto.py::test_modules_train_as_in_one_process_in_double"),
+    "launch": ("main, n, *args", f"{DIST}test_launch.py::"
+               "test_a_plain_script_gets_the_result_of_rank_0_and_goes_on"),
     "is_initialized": ("", f"{UNIT}test_runtime.py::test_state_follows_the_life_of_the_runtime"),
     "is_tracing": ("", f"{DIST}test_two_models.py::"
                    "test_a_function_that_needs_numbers_between_its_calls_is_told_and_works"),

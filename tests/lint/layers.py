@@ -47,12 +47,12 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"dropout", "initial", "partition"}),
     frozenset({"activations"}),
     frozenset({"data_parallel", "nn", "pipeline", "precision"}),
-    frozenset({"context_parallel", "planning", "replacement", "storage"}),
-    frozenset({"compilation"}),
+    frozenset({"compilation", "context_parallel", "planning", "replacement", "storage"}),
     frozenset({"model"}),
     frozenset({"optim", "step"}),
     frozenset({"checkpoint", "observe"}),
     frozenset({"commands", "integrations", "v1"}),
+    frozenset({"automatic", "launching"}),
 )
 PYTHON_BELOW_ALL = frozenset({"_C", "_build_info", "_device", "_torch_releases", "_version"})
 
@@ -71,7 +71,7 @@ PUBLIC_PATHS = frozenset(
     }
 )
 # Tools look at the core; the core runs without them.
-TOOLS = frozenset({"observe", "planning", "commands", "smp_cli"})
+TOOLS = frozenset({"observe", "planning", "commands", "automatic", "launching", "smp_cli"})
 _ON_TOP = PUBLIC_PATHS | {"__init__", "__main__"}
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 import smp
 from benchmarks.models import Gpt, GptShape
+from smp.commands.models import load_model
 from smp.commands.plan import profiled
 from smp.config.schema import Config
 from smp.model import engine_of
@@ -239,7 +241,8 @@ def test_widths_are_those_of_training(precision: str) -> None:
     held = estimate(model, (), t5()[1], Run(config, frozenset({precision}), 1)).stages[0].held
     assert held.parameters == sum(p.numel() * dtypes.of(p).itemsize for p in own)
     assert held.optimizer == 8 * elements + 4 * (elements - wide)
-    with profiled(f"{HERE}:t5", None, precision, hardware.load("h200")) as (_, view, _):
+    make = partial(load_model, f"{HERE}:t5")
+    with profiled(make, None, precision, hardware.load("h200")) as (_, view, _):
         weights = [weight for part in view.profile.chain for weight in part.weights]
         assert sum(weight.elements for weight in weights if weight.is_wide) == wide
 

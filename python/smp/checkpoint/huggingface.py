@@ -7,7 +7,7 @@ import math
 import mmap
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,23 @@ NAMES = ("pytorch_model.bin", "model.safetensors")
 _MOST_ELEMENTS = 2**60
 _DTYPES = {name: dtype for dtype, name in safetensors_stream.NAMES.items()}
 _PLAIN_NAME = re.compile(r"[^/\\\0]+\Z")
+
+
+class Weights(dict[str, Any]):
+    """A state dict whose tensors may be mapped from files.
+
+    Attributes:
+        mappings: the files, private and never written to.
+    """
+
+    def __init__(self, state: Mapping[str, Any], mappings: Sequence[mmap.mmap] = ()) -> None:
+        super().__init__(state)
+        self.mappings = list(mappings)
+
+    def drop_pages(self) -> None:
+        """Takes the pages that were read out of this process; the next read finds them again."""
+        for mapping in self.mappings:
+            mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def find_weights(path: Path, tag: str | None) -> Path:
@@ -63,7 +80,7 @@ def find_weights(path: Path, tag: str | None) -> Path:
     )
 
 
-def open_weights(path: Path) -> dict[str, Any]:
+def open_weights(path: Path) -> Weights:
     """Returns the state dict in a file, or in the files of an index; tensors are on the CPU.
 
     Raises:
@@ -78,11 +95,11 @@ def open_weights(path: Path) -> dict[str, Any]:
     if path.name.endswith(INDEX):
         return _open_index(path)
     if _is_safetensors(path):
-        return dict(read_safetensors(path))
-    return _open_torch(path)
+        return read_safetensors(path)
+    return Weights(_open_torch(path))
 
 
-def _open_index(path: Path) -> dict[str, Any]:
+def _open_index(path: Path) -> Weights:
     try:
         weight_map = given_files.parse_json(path.read_bytes())["weight_map"]
         files = sorted(set(weight_map.values()))
@@ -92,10 +109,11 @@ def _open_index(path: Path) -> dict[str, Any]:
             raise ValueError("weight_map names another index")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{_C.rank_prefix()}{path} is not an index of weights: {error}") from None
-    state: dict[str, Any] = {}
+    state = Weights({})
     for name in files:
         held = open_weights(path.with_name(name))
-        state |= {key: value for key, value in held.items() if weight_map.get(key) == name}
+        state.update({key: value for key, value in held.items() if weight_map.get(key) == name})
+        state.mappings += held.mappings
     missing = sorted(set(weight_map) - set(state))
     if missing:
         raise ValueError(
@@ -136,7 +154,7 @@ def _is_safetensors(path: Path) -> bool:
         return file.read(9)[8:] == b"{"
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
+def read_safetensors(path: Path) -> Weights:
     """Returns the tensors of a file, mapped.
 
     Raises:
@@ -154,7 +172,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"a header of {size} bytes in a file of {len(memory)}")
         header = given_files.parse_json(memory[8 : 8 + size])
         header.pop("__metadata__", None)
-        return {name: _mapped(memory, 8 + size, info) for name, info in header.items()}
+        state = {name: _mapped(memory, 8 + size, info) for name, info in header.items()}
+        return Weights(state, [memory])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{_C.rank_prefix()}{path} is not a safetensors file: {error}") from None
 

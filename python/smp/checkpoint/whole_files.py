@@ -35,6 +35,20 @@ _TEXTS = FitTexts(
 )
 
 
+@dataclass(frozen=True)
+class Renaming:
+    """Translates names of a state dict; tensors stay as they are in the files.
+
+    Attributes:
+        names: new names by stored name; tensors without one are left out.
+    """
+
+    names: Mapping[str, str]
+
+    def __call__(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {self.names[key]: value for key, value in state.items() if key in self.names}
+
+
 @dataclass
 class WholeModel:
     """A state dict in files, until the model that takes it is partitioned.
@@ -48,6 +62,11 @@ class WholeModel:
     strict: bool
     translate: Callable[[dict[str, Any]], Mapping[str, Any]] | None
     rank: Rank
+
+    @property
+    def keeps_values(self) -> bool:
+        """Returns whether tensors stay as they are in the files."""
+        return self.translate is None or isinstance(self.translate, Renaming)
 
     def open(self, path: Path, tag: str | None, unsafe: bool) -> Any:
         """Maps the files, and returns the content saved with them; ``{}`` if none was.
@@ -85,6 +104,8 @@ class WholeModel:
                     value = sharding.slice_of(given[found[name]], held.slice_)
                     made = value.make() if isinstance(value, LazyTensor) else value
                     state.storage.write(held.tensor, made)
+                    if self.keeps_values:  # otherwise changes in place may be there
+                        self._state.drop_pages()
         set_extra_states(model.get_module(), given)
         state.storage.after_load()
 
@@ -92,7 +113,9 @@ class WholeModel:
         state = dict(self._state)
         is_foreign = PARTIAL_MARK not in state
         state.pop(PARTIAL_MARK, None)
-        if self.translate is not None:
+        if isinstance(self.translate, Renaming):
+            state = self.translate(state)
+        elif self.translate is not None:
             return self.translate(state)
         if not is_foreign:
             return state

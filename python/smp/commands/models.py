@@ -74,7 +74,7 @@ def load_model(name: str) -> LoadedModel:
     """
     if ":" in name and not Path(name).exists():
         return _of_function(name)
-    return _of_huggingface(name)
+    return load_huggingface(name, ", or module:function")
 
 
 def _of_function(name: str) -> LoadedModel:
@@ -102,24 +102,48 @@ def _of_function(name: str) -> LoadedModel:
             "or a module and the arguments of its forward"
         )
     module.train()
-    trained = f"{type(module).__name__} of {name}"
-    if inputs is not None:
-        return LoadedModel(name, module, _resized(inputs), trained)
-    if getattr(module, "config", None) is None:
+    if inputs is None and getattr(module, "config", None) is None:
         raise BadUse(
             f"model {name!r}: nothing is known of the arguments of {type(module).__name__}; return "
             "the model and the arguments of its forward (a dictionary, tuple or tensor)"
         )
+    return with_call(name, module, inputs, f"{type(module).__name__} of {name}")
+
+
+def with_call(name: str, module: nn.Module, inputs: Any, trained: str) -> LoadedModel:
+    """Returns a model on the meta device with arguments for it.
+
+    Args:
+        name: name of the model.
+        module: the model.
+        inputs: arguments of its forward (a dictionary, a tuple or a tensor); None: it is a model
+            of transformers, and its configuration tells them.
+        trained: class and configuration, for messages.
+
+    Raises:
+        BadUse: the arguments are not known.
+    """
+    if inputs is not None:
+        return LoadedModel(name, module, _resized(inputs), trained)
     return LoadedModel(name, module, _call_of_huggingface(name, module), trained)
 
 
-def _of_huggingface(name: str) -> LoadedModel:
+def load_huggingface(name: str, others: str = "") -> LoadedModel:
+    """Builds a model of a folder or name of Hugging Face.
+
+    Args:
+        name: the folder or name.
+        others: words for other forms of names that the caller takes.
+
+    Raises:
+        BadUse: there is no such model, it cannot be built, or its arguments are not known.
+    """
     try:
         import transformers
     except ImportError:
         raise BadUse(
-            f"model {name!r} needs transformers, which is not installed; install it, or give "
-            "module:function"
+            f"model {name!r} needs transformers, which is not installed; install it"
+            + (", or give module:function" if others else "")
         ) from None
     away = _why_unreachable() if _can_be_of_hub(name) else None
     try:
@@ -128,8 +152,8 @@ def _of_huggingface(name: str) -> LoadedModel:
     except Exception as error:
         reason = _first_line(error) if away is None else f"{away}; {_first_line(error)}"
         raise BadUse(
-            f"no model {name!r}: {reason}; expected a folder with config.json, a name of Hugging "
-            "Face, or module:function"
+            f"no model {name!r}: {reason}; expected a folder with config.json or a name of Hugging "
+            f"Face{others}"
         ) from None
     if getattr(config, "use_cache", False):
         config.use_cache = False  # training has no use for it

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from smp.replacement import fuse_heads
 
 _SHOWN = 10
 _FUSED = "fused_linear_cross_entropy"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -55,9 +56,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--batch", type=int, default=512, metavar="N", help="samples of a step; default: 512"
     )
-    parser.add_argument(
-        "--precision", choices=sorted(_DTYPES), default="bf16", help="default: bf16"
-    )
+    parser.add_argument("--precision", choices=sorted(DTYPES), default="bf16", help="default: bf16")
     add_hardware(parser, "h200")
     parser.add_argument(
         "--without-logits", action="store_true", help=f"with {_FUSED} in the configuration"
@@ -94,11 +93,14 @@ def _run(arguments: argparse.Namespace) -> int:
     keys = {_FUSED: True} if arguments.without_logits else {}
     with (
         quiet_transformers(),
-        profiled(arguments.model, arguments.seq, arguments.precision, device, keys) as views,
+        profiled(
+            partial(load_model, arguments.model), arguments.seq, arguments.precision, device, keys
+        ) as views,
     ):
         loaded, whole, split = views
         if not devices.are_alike:
-            call = _computing(arguments.model, arguments.seq, arguments.precision)[1]
+            make = partial(load_model, arguments.model)
+            call = _computing(make, arguments.seq, arguments.precision)[1]
             devices = with_speeds(devices, loaded, call, arguments.precision)
         job = Job(
             whole,
@@ -118,7 +120,8 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         found = search(job)
     if not found.plans:
-        raise DoesNotFit(_nothing_fits(job, found))
+        advice = ". Use more devices, shorter sequences, or a smaller model"
+        raise DoesNotFit(nothing_fits(job, found) + (advice if found.nearest else ""))
     plans = found.plans[:_SHOWN]
     if arguments.explain is not None and arguments.explain > len(plans):
         raise BadUse(f"--explain {arguments.explain}: there are {len(plans)} plans")
@@ -144,7 +147,7 @@ def _hardware(job: Job) -> dict[str, Any]:
 
 @contextmanager
 def profiled(
-    name: str,
+    make: Callable[[], LoadedModel],
     seq: int | None,
     precision: str,
     device: Hardware,
@@ -155,7 +158,7 @@ def profiled(
     The latter lives inside the block; it is None if no layer has such a form.
 
     Args:
-        name: name of the model.
+        make: function that returns the model, each time a new one.
         seq: tokens of a sample; None for the model's default.
         precision: "fp32", "bf16" or "fp16".
         device: hardware of the plan.
@@ -164,7 +167,8 @@ def profiled(
     Raises:
         BadUse: there is no such model, or it cannot be traced.
     """
-    loaded, call = _computing(name, seq, precision)
+    loaded, call = _computing(make, seq, precision)
+    name = loaded.name
     config = Config.from_dict(keys or {})
     try:
         fuse_heads(loaded.module, config)
@@ -175,7 +179,7 @@ def profiled(
     except TraceError as error:
         raise BadUse(f"model {name!r} cannot be traced: {error}") from None
     # Building the split form changes the modules, so it gets a second model.
-    with split_form(_computing(name, seq, precision)[0].module) as form:
+    with split_form(_computing(make, seq, precision)[0].module) as form:
         if form is not None:
             fuse_heads(form, config)
         try:
@@ -185,9 +189,11 @@ def profiled(
         yield loaded, whole, split
 
 
-def _computing(name: str, seq: int | None, precision: str) -> tuple[LoadedModel, Call]:
+def _computing(
+    make: Callable[[], LoadedModel], seq: int | None, precision: str
+) -> tuple[LoadedModel, Call]:
     """Returns a model, and a call of it with one sample in a precision."""
-    loaded, dtype = load_model(name), _DTYPES[precision]
+    loaded, dtype = make(), DTYPES[precision]
     call = loaded.call(1, seq)
     if dtype == torch.float32:
         for parameter in loaded.module.parameters():
@@ -200,7 +206,8 @@ def _computing(name: str, seq: int | None, precision: str) -> tuple[LoadedModel,
     return loaded, call
 
 
-def _nothing_fits(job: Job, found: Found) -> str:
+def nothing_fits(job: Job, found: Found) -> str:
+    """Returns in words why a search has found no plan, with the layout that is nearest."""
     if found.nearest is None:
         if job.drops_gradients:
             return (
@@ -219,7 +226,7 @@ def _nothing_fits(job: Job, found: Found) -> str:
     return (
         f"none of {found.tried} layouts fits into {bytes_text(room)} "
         f"({USABLE} of {bytes_text(room / USABLE)}); the nearest, {nearest.layout.text()}, needs "
-        f"{bytes_text(held.peak)}. Use more devices, shorter sequences, or a smaller model"
+        f"{bytes_text(held.peak)}"
     )
 
 

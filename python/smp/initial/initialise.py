@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,15 @@ from smp.initial.own_code import Initialisation, Task, Unit, join_names, unset
 from smp.modules.materialize import exchange
 
 _log = logging.getLogger("smp")
+_awaiting: WeakSet[nn.Module] = WeakSet()
+
+
+def await_values(root: nn.Module) -> None:
+    """Notes that all parameters of a model get values from a file as soon as they are made.
+
+    They are allocated and not drawn then. The caller loads them strictly, so that none is left out.
+    """
+    _awaiting.add(root)
 
 
 def initialise_delayed(
@@ -65,6 +75,11 @@ def initialise_delayed(
             for own in ready:
                 on_ready(own)
 
+    if root in _awaiting and not any(b.is_meta for b in root.buffers()):
+        for parameter in filter(is_wanted, root.parameters()):
+            exchange(parameter, torch.empty_like(parameter, device=device))
+            if on_ready is not None:
+                on_ready(parameter)
     cuts: dict[nn.Parameter, list[Cut]] = {}
     if any(map(is_wanted, root.parameters())) or any(b.is_meta for b in root.buffers()):
         with random_numbers(device, seed) as seeds:

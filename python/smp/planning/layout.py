@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -179,8 +180,16 @@ class Layout:
 
     def config(self) -> dict[str, Any]:
         """Returns the configuration of `smp.init`: keys that differ from the defaults."""
+        return {key: value for key, value in self._keys().items() if value is not None}
+
+    def has(self, values: Mapping[str, Any]) -> bool:
+        """Returns whether the configuration of the layout has some values, given or default."""
+        own = Config.from_dict(self.config())
+        return all(getattr(own, key) == value for key, value in values.items())
+
+    def _keys(self) -> dict[str, Any]:
         several, split, piped = self.num_ranks > 1, self.tp > 1, self.pp > 1
-        keys = {
+        return {
             "pipeline_parallel_degree": self.pp,
             "tensor_parallel_degree": self.tp,
             "context_parallel_degree": self.cp if self.cp > 1 else None,
@@ -203,7 +212,6 @@ class Layout:
             "device_speeds": list(self.device_speeds) or None,
             "partition_memory_limit": list(self.memory_limits) or None,
         }
-        return {key: value for key, value in keys.items() if value is not None}
 
     def text(self) -> str:
         """Returns degrees and choices in few words, for tables."""
@@ -220,6 +228,10 @@ class Layout:
         if self.checkpoints:
             words.append("ckpt+offload" if self.offload else "ckpt")
         return ", ".join(words)
+
+
+#: Keys of the configuration that a layout decides.
+KEYS = frozenset(Layout()._keys()) - {"fp32", "ddp"}
 
 
 # Layouts share few schedules, and a search asks for each of them thousands of times.

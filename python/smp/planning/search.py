@@ -45,6 +45,9 @@ class Job:
         offloads_state: moments of the optimizer are in host memory.
         drops_gradients: gradients are applied in the backward: one microbatch, nothing sharded.
         kinds: the devices, if there are several kinds.
+        fixed: values of `layout.KEYS` that all layouts have.
+        shares_sequences: layouts may have `context_parallel_degree`. Whether blocks of the model can
+            compute parts of sequences is known in a run only.
     """
 
     whole: View
@@ -61,6 +64,8 @@ class Job:
     offloads_state: bool = False
     drops_gradients: bool = False
     kinds: Kinds | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    shares_sequences: bool = True
 
     @property
     def profile(self) -> ModelProfile:
@@ -279,6 +284,8 @@ def search(job: Job) -> Found:
     cuts: dict[tuple[object, ...], tuple[list[Stage], list[Content]]] = {}
     filled: dict[Layout, float] = {}
     for layout in layouts(job):
+        if job.fixed and not layout.has(job.fixed):
+            continue
         # Kinds of devices are where a placement puts them; else it changes neither cut nor peak.
         anywhere = replace(layout, placement="DPT") if job.kinds is None else layout
         choices = (layout.chunks, layout.checkpoints, layout.in_memory)
@@ -444,6 +451,8 @@ def _context_degrees(job: Job, others: int, tp: int) -> list[int]:
         tp: tensor-parallel degree.
     """
     heads, tokens = job.profile.heads // tp, job.profile.tokens
+    if not job.shares_sequences:
+        return [1]
     if job.kinds is not None:  # parts of sequences are even, so all wait for the slowest device
         return [1]
     return [

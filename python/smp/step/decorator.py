@@ -71,7 +71,12 @@ class StepFunction(Generic[P, R]):
         self._known = weakref.WeakKeyDictionary()  # ends with the runtime
         self._detach_outputs = detach_outputs
         self._rule = WeightRule(weight, self._name)
+        self._made_of = (function, self._non_split, self._axes, detach_outputs, weight)
         self._check_names()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns what makes an equal function in another process, which has run no step yet."""
+        return StepFunction, self._made_of
 
     def _check_names(self) -> None:
         parameters = self._signature.parameters

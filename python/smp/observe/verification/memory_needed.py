@@ -37,7 +37,7 @@ def reason_not_to_fit(
     if trace is not None:
         activations = sum(cost.activation_bytes for cost in trace.costs)
     needed = _COPIES * parameters + activations
-    free = _free_bytes(device, num_processes)
+    free = free_bytes(device, num_processes)
     if needed <= _SHARE_OF_FREE * free:
         return None
     return (
@@ -53,7 +53,7 @@ def reason_not_to_fit_again(device: torch.device, num_processes: int) -> str | N
         device: device of this process.
         num_processes: number of processes of this host.
     """
-    free = _free_bytes(device, num_processes)
+    free = free_bytes(device, num_processes)
     if is_accelerator(device):
         module = device_module(device)
         held = module.memory_allocated(device)
@@ -70,7 +70,8 @@ def reason_not_to_fit_again(device: torch.device, num_processes: int) -> str | N
     )
 
 
-def _free_bytes(device: torch.device, num_processes: int) -> float:
+def free_bytes(device: torch.device, num_processes: int) -> float:
+    """Returns the free memory of a device; on the CPU the share of one of the host's processes."""
     if is_accelerator(device):
         return float(device_module(device).mem_get_info(device)[0])
     free = _sizes_in("/proc/meminfo").get("MemAvailable", float("inf"))
