@@ -46,8 +46,8 @@ class Job:
         drops_gradients: gradients are applied in the backward: one microbatch, nothing sharded.
         kinds: the devices, if there are several kinds.
         fixed: values of `layout.KEYS` that all layouts have.
-        shares_sequences: layouts may have `context_parallel_degree`. Whether blocks of the model can
-            compute parts of sequences is known in a run only.
+        shares_sequences: layouts may have `context_parallel_degree`. Only a run knows whether
+            blocks of the model can compute parts of sequences.
     """
 
     whole: View
