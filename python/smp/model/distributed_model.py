@@ -26,6 +26,7 @@ from smp.model.torch_training import take_over
 from smp.model.views import ModelViews
 from smp.model.whole_parameters import showing_whole
 from smp.model.wrapper import ModuleWrapper, alias_forwards
+from smp.modules import packed
 from smp.modules.compiled import (
     CompileRequest,
     compiled_around,
@@ -33,6 +34,7 @@ from smp.modules.compiled import (
     request_of,
     take_compiled,
 )
+from smp.modules.tables import hold_packed
 from smp.modules.tracing import is_tracing as is_tracing
 from smp.modules.training_dtypes import plan_dtypes
 from smp.nn import DistributedModule
@@ -129,6 +131,8 @@ class DistributedModel(ModelViews):
         module, registrations = replace_marked(module, rank.device, tries_plans=tries_plans)
         fuse_heads(module, rank.config)
         convert_to_fp8(module, rank.config, rank.device)
+        packed.bring_back(module)
+        hold_packed(module)
         translators = [r.translators for r in registrations if r.translators is not None]
         module_manager.add(translators)
         if current.rank.config.fp16_params and current.rank.config.half_dtype is None:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import smp._C as _C
 from smp._device import device_module, forked_generators, is_accelerator
+from smp.modules import packed
 from smp.modules.module_writes import ModuleWrites
 from smp.modules.tracing import tracing
 from smp.partition import trace_flops
@@ -343,6 +344,8 @@ def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    if packed.is_packed(tensor):
+        return packed.mapped(tensor, lambda _, part: empty_like(part, device))
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -352,6 +355,8 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
+    if packed.is_packed(tensor):
+        return packed.mapped(tensor, lambda _, part: part.to(device))
     moved = tensor.detach().to(device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(moved, requires_grad=tensor.requires_grad)

@@ -1,0 +1,203 @@
+"""Parameters that hold their values in several tensors: quantized weights.
+
+bitsandbytes keeps packed bytes in the parameter and their scales in attributes of it
+(``Params4bit.quant_state``, ``Int8Params.SCB``). torchao has subclasses of tensors that name their
+parts (``__tensor_flatten__``). No other module distinguishes them: others map, move, count, or
+exchange a parameter's parts by the functions here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Tables of a few numbers, which stay on ranks without the values.
+_TABLES = frozenset({"code", "offset", "state2.code"})
+_STATE = ("absmax", "code", "offset")
+_DATA = ""
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Returns whether a tensor is a quantized weight with its values in several tensors."""
+    return type(tensor) not in (Tensor, nn.Parameter) and any(True for _ in _further(tensor))
+
+
+def parts_of(tensor: Tensor) -> dict[str, Tensor]:
+    """Returns the tensors that hold the values, by name; the tensor itself if it is ordinary.
+
+    Parts share their memory with `tensor`.
+    """
+    if not is_packed(tensor):
+        return {_DATA: tensor}
+    found = {} if _is_wrapper(tensor) else {_DATA: _plain(tensor)}
+    for name, part in _further(tensor):
+        found[name] = part
+    return found
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of all values of a tensor, wherever they are."""
+    parts = (tensor,) if type(tensor) in (Tensor, nn.Parameter) else parts_of(tensor).values()
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Returns a tensor without graph, as a state dict has it: packed bytes of bitsandbytes plain.
+
+    Tensors of torchao keep their class, which has all parts.
+    """
+    is_plain = type(tensor) in (Tensor, nn.Parameter) or _is_wrapper(tensor)
+    return tensor.detach() if is_plain or not is_packed(tensor) else _plain(tensor)
+
+
+def is_table(name: str) -> bool:
+    """Returns whether a part is a small table that ranks without the values keep, too."""
+    return name in _TABLES
+
+
+def waits_for_device(tensor: Tensor) -> bool:
+    """Returns whether a weight of bitsandbytes is quantized by its first move to a device."""
+    kind = type(tensor).__name__
+    if kind == "Params4bit":
+        return not tensor.__dict__["bnb_quantized"]
+    is_float = tensor.is_floating_point()
+    return kind == "Int8Params" and is_float and not tensor.__dict__["has_fp16_weights"]
+
+
+def mapped(parameter: Tensor, function: Callable[[str, Tensor], Tensor]) -> Any:
+    """Returns a parameter of the same kind whose parts are made by a function.
+
+    Args:
+        parameter: packed parameter, which stays as it is.
+        function: function of the name and the tensor of a part.
+    """
+    if _is_wrapper(parameter):
+        names, context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {name: function(name, getattr(parameter, name)) for name in names}
+        made = type(parameter).__tensor_unflatten__(  # type: ignore[attr-defined]
+            inner, context, parameter.shape, parameter.stride()
+        )
+        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+    data = function(_DATA, _plain(parameter))
+    made = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    state = parameter.__dict__.get("quant_state")
+    if state is not None:
+        made.quant_state = copy.copy(state)
+        made.quant_state.state2 = copy.copy(state.state2)
+        for name, holder, attribute in _of_state(made.quant_state):
+            setattr(holder, attribute, function(name, getattr(holder, attribute)))
+    if parameter.__dict__.get("SCB") is not None:
+        made.CB, made.SCB = data, function("SCB", made.SCB)
+    return made
+
+
+def put(parameter: nn.Parameter, value: nn.Parameter) -> None:
+    """Puts the values of another parameter into one, whose object and marks are kept.
+
+    Args:
+        parameter: parameter of a module, on any device.
+        value: packed parameter, which is used up. `parameter` gets its class.
+    """
+    marks = {k: v for k, v in parameter.__dict__.items() if k.startswith("_smp_")}
+    held = parameter.__dict__.get("quant_state")
+    module = parameter.__dict__.get("module")
+    torch.utils.swap_tensors(parameter, value)
+    parameter.__dict__.update(marks)
+    state = parameter.__dict__.get("quant_state")
+    if state is None:
+        return
+    parameter.module = module  # type: ignore[attr-defined]
+    if held is not None:  # the layer has this object, too
+        held.__dict__.update(state.__dict__)
+        parameter.quant_state = held  # type: ignore[attr-defined]
+    elif module is not None:
+        module.quant_state = state
+
+
+def bring_back(root: nn.Module) -> None:
+    """Puts scales that 8-bit layers of bitsandbytes took at their first forward into the weights.
+
+    The next forward takes them again.
+    """
+    for module in root.modules():
+        weight, state = module._parameters.get("weight"), module.__dict__.get("state")
+        if type(weight).__name__ == "Int8Params" and getattr(state, "SCB", None) is not None:
+            if getattr(weight, "SCB", None) is None:
+                weight.CB, weight.SCB = _plain(weight), state.SCB  # type: ignore
+            state.reset_grads()
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Returns whether two packed parameters are of one class and share the memory of all parts."""
+    if type(one) is not type(other) or one is None or not is_packed(one):
+        return False
+    if _is_wrapper(one):
+        return False
+    first, second = _plain(one), _plain(other)
+    return first.shape == second.shape and first.untyped_storage()._cdata == (
+        second.untyped_storage()._cdata
+    )
+
+
+def keys_of_parts(module: nn.Module) -> set[str]:
+    """Returns the keys that a layer's state dict has for parts of its packed weight, and only so.
+
+    They have the layer's own names: ``weight.absmax``, ``SCB``.
+    """
+    if not any(p is not None and is_packed(p) for p in module._parameters.values()):
+        return set()
+    saved: dict[str, Any] = {}
+    module._save_to_state_dict(saved, "", True)
+    return set(saved) - set(module._parameters) - set(module._buffers)
+
+
+def keys_in(root: nn.Module) -> set[str]:
+    """Returns the keys of a model's state dict that belong to packed weights."""
+    found: set[str] = set()
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        found |= {dot + key for key in keys_of_parts(module)}
+        for name, parameter in module._parameters.items():
+            if parameter is not None and is_packed(parameter):
+                found.add(dot + name)
+    return found
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns the packed bytes of a parameter of bitsandbytes as an ordinary tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_subclass(Tensor)
+
+
+def _further(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parts besides the tensor's own memory."""
+    if _is_wrapper(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield name, getattr(tensor, name)
+        return
+    state = tensor.__dict__.get("quant_state")
+    if state is not None:
+        for name, holder, attribute in _of_state(state):
+            yield name, getattr(holder, attribute)
+    scales = tensor.__dict__.get("SCB")
+    if scales is not None:
+        yield "SCB", scales
+
+
+def _of_state(state: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yields the tensors of a ``QuantState``: name, object that has it, and attribute."""
+    holders = [("", state)] + ([] if state.state2 is None else [("state2.", state.state2)])
+    for prefix, holder in holders:
+        for attribute in _STATE:
+            if isinstance(getattr(holder, attribute), Tensor):
+                yield prefix + attribute, holder, attribute

@@ -1,0 +1,153 @@
+"""The training that tests of quantized models share: adapters of PEFT on a frozen base."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KINDS = ("nf4", "int8", "ao-int8", "ao-int4")
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pipeline": (2, {"pipeline_parallel_degree": 2, "microbatches": 2}),
+    "replicas": (2, {"microbatches": 1}),
+    "sharded state": (2, {"shard_optimizer_state": True, "microbatches": 1}),
+    "sharded": (2, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0}),
+    "split": (2, {"tensor_parallel_degree": 2}),
+    "pipeline of replicas": (4, {"pipeline_parallel_degree": 2, "microbatches": 2}),
+}
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training of adapters.
+
+    Attributes:
+        folder: folder of the base model's files.
+        config: keys of smp; None: plain PyTorch in one process.
+        kind: quantization, one of `KINDS`.
+    """
+
+    folder: str
+    kind: str
+    use_dora: bool
+    config: dict[str, Any] | None = field(default=None, hash=False)
+
+
+def config_of(kind: str) -> Any:
+    """Returns the quantization as scripts give it to transformers."""
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if kind == "nf4":
+        return BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )  # fmt: skip
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
+    from torchao.quantization.granularity import PerGroup
+
+    if kind == "ao-int8":
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    return TorchAoConfig(
+        IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
+    )
+
+
+def sizes() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=60, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+        num_attention_heads=4, initializer_range=0.2,
+    )  # fmt: skip
+
+
+def write_base(folder: str) -> None:
+    """Writes a small model in full precision."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(5)
+    LlamaForCausalLM(sizes()).save_pretrained(folder)
+
+
+def with_adapters(model: Any, use_dora: bool) -> Any:
+    """Adds adapters that have an effect from the beginning."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(6)
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM", use_dora=use_dora,
+        init_lora_weights=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchao's merge
+        return get_peft_model(model, config)
+
+
+def loaded(folder: str, kind: str, use_dora: bool) -> Any:
+    """Returns a model that transformers has quantized, as in a plain script."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(
+        folder, quantization_config=config_of(kind), device_map="cpu", dtype=torch.float32
+    )
+    return with_adapters(model, use_dora).train()
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(4, 60, (4, 12), generator=generator)
+
+
+def train(rank: int, job: Job) -> dict[str, Any]:
+    """Trains adapters for some steps; returns losses, gradients of the first step, and values."""
+    import smp
+
+    model = None
+    if job.config is not None:
+        smp.init({"ddp": True, "microbatches": 1, **job.config})
+    plain = model = loaded(job.folder, job.kind, job.use_dora)
+    return run(plain, model, job.config)
+
+
+def run(plain: Any, model: Any, config: dict[str, Any] | None) -> dict[str, Any]:
+    import smp
+
+    if config is not None:
+        model = smp.DistributedModel(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer: Any = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+    if config is not None:
+        optimizer = smp.DistributedOptimizer(optimizer)
+
+    @smp.step
+    def train_step(model: Any, ids: Tensor) -> Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        model.backward(loss)
+        return loss
+
+    losses, grads = [], {}
+    for step in range(NUM_STEPS):
+        ids = batch(step)
+        optimizer.zero_grad()
+        if config is not None:
+            size, number = smp.dp_size(), smp.dp_rank()
+            mean = train_step(model, ids.chunk(size)[number]).reduce_mean().detach()
+            loss = sum(smp.allgather(float(mean), smp.WORLD)) / smp.size()
+        else:
+            mean = model(input_ids=ids, labels=ids).loss
+            mean.backward()
+            loss = float(mean)
+        if step == 0:
+            grads = {n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None}
+        optimizer.step()
+        losses.append(loss)
+    state = model.state_dict()
+    values = {n: v.clone() for n, v in state.items() if "lora_" in n}
+    return {"losses": losses, "grads": grads, "values": values, "keys": list(state)}
