@@ -35,6 +35,7 @@ from smp.checkpoint import (  # noqa: E402
 from smp.checkpoint.saving import StoppingSaver  # noqa: E402
 from smp.initial.delay import delay_param_initialization  # noqa: E402
 from smp.initial.delay import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
+from smp.integrations.quantization import quantize  # noqa: E402
 from smp.model import DistributedModel, is_tracing, whole_parameters  # noqa: E402
 from smp.observe import OBSERVERS  # noqa: E402
 from smp.observe.nonfinite import detect_nonfinite  # noqa: E402
@@ -182,6 +183,7 @@ __all__ = [
     "pp_size",
     "preemption",
     "preemption_requested",
+    "quantize",
     "rank",
     "rdp_barrier",
     "rdp_rank",

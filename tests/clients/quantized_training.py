@@ -100,6 +100,26 @@ def loaded(folder: str, kind: str, use_dora: bool) -> Any:
     return with_adapters(model, use_dora).train()
 
 
+def unpacked(folder: str) -> Any:
+    """Returns the model whose layers have the 8-bit values in full precision, with adapters.
+
+    On the CPU, PEFT's DoRA loses the scales of 8-bit layers of bitsandbytes in the second forward.
+    """
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(
+        folder, quantization_config=config_of("int8"), device_map="cpu", dtype=torch.float32
+    )
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "Linear8bitLt":
+            weight = module.weight
+            plain = torch.nn.Linear(module.in_features, module.out_features, bias=False)
+            plain.weight.data = weight.data * weight.SCB.unsqueeze(1).mul(1.0 / 127.0)
+            model.set_submodule(name, plain)
+    model.is_loaded_in_8bit = False
+    return with_adapters(model, True).train()
+
+
 def batch(step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     return torch.randint(4, 60, (4, 12), generator=generator)
@@ -109,11 +129,13 @@ def train(rank: int, job: Job) -> dict[str, Any]:
     """Trains adapters for some steps; returns losses, gradients of the first step, and values."""
     import smp
 
-    model = None
     if job.config is not None:
         smp.init({"ddp": True, "microbatches": 1, **job.config})
-    plain = model = loaded(job.folder, job.kind, job.use_dora)
-    return run(plain, model, job.config)
+    if job.config is None and job.kind == "int8" and job.use_dora:
+        plain = unpacked(job.folder)
+    else:
+        plain = loaded(job.folder, job.kind, job.use_dora)
+    return run(plain, plain, job.config)
 
 
 def run(plain: Any, model: Any, config: dict[str, Any] | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp.initial.initialise import initialise_delayed
+from smp.initial.magnitudes import Magnitudes
 from smp.modules import packed
 from smp.modules.materialize import make_placeholder, make_real
 from smp.precision.script_writes import OwnPiece, own
@@ -92,7 +93,15 @@ class ModelParts:
             on_ready(parameter)
 
         names = {parameter: name for name, parameter in self.root.named_parameters()}
-        initialise_delayed(self.root, self.is_local_parameter, device, seed=seed, on_ready=note)
+        magnitudes = Magnitudes(self.root)
+        initialise_delayed(
+            self.root,
+            lambda p: self.is_local_parameter(p) and p not in magnitudes.late,
+            device,
+            seed=seed,
+            on_ready=lambda p: None if p in magnitudes.read else note(p),
+        )
+        magnitudes.make(self.is_local_parameter, note)
         for parameter, partition in self._parameter_partition.items():
             assert isinstance(parameter, nn.Parameter)
             if partition != self._pp_rank:

@@ -9,12 +9,13 @@ exchange a parameter's parts by the functions here.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 # Tables of a few numbers, which stay on ranks without the values.
 _TABLES = frozenset({"code", "offset", "state2.code"})
@@ -24,7 +25,10 @@ _DATA = ""
 
 def is_packed(tensor: Tensor) -> bool:
     """Returns whether a tensor is a quantized weight with its values in several tensors."""
-    return type(tensor) not in (Tensor, nn.Parameter) and any(True for _ in _further(tensor))
+    kind = type(tensor)
+    if kind is Tensor or kind is nn.Parameter:
+        return False
+    return is_wrapper(tensor) or _is_of_bitsandbytes(tensor)
 
 
 def parts_of(tensor: Tensor) -> dict[str, Tensor]:
@@ -34,7 +38,7 @@ def parts_of(tensor: Tensor) -> dict[str, Tensor]:
     """
     if not is_packed(tensor):
         return {_DATA: tensor}
-    found = {} if _is_wrapper(tensor) else {_DATA: _plain(tensor)}
+    found = {} if is_wrapper(tensor) else {_DATA: _plain(tensor)}
     for name, part in _further(tensor):
         found[name] = part
     return found
@@ -51,7 +55,7 @@ def detached(tensor: Tensor) -> Tensor:
 
     Tensors of torchao keep their class, which has all parts.
     """
-    is_plain = type(tensor) in (Tensor, nn.Parameter) or _is_wrapper(tensor)
+    is_plain = type(tensor) in (Tensor, nn.Parameter) or is_wrapper(tensor)
     return tensor.detach() if is_plain or not is_packed(tensor) else _plain(tensor)
 
 
@@ -76,7 +80,7 @@ def mapped(parameter: Tensor, function: Callable[[str, Tensor], Tensor]) -> Any:
         parameter: packed parameter, which stays as it is.
         function: function of the name and the tensor of a part.
     """
-    if _is_wrapper(parameter):
+    if is_wrapper(parameter):
         names, context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {name: function(name, getattr(parameter, name)) for name in names}
         made = type(parameter).__tensor_unflatten__(  # type: ignore[attr-defined]
@@ -84,7 +88,11 @@ def mapped(parameter: Tensor, function: Callable[[str, Tensor], Tensor]) -> Any:
         )
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
     data = function(_DATA, _plain(parameter))
-    made = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    if type(data) in (Tensor, nn.Parameter):
+        made: Any = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    else:  # a fake tensor keeps its operators, and PEFT asks for the name of the class
+        made = nn.Parameter(data, parameter.requires_grad)
+        made.__class__ = _named(type(made), type(parameter).__name__)
     made.__dict__.update(parameter.__dict__)
     state = parameter.__dict__.get("quant_state")
     if state is not None:
@@ -112,11 +120,11 @@ def put(parameter: nn.Parameter, value: nn.Parameter) -> None:
     state = parameter.__dict__.get("quant_state")
     if state is None:
         return
-    parameter.module = module  # type: ignore[attr-defined]
-    if held is not None:  # the layer has this object, too
+    if held is not None:  # the layer may have this object, too
         held.__dict__.update(state.__dict__)
-        parameter.quant_state = held  # type: ignore[attr-defined]
-    elif module is not None:
+        parameter.quant_state = state = held  # type: ignore[attr-defined]
+    parameter.module = module  # type: ignore[attr-defined]
+    if module is not None:
         module.quant_state = state
 
 
@@ -137,7 +145,7 @@ def is_same(one: Any, other: Any) -> bool:
     """Returns whether two packed parameters are of one class and share the memory of all parts."""
     if type(one) is not type(other) or one is None or not is_packed(one):
         return False
-    if _is_wrapper(one):
+    if is_wrapper(one):
         return False
     first, second = _plain(one), _plain(other)
     return first.shape == second.shape and first.untyped_storage()._cdata == (
@@ -157,6 +165,12 @@ def keys_of_parts(module: nn.Module) -> set[str]:
     return set(saved) - set(module._parameters) - set(module._buffers)
 
 
+def name_in(root: nn.Module) -> str | None:
+    """Returns name and class of a packed weight in a module, or None if there is none."""
+    named = root.named_parameters()
+    return next((f"'{name}' ({type(p).__name__})" for name, p in named if is_packed(p)), None)
+
+
 def keys_in(root: nn.Module) -> set[str]:
     """Returns the keys of a model's state dict that belong to packed weights."""
     found: set[str] = set()
@@ -169,19 +183,33 @@ def keys_in(root: nn.Module) -> set[str]:
     return found
 
 
-def _is_wrapper(tensor: Tensor) -> bool:
+@functools.cache
+def _named(base: type, name: str) -> type:
+    return type(name, (base,), {})
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Returns whether a tensor has no memory of its own, but parts that it names."""
     return is_traceable_wrapper_subclass(tensor)
+
+
+def _is_of_bitsandbytes(tensor: Tensor) -> bool:
+    if type(tensor).__name__ == "Params4bit":
+        return tensor.__dict__.get("quant_state") is not None
+    # The layer has the scales between its first forward and `bring_back`.
+    return type(tensor).__name__ == "Int8Params" and tensor.dtype == torch.int8
 
 
 def _plain(tensor: Tensor) -> Tensor:
     """Returns the packed bytes of a parameter of bitsandbytes as an ordinary tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach().as_subclass(Tensor)
+    # A mode of fake tensors refuses operators of a class that it does not know.
+    with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():  # type: ignore
+        return tensor.data
 
 
 def _further(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields the parts besides the tensor's own memory."""
-    if _is_wrapper(tensor):
+    if is_wrapper(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield name, getattr(tensor, name)
         return

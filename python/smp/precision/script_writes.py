@@ -30,6 +30,7 @@ import smp._C as _C
 from smp._torch_releases import optimize_together
 from smp.modules.materialize import is_placeholder
 from smp.modules.operators import written_tensors
+from smp.modules import packed
 from smp.modules.watching import watch
 from smp.precision.holdings import write_values
 from smp.tensor_parallel import reading
@@ -86,7 +87,11 @@ def own(parameter: nn.Parameter, part: OwnPiece) -> None:
     Args:
         parameter: parameter that stays the same object and changes its class.
         part: part of it on this rank.
+
+    Quantized weights are frozen, and keep the class that their layers ask for.
     """
+    if packed.is_packed(parameter):
+        return
     setattr(parameter, _OWN, part)
     if not isinstance(parameter, ScriptParameter):
         parameter.__class__ = ScriptParameter

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from smp.modules.packed import is_packed
 from smp.pipeline.remote_tensor import RemoteTensor
 
 SIZE = 256
@@ -118,6 +119,7 @@ def _is_plain(value: Any) -> bool:
         and not isinstance(value, RemoteTensor)
         and value.layout is torch.strided
         and not (value.is_nested or value.is_quantized or value.is_meta)
+        and not is_packed(value)
         and not torch._C._functorch.is_functorch_wrapped_tensor(value)
     )
 
