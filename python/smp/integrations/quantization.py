@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.checkpoint.huggingface import Weights
 from smp.initial.sources import set_source
+from smp.modules import packed
 
 #: function of a weight in full precision, which returns it in packed form, on the same device
 _Quantize = Callable[[Tensor], nn.Parameter]
@@ -211,9 +212,20 @@ def _by_bitsandbytes(
     kind: Any, layer: nn.Module, options: Mapping[str, Any], value: Tensor
 ) -> nn.Parameter:
     own = {"module": layer} if "quant_type" in options else {}
-    made = kind(value.contiguous(), requires_grad=False, **options, **own)
-    packed: nn.Parameter = made._quantize(value.device)
-    return packed
+    made: Any = kind(value.contiguous(), requires_grad=False, **options, **own)
+    if value.is_meta:
+        # bitsandbytes keeps a table of the first device that it quantizes on, for all others.
+        importlib.import_module("bitsandbytes.functional").quantize_blockwise(torch.zeros(1))
+    made = made._quantize(value.device)
+    if value.is_meta:
+        made.__deepcopy__ = functools.partial(_copied, made)
+    return made
+
+
+def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """Copies a parameter on the meta device, which its own class cannot (PEFT does for DoRA)."""
+    copied: nn.Parameter = packed.mapped(parameter, lambda _, part: torch.empty_like(part))
+    return copied
 
 
 def _by_torchao(config: Any, value: Tensor) -> nn.Parameter:

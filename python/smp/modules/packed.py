@@ -165,6 +165,17 @@ def keys_of_parts(module: nn.Module) -> set[str]:
     return set(saved) - set(module._parameters) - set(module._buffers)
 
 
+def has_adapters(module: nn.Module) -> bool:
+    """Returns whether a module has adapters (PEFT) around a layer with packed weights.
+
+    Their code may read the weights past the layer, to unpack them.
+    """
+    base = module._modules.get("base_layer")
+    return base is not None and any(
+        p is not None and is_packed(p) for p in base._parameters.values()
+    )
+
+
 def name_in(root: nn.Module) -> str | None:
     """Returns name and class of a packed weight in a module, or None if there is none."""
     named = root.named_parameters()

@@ -318,6 +318,8 @@ def kind_of(module: nn.Module) -> _C.NodeKind:
         return _C.NodeKind.INDIVISIBLE
     if parametrize.is_parametrized(module) or getattr(module, "is_indivisible", False) is True:
         return _C.NodeKind.INDIVISIBLE
+    if packed.has_adapters(module):
+        return _C.NodeKind.INDIVISIBLE
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return _C.NodeKind.LIST
     return _C.NodeKind.PLAIN
