@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,14 +28,23 @@ class Job:
 
     Attributes:
         folder: folder of the base model's files.
-        config: keys of smp; None: plain PyTorch in one process.
         kind: quantization, one of `KINDS`.
+        config: keys of smp; None: plain PyTorch in one process.
+        is_late: whether ranks read and quantize their own layers, by `smp.quantize`.
+        begin: values of the adapters at the beginning, by name; None: those of their creation.
+        saves, resumes: folder of a checkpoint, written after the first step or read before it.
+        exports: folder for the adapters after the last step, in PEFT's form.
     """
 
     folder: str
     kind: str
-    use_dora: bool
-    config: dict[str, Any] | None = field(default=None, hash=False)
+    use_dora: bool = False
+    config: dict[str, Any] | None = None
+    is_late: bool = False
+    begin: dict[str, Tensor] | None = None
+    saves: str | None = None
+    resumes: str | None = None
+    exports: str | None = None
 
 
 def config_of(kind: str) -> Any:
@@ -120,6 +129,29 @@ def unpacked(folder: str) -> Any:
     return with_adapters(model, True).train()
 
 
+def late(folder: str, kind: str, use_dora: bool) -> Any:
+    """Returns a model without values, whose layers are read and quantized where they belong."""
+    from transformers import LlamaForCausalLM
+
+    import smp
+
+    with smp.delay_param_initialization():
+        model = smp.quantize(LlamaForCausalLM(sizes()), config_of(kind), weights=folder)
+        model = with_adapters(model, use_dora)
+    assert all(p.is_meta for p in model.parameters())
+    return model.train()
+
+
+def values_at_creation(rank: int, job: Job) -> dict[str, Tensor]:
+    """Returns the first values of a late model's adapters, which no layout changes."""
+    import smp
+
+    smp.init({"ddp": True})
+    torch.manual_seed(8)
+    state = smp.DistributedModel(late(job.folder, job.kind, job.use_dora)).state_dict()
+    return {name: value.clone() for name, value in state.items() if "lora_" in name}
+
+
 def batch(step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     return torch.randint(4, 60, (4, 12), generator=generator)
@@ -133,16 +165,26 @@ def train(rank: int, job: Job) -> dict[str, Any]:
         smp.init({"ddp": True, "microbatches": 1, **job.config})
     if job.config is None and job.kind == "int8" and job.use_dora:
         plain = unpacked(job.folder)
+    elif job.is_late:
+        torch.manual_seed(8)  # of the adapters
+        plain = late(job.folder, job.kind, job.use_dora)
     else:
         plain = loaded(job.folder, job.kind, job.use_dora)
-    return run(plain, plain, job.config)
+    if job.begin is not None:
+        found = plain.load_state_dict(job.begin, strict=False)
+        assert job.begin and not found.unexpected_keys
+    return run(plain, job)
 
 
-def run(plain: Any, model: Any, config: dict[str, Any] | None) -> dict[str, Any]:
+def run(plain: Any, job: Job) -> dict[str, Any]:
     import smp
 
+    config, model = job.config, plain
     if config is not None:
         model = smp.DistributedModel(model)
+    if config is not None and not config.get("auto_partition", True):
+        for layer in plain.get_base_model().model.layers[2:]:
+            smp.set_partition(layer, 1)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer: Any = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
     if config is not None:
@@ -154,22 +196,30 @@ def run(plain: Any, model: Any, config: dict[str, Any] | None) -> dict[str, Any]
         model.backward(loss)
         return loss
 
-    losses, grads = [], {}
-    for step in range(NUM_STEPS):
+    losses: list[float] = []
+    grads: dict[str, Tensor] = {}
+    if job.resumes is not None:
+        smp.resume_from_checkpoint(job.resumes, tag="first")
+    for step in range(0 if job.resumes is None else 1, NUM_STEPS):
         ids = batch(step)
         optimizer.zero_grad()
         if config is not None:
             size, number = smp.dp_size(), smp.dp_rank()
             mean = train_step(model, ids.chunk(size)[number]).reduce_mean().detach()
+            # Tensor-parallel ranks have samples of their own, ranks of a pipeline the same.
             loss = sum(smp.allgather(float(mean), smp.WORLD)) / smp.size()
         else:
             mean = model(input_ids=ids, labels=ids).loss
             mean.backward()
-            loss = float(mean)
+            loss = float(mean.detach())
         if step == 0:
             grads = {n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None}
         optimizer.step()
         losses.append(loss)
+        if job.saves is not None and step == 0:
+            smp.save_checkpoint(job.saves, "first", model=model, optimizer=optimizer)
+    if job.exports is not None:
+        smp.save_adapters(model, job.exports)
     state = model.state_dict()
     values = {n: v.clone() for n, v in state.items() if "lora_" in n}
     return {"losses": losses, "grads": grads, "values": values, "keys": list(state)}

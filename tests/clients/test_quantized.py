@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,25 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
+def assert_equal_training(
+    results: list[dict[str, Any]], expected: dict[str, Any], has_all_grads: bool = True
+) -> None:
+    """Compares losses, gradients by name, and values after the last step."""
+    grads: dict[str, torch.Tensor] = {}
+    for result in results:
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        grads |= result["grads"]
+    assert all(grad.abs().max() > 0 for grad in expected["grads"].values())
+    if has_all_grads:
+        assert grads.keys() == expected["grads"].keys()
+        for name, grad in expected["grads"].items():
+            torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6)
+    assert expected["values"]
+    for name, value in expected["values"].items():
+        torch.testing.assert_close(results[0]["values"][name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.covering(times=1)
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("kind", training.KINDS)
 @pytest.mark.parametrize("layout", training.LAYOUTS)
@@ -32,15 +53,97 @@ def test_adapters_train_as_in_one_process(
     (expected,) = pool.run(1, training.train, training.Job(base, kind, use_dora))
     world_size, config = training.LAYOUTS[layout]
     results = pool.run(world_size, training.train, training.Job(base, kind, use_dora, config))
-    if (kind, use_dora) != ("int8", True):
+    if (kind, use_dora) != ("int8", True):  # whose reference has layers in full precision
         assert results[0]["keys"] == expected["keys"]
-    found: dict[str, torch.Tensor] = {}
+    assert_equal_training(results, expected, has_all_grads="sharded" not in layout)
+
+
+@pytest.mark.covering(times=1)
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("kind", training.KINDS)
+@pytest.mark.parametrize("layout", training.LAYOUTS)
+def test_ranks_that_read_and_quantize_their_layers_train_as_one_process(
+    pool: Pool, base: str, layout: str, kind: str, use_dora: bool
+) -> None:
+    job = training.Job(base, kind, use_dora)
+    (begin,) = pool.run(1, training.values_at_creation, job)
+    (expected,) = pool.run(1, training.train, replace(job, begin=begin))
+    world_size, config = training.LAYOUTS[layout]
+    results = pool.run(world_size, training.train, replace(job, config=config, is_late=True))
+    assert_equal_training(results, expected, has_all_grads="sharded" not in layout)
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_a_pipeline_of_one_microbatch_has_the_bits_of_one_process(
+    pool: Pool, base: str, kind: str
+) -> None:
+    (expected,) = pool.run(1, training.train, training.Job(base, kind))
+    config = {"pipeline_parallel_degree": 2, "microbatches": 1, "auto_partition": False}
+    results = pool.run(2, training.train, training.Job(base, kind, config=config))
     for result in results:
-        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        found |= result["grads"]
-    if "sharded" not in layout:
-        assert found.keys() == expected["grads"].keys()
-        for name, grad in expected["grads"].items():
-            torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
+        assert result["losses"] == expected["losses"]
+    for name, value in expected["values"].items():
+        assert torch.equal(results[0]["values"][name], value)
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+@pytest.mark.parametrize(("of", "onto"), [("pipeline", "sharded state"), ("replicas", "pipeline")])
+def test_adapters_are_loaded_on_another_layout(
+    pool: Pool, base: str, kind: str, of: str, onto: str, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    (expected,) = pool.run(1, training.train, training.Job(base, kind))
+    for layout, how in ((of, {"saves": folder}), (onto, {"resumes": folder})):
+        world_size, config = training.LAYOUTS[layout]
+        job = training.Job(base, kind, config=config, is_late=True, **how)  # type: ignore[arg-type]
+        results = pool.run(world_size, training.train, job)
+    # Adapters of late models begin with other values; what goes on is what was saved.
+    (saved,) = pool.run(1, training.values_at_creation, training.Job(base, kind))
+    (expected,) = pool.run(1, training.train, training.Job(base, kind, begin=saved))
+    for result in results:
+        assert result["losses"] == pytest.approx(expected["losses"][1:], rel=1e-5)
     for name, value in expected["values"].items():
         torch.testing.assert_close(results[0]["values"][name], value, rtol=1e-4, atol=1e-5)
+    num_bytes = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert num_bytes < 1_000_000  # the base model has 0.7 MB in full precision
+
+
+def read_and_merge(rank: int, base: str, kind: str, folder: str) -> dict[str, Any]:
+    """Reads exported adapters in plain PEFT: beside the quantized base, and merged into the whole."""
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    quantized = LlamaForCausalLM.from_pretrained(
+        base, quantization_config=training.config_of(kind), device_map="cpu", dtype=torch.float32
+    )
+    again = PeftModel.from_pretrained(quantized, folder)
+    values = {n: v for n, v in again.state_dict().items() if "lora_" in n}
+    whole = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), folder)
+    ids = training.batch(0)
+    with torch.no_grad():
+        expected = whole(input_ids=ids).logits
+        whole.merge_and_unload().save_pretrained(f"{folder}/merged")
+        merged = LlamaForCausalLM.from_pretrained(f"{folder}/merged")
+        plain = LlamaForCausalLM.from_pretrained(base)
+        return {
+            "values": values,
+            "merged": merged(input_ids=ids).logits,
+            "apart": expected,
+            "base": plain(input_ids=ids).logits,
+        }
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_exported_adapters_are_read_and_merged_by_peft(
+    pool: Pool, base: str, kind: str, tmp_path: Path
+) -> None:
+    world_size, config = training.LAYOUTS["pipeline"]
+    job = training.Job(base, kind, True, config, is_late=True, exports=str(tmp_path))
+    results = pool.run(world_size, training.train, job)
+    (found,) = pool.run(1, read_and_merge, base, kind, str(tmp_path))
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 100_000
+    assert results[0]["values"].keys() == found["values"].keys()
+    for name, value in results[0]["values"].items():
+        assert torch.equal(found["values"][name], value), name
+    torch.testing.assert_close(found["merged"], found["apart"], rtol=1e-4, atol=1e-4)
+    assert (found["merged"] - found["base"]).abs().max() > 0.1

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from smp.model import DistributedModel, engine_of
 from smp.model.parts import is_extra_state
+from smp.modules import packed
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.precision.holdings import parameters_of
 from smp.storage.parts import ModelState, Stored, parts
@@ -24,7 +25,9 @@ OPTIMIZER = "optimizer/"
 
 
 def model_state(model: DistributedModel, rank: Rank) -> ModelState:
-    """Returns a partitioned model's state on this rank. Waits for parameters that are in transfer.
+    """Returns a partitioned model's state on this rank, without quantized weights.
+
+    Waits for parameters that are in transfer.
 
     Args:
         model: the model.
@@ -34,6 +37,9 @@ def model_state(model: DistributedModel, rank: Rank) -> ModelState:
     assert own is not None, "the model is not partitioned"
     own.storage.settle()
     state = own.root.state_dict(keep_vars=True)
+    # Quantized weights are frozen; the files that they were made of have them.
+    for key in packed.keys_in(own.root):
+        state.pop(key, None)
     return parts(own.storage, state, own.key_partitions(), is_extra_state, rank)
 
 
