@@ -219,6 +219,9 @@ def _by_bitsandbytes(
     made = made._quantize(value.device)
     if value.is_meta:
         made.__deepcopy__ = functools.partial(_copied, made)
+        state = getattr(made, "quant_state", None)
+        if state is not None and state.offset is not None:
+            state.offset = torch.zeros(())  # state dicts read the number
     return made
 
 
