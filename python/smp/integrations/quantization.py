@@ -36,7 +36,7 @@ def quantize(model: Any, config: Any, weights: str | os.PathLike[str] | None = N
         model: a ``PreTrainedModel``, before adapters are added.
         config: ``BitsAndBytesConfig`` (4 or 8 bits) or ``TorchAoConfig`` (of weights only).
         weights: folder with files of the model in full precision (safetensors or PyTorch's, with or
-            without an index), or one file; None for a model with values.
+            without an index), or one file; None for a model with values, or for `smp estimate`.
 
     Returns:
         The model, in which layers may have been replaced.
@@ -56,7 +56,7 @@ def quantize(model: Any, config: Any, weights: str | os.PathLike[str] | None = N
         make = None
         if quantizer.param_needs_quantization(model, own[0]):
             make = _method_of(model, own[0], config)
-        elif not parameter.is_meta:
+        elif not parameter.is_meta or not origin.has_values(own):
             continue
         if origin.is_read_late(own):
             shown = origin.shown(own, make)
@@ -91,20 +91,20 @@ class _Origin:
         """Returns whether a parameter, given by its names, is on the meta device."""
         return self._parameters[names[0]].is_meta
 
+    def has_values(self, names: list[str]) -> bool:
+        """Returns whether there are values for a parameter that is not quantized."""
+        return self._files is not None or not self.is_read_late(names)
+
     def device_of(self, names: list[str]) -> torch.device:
         return self._parameters[names[0]].device
 
     def check(self, all_names: Any) -> None:
-        """Raises a ValueError unless all values are there."""
+        """Raises a ValueError if the files lack a value."""
+        if self._files is None:
+            return  # it is enough for `smp estimate`
         missing = [n[0] for n in all_names if self.is_read_late(n) and self._key(n) is None]
         if not missing:
             return
-        if self._files is None:
-            raise ValueError(
-                f"{_C.rank_prefix()}smp.quantize: '{missing[0]}' is on the meta device and has no "
-                "values to quantize; pass weights=, the folder of the model in full precision, or "
-                "a model with values"
-            )
         raise ValueError(
             f"{_C.rank_prefix()}smp.quantize: {self._files.path} lacks {len(missing)} of the "
             f"model's parameters, '{missing[0]}' for one; expected the names of the model's state "
@@ -127,6 +127,12 @@ class _Origin:
         """Returns the parameter with values, which are dropped here."""
         held = self._parameters[names[0]]
         value: Tensor = held.detach()
+        if self._files is None and held.is_meta:
+            raise ValueError(
+                f"{_C.rank_prefix()}smp.quantize: '{names[0]}' is on the meta device and has no "
+                "values to quantize; pass weights=, the folder of the model in full precision, or "
+                "a model with values"
+            )
         key = self._key(names)
         if key is not None:
             assert self._files is not None

@@ -224,6 +224,10 @@ class TracedModel:
             if first_place[parameter] < place:
                 tied += parameter.numel()
                 continue
+            if packed.is_packed(parameter):
+                # So many elements of 32 bits, which no precision of training changes.
+                weights.append(Weight(packed.num_bytes(parameter) // 4, False, True, False))
+                continue
             is_split = tensor_split.has_split_parameters(module)
             is_wide = parameter.dtype == torch.float32
             weights.append(Weight(parameter.numel(), is_split, is_wide, parameter.requires_grad))
