@@ -49,7 +49,7 @@ PAGES = (
          ("rank", "size", "local_rank", "local_size",
           *(f"{kind}_{what}" for kind in _KINDS for what in ("rank", "size")),
           "barrier", *(f"{kind}_barrier" for kind in _KINDS),
-          "broadcast", "send", "recv_from", "allgather", "CommGroup", "RankType",
+          "broadcast", "send", "recv_from", "allgather", "batch_slice", "CommGroup", "RankType",
           "WORLD", *(f"{kind.upper()}_GROUP" for kind in _KINDS),
           *(f"get_{kind}_group" for kind in (*_KINDS, "world")),
           *(f"get_{kind}_process_group" for kind in (*_KINDS, "world")),

@@ -27,27 +27,31 @@ void bind_options(py::module_& m) {
   py::class_<PartitionOptions>(m, "PartitionOptions")
       .def(py::init([](int num_partitions, double memory_weight, int num_chunks,
                        std::vector<int> kept_microbatches, double state_factor,
-                       int64_t memory_limit_bytes, bool must_fit,
-                       double lead_weight) {
+                       std::vector<int64_t> memory_limits, bool must_fit,
+                       double lead_weight, std::vector<double> speeds) {
              return PartitionOptions{
-                 num_partitions, memory_weight,
-                 num_chunks,     std::move(kept_microbatches),
-                 state_factor,   memory_limit_bytes,
-                 must_fit,       lead_weight};
+                 num_partitions,   memory_weight,
+                 num_chunks,       std::move(kept_microbatches),
+                 state_factor,     std::move(memory_limits),
+                 must_fit,         lead_weight,
+                 std::move(speeds)};
            }),
            py::arg("num_partitions"), py::arg("memory_weight") = 0.8,
            py::arg("num_chunks") = 1,
            py::arg("kept_microbatches") = std::vector<int>{},
-           py::arg("state_factor") = 4.0, py::arg("memory_limit_bytes") = 0,
-           py::arg("must_fit") = true, py::arg("lead_weight") = 0.0)
+           py::arg("state_factor") = 4.0,
+           py::arg("memory_limits") = std::vector<int64_t>{},
+           py::arg("must_fit") = true, py::arg("lead_weight") = 0.0,
+           py::arg("speeds") = std::vector<double>{})
       .def_readonly("num_partitions", &PartitionOptions::num_partitions)
       .def_readonly("memory_weight", &PartitionOptions::memory_weight)
       .def_readonly("num_chunks", &PartitionOptions::num_chunks)
       .def_readonly("kept_microbatches", &PartitionOptions::kept_microbatches)
       .def_readonly("state_factor", &PartitionOptions::state_factor)
-      .def_readonly("memory_limit_bytes", &PartitionOptions::memory_limit_bytes)
+      .def_readonly("memory_limits", &PartitionOptions::memory_limits)
       .def_readonly("must_fit", &PartitionOptions::must_fit)
-      .def_readonly("lead_weight", &PartitionOptions::lead_weight);
+      .def_readonly("lead_weight", &PartitionOptions::lead_weight)
+      .def_readonly("speeds", &PartitionOptions::speeds);
 
   py::enum_<PlacementRule>(m, "PlacementRule", "Why a module is where it is.")
       .value("DRIVER", PlacementRule::kDriver)
@@ -93,7 +97,9 @@ void bind_assignment(py::module_& m) {
       .def_readonly("boundary_bytes", &Evaluation::boundary_bytes,
                     "From partition i to j at i * num_partitions + j.")
       .def_readonly("crossing_bytes", &Evaluation::crossing_bytes)
-      .def_readonly("largest_load", &Evaluation::largest_load);
+      .def_readonly("largest_load", &Evaluation::largest_load)
+      .def_readonly("excess_bytes", &Evaluation::excess_bytes,
+                    "Above the limits, of all partitions.");
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ namespace {
 
 using tensor_parallel::Group;
 using tensor_parallel::GroupPtr;
+using tensor_parallel::Pending;
 using tensor_parallel::Sizes;
 
 GroupPtr make_group(std::optional<comm::CommunicatorPtr> communicator,
@@ -79,6 +80,11 @@ py::tuple traffic(const Group& group) {
   return py::make_tuple(traffic.num_calls, traffic.bytes_sent);
 }
 
+Pending begin_row_exchange(Group& group, const at::Tensor& x, const Sizes& sent,
+                           const Sizes& received, const std::string& what) {
+  return group.begin_row_exchange(x, sent, received, what.c_str());
+}
+
 void bind_routes(py::module_& m) {
   using tensor_parallel::Routes;
   // The object is never written to; pybind11 holds no pointers to const.
@@ -99,6 +105,12 @@ void bind_tensor_parallel(py::module_& m) {
   namespace tp = tensor_parallel;
   const Sizes even;
   bind_routes(m);
+  py::class_<Pending>(
+      m, "PendingTensor",
+      "The result of a collective, which may be on its way; see "
+      "tensor_parallel/group.h.")
+      .def("take", &Pending::take, NoGil(),
+           "Waits, or makes the current stream wait; once.");
   py::class_<Group, GroupPtr>(
       m, "TensorParallelGroup",
       "Ranks that split layers, and the regions of autograd at the borders; "
@@ -123,6 +135,9 @@ void bind_tensor_parallel(py::module_& m) {
       .def("exchange", &tp::exchange, py::arg("x"), py::arg("split_dim"),
            py::arg("concat_dim"), py::arg("split_sizes") = even,
            py::arg("concat_sizes") = even, NoGil())
+      .def("begin_row_exchange", &begin_row_exchange, py::arg("x"),
+           py::arg("sent"), py::arg("received"), py::arg("what"), NoGil(),
+           py::keep_alive<0, 1>(), "Collective; not seen by autograd.")
       .def("route", &tp::route, py::arg("experts"), py::arg("sizes"), NoGil(),
            "Collective; waits for the numbers of a device.")
       .def("dispatch", &tp::dispatch, py::arg("tensors"), py::arg("routes"),

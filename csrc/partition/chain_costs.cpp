@@ -297,18 +297,16 @@ double ChainCosts::load(int stage, int i, int j) const {
     cost.activation_bytes += copies_[at(i, j)];
     transfer = transfers_[at(i, j)];
   }
-  const auto limit =
-      static_cast<double>(objective_.options().memory_limit_bytes);
-  if (limit > 0 && objective_.memory_bytes(cost, stage) > limit) {
+  if (objective_.memory_bytes(cost, stage) > objective_.memory_limit(stage)) {
     return std::numeric_limits<double>::infinity();
   }
-  const double before = stage > 0 ? lead(i) : 0;
+  const double before = stage > 0 ? lead(stage, i) : 0;
   return objective_.load(cost, transfer, stage) + before;
 }
 
-double ChainCosts::lead(int i) const {
+double ChainCosts::lead(int stage, int i) const {
   const double before = i > 0 ? costs_[at(0, i)].compute : 0;
-  return objective_.lead(before + fixed_.compute);
+  return objective_.lead(before + fixed_.compute, stage);
 }
 
 double ChainCosts::least_load(int stage, int i, int j) const {

@@ -37,7 +37,7 @@ class ChainCosts {
     return static_cast<size_t>(i) * (num_items_ + 1) + j;
   }
   int place_of(int node_idx) const;
-  double lead(int i) const;  // of the items before `i`
+  double lead(int stage, int i) const;  // of the items before `i`
   bool is_asked_elsewhere(int stage, int i, int j) const;
   void fill_wishes();
   void add_units(const std::vector<int>& positions);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "csrc/common/check.h"
 
@@ -26,10 +27,24 @@ void check_options(const PartitionOptions& options) {
   SMP_CHECK_VALUE(
       options.state_factor >= 1 && std::isfinite(options.state_factor),
       "partition: state_factor must be at least 1, got ", options.state_factor);
-  SMP_CHECK_VALUE(options.memory_limit_bytes >= 0,
-                  "partition: memory_limit_bytes must be positive, or 0 for no "
-                  "limit; got ",
-                  options.memory_limit_bytes);
+  const std::vector<int64_t>& limits = options.memory_limits;
+  SMP_CHECK_VALUE(
+      limits.empty() ||
+          (static_cast<int>(limits.size()) == options.num_partitions &&
+           *std::min_element(limits.begin(), limits.end()) >= 1),
+      "partition: memory_limits must have a number of bytes >= 1 for each of "
+      "the ",
+      options.num_partitions, " partitions, or none; got ", limits.size(),
+      " numbers");
+  const std::vector<double>& speeds = options.speeds;
+  SMP_CHECK_VALUE(
+      speeds.empty() ||
+          (static_cast<int>(speeds.size()) == options.num_partitions &&
+           std::ranges::all_of(
+               speeds, [](double s) { return s > 0 && std::isfinite(s); })),
+      "partition: speeds must have a number > 0 for each of the ",
+      options.num_partitions, " partitions, or none; got ", speeds.size(),
+      " numbers");
   SMP_CHECK_VALUE(options.lead_weight >= 0 && options.lead_weight <= 1,
                   "partition: lead_weight must be in [0, 1], got ",
                   options.lead_weight);
@@ -59,9 +74,19 @@ Objective::Objective(const DecisionTree& decisions,
       owner_costs_(decisions.num_nodes()),
       unit_costs_(decisions.num_units()) {
   double mean_kept = 0;
+  double speed_before = 0;
   for (int stage = 0; stage < options_.num_stages(); ++stage) {
     kept_.push_back(options_.kept(stage));
     mean_kept += kept_.back() / options_.num_stages();
+    slowness_.push_back(options_.slowness(stage));
+    slowness_before_.push_back(stage > 0 ? stage / speed_before : 1);
+    speed_before += 1 / slowness_.back();
+    tightness_.push_back(options_.tightness(stage));
+    const int partition_idx = stage % options_.num_partitions;
+    limits_.push_back(
+        options_.is_limited()
+            ? static_cast<double>(options_.memory_limits[partition_idx])
+            : std::numeric_limits<double>::infinity());
   }
   kept_last_ = kept_.back();
   sum_costs();
@@ -129,19 +154,16 @@ Evaluation Objective::evaluate(const std::vector<int>& stages) const {
   for (int s = 0; s < num_stages; ++s) {
     const auto transfer = static_cast<double>(result.transfer_bytes[s]);
     result.loads.push_back(load(result.param_bytes[s], result.kept_bytes[s],
-                                result.compute[s], transfer));
+                                result.compute[s], transfer, s));
     result.bounds.push_back(result.loads[s] + lead(before));
     result.largest_load = std::max(result.largest_load, result.bounds[s]);
-    before += result.compute[s] + compute_per_byte_ * transfer;
+    before += slowness_[s] * result.compute[s] + compute_per_byte_ * transfer;
     result.memory_bytes[s % num_partitions] +=
         options_.state_factor * result.param_bytes[s] + result.kept_bytes[s];
   }
   for (int64_t bytes : result.boundary_bytes) result.crossing_bytes += bytes;
-  if (options_.memory_limit_bytes > 0) {
-    const double limit = static_cast<double>(options_.memory_limit_bytes);
-    for (double bytes : result.memory_bytes) {
-      result.excess_bytes += std::max(0.0, bytes - limit);
-    }
+  for (int p = 0; p < num_partitions; ++p) {
+    result.excess_bytes += std::max(0.0, result.memory_bytes[p] - limits_[p]);
   }
   return result;
 }

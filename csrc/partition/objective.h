@@ -76,26 +76,34 @@ class Objective {
   /// Returns the load that a cost and bytes sent and received put on a stage.
   double load(const Cost& cost, double transfer_bytes, int stage) const {
     return load(cost.param_bytes, kept_bytes(cost, stage), cost.compute,
-                transfer_bytes);
+                transfer_bytes, stage);
   }
   /// Returns the part of the bound of a load that the compute of earlier stages
-  /// adds.
-  double lead(double compute) const {
-    return options_.lead_weight * compute_weight_ * compute;
+  /// adds, if each of them has a share of it by the speed of its device.
+  double lead(double compute, int stage) const {
+    return lead(compute * slowness_before_[stage]);
   }
   double memory_bytes(const Cost& cost, int stage) const {
     return options_.state_factor * cost.param_bytes + kept_bytes(cost, stage);
   }
+  /// Returns the most bytes that a stage may hold; infinity: there is no limit.
+  double memory_limit(int stage) const { return limits_[stage]; }
 
  private:
+  double lead(double time) const {
+    return options_.lead_weight * compute_weight_ * time;
+  }
   double kept_bytes(const Cost& cost, int stage) const {
     return kept(stage) * cost.activation_bytes +
            kept_last_ * cost.late_activation_bytes;
   }
   double load(double param_bytes, double kept_bytes, double compute,
-              double transfer_bytes) const {
-    return param_weight_ * param_bytes + activation_weight_ * kept_bytes +
-           compute_weight_ * (compute + compute_per_byte_ * transfer_bytes);
+              double transfer_bytes, int stage) const {
+    const double memory =
+        param_weight_ * param_bytes + activation_weight_ * kept_bytes;
+    const double time =
+        slowness_[stage] * compute + compute_per_byte_ * transfer_bytes;
+    return tightness_[stage] * memory + compute_weight_ * time;
   }
   double kept(int stage) const { return kept_[stage]; }
 
@@ -112,7 +120,11 @@ class Objective {
 
   const DecisionTree& decisions_;
   const PartitionOptions options_;
-  std::vector<double> kept_;  // per stage
+  std::vector<double> kept_;             // per stage
+  std::vector<double> slowness_;         // per stage
+  std::vector<double> slowness_before_;  // per stage, of the stages before it
+  std::vector<double> tightness_;        // per stage
+  std::vector<double> limits_;           // per stage
   double kept_last_ = 1;
   const double compute_per_byte_;
   double param_weight_ = 0;

@@ -63,10 +63,9 @@ std::optional<EvaluatedSplit> best(const DecisionTree& decisions,
 // memory counts.
 [[noreturn]] void raise_memory_limit(const DecisionTree& decisions,
                                      PartitionOptions options) {
-  const auto limit = options.memory_limit_bytes;
   options.memory_weight = 1;
   options.lead_weight = 0;
-  options.memory_limit_bytes = 0;
+  options.may_exceed = true;
   const Objective objective(decisions, options);
   std::vector<int> stages(decisions.num_nodes(), 0);
   if (options.num_partitions > 1) {
@@ -75,16 +74,23 @@ std::optional<EvaluatedSplit> best(const DecisionTree& decisions,
     stages = balanced->stages;
   }
   const Evaluation evaluation = objective.evaluate(stages);
-  const std::vector<double>& memory = evaluation.memory_bytes;
-  const auto largest = std::max_element(memory.begin(), memory.end());
-  const auto bytes = static_cast<int64_t>(*largest);
+  int most = 0;
+  int64_t bytes = 0;
+  int64_t limit = 0;
+  for (int p = 0; p < options.num_partitions; ++p) {
+    const auto own = static_cast<int64_t>(evaluation.memory_bytes[p]);
+    if (p > 0 && own - options.memory_limits[p] <= bytes - limit) continue;
+    most = p;
+    bytes = own;
+    limit = options.memory_limits[p];
+  }
   throw ValueError(detail::concat(
       rank_prefix(),
       "partition: the model does not fit: even when only memory "
       "is balanced, pp_rank ",
-      largest - memory.begin(), " needs ", bytes, " bytes (parameters times ",
-      options.state_factor, " for gradients and optimizer, and activations), ",
-      bytes - limit, " more than the limit of ", limit,
+      most, " needs ", bytes, " bytes (parameters times ", options.state_factor,
+      " for gradients and optimizer, and activations), ", bytes - limit,
+      " more than the limit of ", limit,
       "; use a larger "
       "pipeline_parallel_degree, smaller or fewer active microbatches, or "
       "checkpoint activations"));
@@ -134,13 +140,13 @@ Assignment solve(const ModuleTree& tree, const PartitionOptions& options) {
   } else {
     check_num_stages(decisions, options);
     found = best(decisions, options);
-    if (!found && options.memory_limit_bytes > 0) {
+    if (!found && options.is_limited()) {
       PartitionOptions memory_only = options;
       memory_only.memory_weight = 1;
       memory_only.lead_weight = 0;
       found = best(decisions, memory_only);
       if (!found && !options.must_fit) {
-        memory_only.memory_limit_bytes = 0;
+        memory_only.may_exceed = true;
         found = best(decisions, memory_only);
       }
     }

@@ -156,6 +156,7 @@ Pending::Pending(const Group& group, const Header& header, comm::WorkPtr work,
 
 at::Tensor Pending::take() {
   if (group_ == nullptr) return std::move(ready_);
+  SMP_ASSERT(work_, header_.what.data(), " was taken twice");
   group_->finish(*work_, *group_->communicator_, header_);
   work_.reset();
   return finish_();

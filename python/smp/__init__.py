@@ -33,6 +33,7 @@ from smp.checkpoint import (  # noqa: E402
     wait_for_uploads,
 )
 from smp.checkpoint.saving import StoppingSaver  # noqa: E402
+from smp.data_parallel import batch_slice  # noqa: E402
 from smp.initial.delay import delay_param_initialization  # noqa: E402
 from smp.initial.delay import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
 from smp.integrations.adapters import save_adapters  # noqa: E402
@@ -136,6 +137,7 @@ __all__ = [
     "allgather",
     "amp",
     "barrier",
+    "batch_slice",
     "broadcast",
     "clip_grad_norm_",
     "cp_barrier",

@@ -63,18 +63,21 @@ class Calls:
     Attributes:
         in_parts, whole: numbers of calls.
         problems: reasons why calls had whole sequences.
+        in_ring: number of calls of attention that went around rings.
     """
 
     in_parts: int
     whole: int
     problems: list[str]
+    in_ring: int
 
 
 def calls_of(model: Any) -> dict[str, Calls]:
     """Returns the calls of the blocks of a model by their names."""
     blocks = model._engine.sequences.blocks
     return {
-        block.name: Calls(block.num_cut, block.num_whole, list(block.problems)) for block in blocks
+        block.name: Calls(block.num_cut, block.num_whole, list(block.problems), block.num_in_ring)
+        for block in blocks
     }
 
 
@@ -84,7 +87,8 @@ class Trained:
 
     Attributes:
         blocks: calls of blocks by name.
-        warnings: lines of the log about blocks that compute whole sequences.
+        warnings: lines of the log about blocks that compute whole sequences, or share heads.
+        num_bytes: number of bytes that this rank sent to those that compute parts.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -92,6 +96,7 @@ class Trained:
     params: dict[str, Tensor] = field(default_factory=dict)
     blocks: dict[str, Calls] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    num_bytes: int = 0
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
@@ -117,7 +122,7 @@ def _train(run: ContextRun) -> Trained:
 
     keys = {"context_parallel_degree": run.cp, "ddp": True, "microbatches": run.microbatches}
     smp.init(keys | dict(run.config))
-    heard = Heard("every rank computes whole sequences")
+    heard = Heard("smp: context_parallel_")
     record = Trained()
     plain = build(run.name)
     if run.is_half:
@@ -138,6 +143,7 @@ def _train(run: ContextRun) -> Trained:
         optimizer.zero_grad()
     record.params = {name: value.clone() for name, value in model.state_dict().items()}
     record.blocks, record.warnings = calls_of(model), heard.texts
+    record.num_bytes = model._engine._current.rank.comms.cp_group.traffic()[1]
     return record
 
 

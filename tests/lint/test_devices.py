@@ -10,6 +10,7 @@ from tests.lint.layers import REPO
 _OWNERS = {
     "python/smp/_device.py": "compute capabilities with products of 8 bits",
     "python/smp/_torch_releases.py": "a guard that exists without CUDA only",
+    "python/smp/context_parallel/block_attention.py": "attention kernels",
     "python/smp/compilation/trial.py": "devices for which PyTorch compiles",
     "python/smp/dropout/by_sample.py": "TF32",
     "python/smp/dropout/frames.py": "cuDNN",

@@ -111,6 +111,23 @@ class BatchNormBlock(Block):
         return super().forward(self.batch_norm(x.transpose(1, 2)).transpose(1, 2))
 
 
+class AgainBlock(BatchNormBlock):
+    """A block that is told whether it has run before in this step."""
+
+    def forward(self, x: Tensor, again: bool = False) -> Tensor:
+        return super().forward(x / 2 if again else x)
+
+
+class AgainNet(Net):
+    """Calls its blocks twice; the second trial finds the first calls' graph."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for again in (False, True):
+            for block in self.blocks:
+                x = block(x, again=again)
+        return x
+
+
 class TrainingBlock(Block):
     """Centres tokens in training only."""
 
@@ -379,12 +396,26 @@ class InputNet(Net):
 _MIXED = " is another one for a part of the tokens"  # a query, a result, or a gradient
 
 _LEFT = "it leaves tensors in attributes that depend on the tokens"
+
+
+class DroppingAttention(Block):
+    """A block whose attention drops elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed(self.attend(x, is_causal=True, dropout_p=self.dropout))
+
+
 #: models of which no block computes parts, and the reason
 WHOLE: dict[str, tuple[Maker, str]] = {
     "convolution": (lambda: Net(*blocks(ConvolutionBlock)), _MIXED),
     "loss in the file": (lambda: GlobalLossNet(*blocks(GlobalLossBlock)), _LEFT),
     "zero gate": (lambda: Net(*blocks(GatedBlock)), _MIXED),
     "batch norm": (lambda: Net(*blocks(BatchNormBlock)), _MIXED),
+    "batch norm tried again": (lambda: AgainNet(*blocks(AgainBlock)), _MIXED),
     "cumulative sum": (lambda: Net(*blocks(CumulativeBlock)), _MIXED),
     "GRU": (lambda: Net(*blocks(RecurrentBlock)), _MIXED),
     "positions by index": (lambda: Net(*blocks(IndexedBlock)), _MIXED),
@@ -413,8 +444,9 @@ LATER: dict[str, Maker] = {
     "attribute": SwitchedNet,
     "calls": lambda: Net(*blocks(ScheduleBlock)),
 }
-#: models that mix tokens far apart, or change a list with tokens
+#: models that mix tokens far apart, change a list with tokens, or drop elements of attention
 OTHERS: dict[str, Maker] = {
     "dilation": lambda: Net(*blocks(ConvolutionBlock, 64)),
     "list": lambda: ListNet(*blocks(ListBlock)),
+    "dropout of attention": lambda: Net(*blocks(DroppingAttention)),
 }

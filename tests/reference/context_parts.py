@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
 
 import torch
 from torch import Tensor, nn
@@ -311,6 +312,39 @@ class BackwardHookNet(Net):
         self.head.register_full_backward_hook(lambda module, grads, of_result: (grads[0] * 3,))
 
 
+class SharedKeys(UserDict[str, Tensor]):
+    """Keys that layers share, in a container of a class of its own."""
+
+
+class SharedKeyBlock(Block):
+    """A block of which the first leaves its keys to the others."""
+
+    def forward(self, x: Tensor, shared: SharedKeys) -> Tensor:  # type: ignore[override]
+        attention, normed = self.attention, self.norm1(x)
+        heads = (HEADS, WIDTH // HEADS)
+        q = attention.q(normed).unflatten(-1, heads).transpose(1, 2)
+        if "keys" not in shared:
+            shared["keys"] = attention.k(normed).unflatten(-1, heads).transpose(1, 2)
+        read = shared["keys"]
+        attended = F.scaled_dot_product_attention(q, read, read, is_causal=True)
+        return self.feed(x + attention.out(attended.transpose(1, 2).flatten(2)))
+
+
+class SharedKeyNet(Net):
+    """Makes the keys of all blocks outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__(SharedKeyBlock(), SharedKeyBlock())
+        self.keys = nn.Linear(WIDTH, WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        keys = self.keys(x).unflatten(-1, (HEADS, WIDTH // HEADS)).transpose(1, 2)
+        shared = SharedKeys(keys=keys)
+        for block in self.blocks:
+            x = block(x, shared)
+        return x
+
+
 #: models of which each block computes parts
 IN_PARTS: dict[str, Maker] = {
     "sliding": lambda: MaskedNet("sliding"),
@@ -340,4 +374,5 @@ IN_PARTS: dict[str, Maker] = {
     "layers of PyTorch": lambda: TimeFirstNet(True),
     "losses": LossNet,
     "frozen": FrozenNet,
+    "shared keys": SharedKeyNet,
 }

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smp import _C
-from smp.config import processes
+from smp.config import kinds, processes
 from smp.config import schema as config
 from smp.config.schema import Config
 
@@ -49,6 +49,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "activation_loading_horizon": 4,
         "tensor_parallel_degree": 1,
         "context_parallel_degree": 1,
+        "context_parallel_ring_degree": 1,
         "expert_parallel_degree": 1,
         "fp16": False,
         "fp16_params": False,
@@ -73,6 +74,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "use_times": False,
         "partition_file": None,
         "partition_memory_limit": None,
+        "device_speeds": None,
         "virtual_stages": 1,
         "fused_linear_cross_entropy": False,
         "bf16_masters": "fp32",
@@ -140,7 +142,7 @@ def test_zero_and_one_are_booleans(value: int) -> None:
     ],
 )
 def test_words_are_converted(text: str, value: object) -> None:
-    assert config.convert_text(text) == value
+    assert kinds.convert_text(text) == value
 
 
 def test_words_are_refused_where_values_are_expected() -> None:
@@ -234,6 +236,9 @@ def test_row_5_data_and_tensor_parallelism_need_ddp() -> None:
     assert "ddp=False" in refusal({"partitions": 2}, world_size=4)
     assert "tensor_parallel_degree=2" in refusal({"tensor_parallel_degree": 2}, world_size=2)
     assert "context_parallel_degree=2" in refusal({"context_parallel_degree": 2}, world_size=2)
+    ring = {"context_parallel_degree": 4, "context_parallel_ring_degree": 3, "ddp": True}
+    text = refusal(ring, world_size=4)
+    assert "context_parallel_ring_degree=3" in text and "use a divisor of 4" in text
     text = refusal({"sharded_data_parallel_degree": 2}, world_size=2)
     assert "sharded_data_parallel_degree=2" in text
     processes.check_world(Config.from_dict({"partitions": 2}), 2)
@@ -410,6 +415,31 @@ def test_a_memory_limit_is_a_number_of_bytes_or_a_text_with_a_unit(
     value: object, num_bytes: int
 ) -> None:
     assert Config.from_dict({"partition_memory_limit": value}).partition_memory_limit == num_bytes
+
+
+@pytest.mark.parametrize("value", ["1:2, 2.5", "[1,1,2.5]", [1, 1, 2.5], (1, 1, 2.5)])
+def test_speeds_are_a_list_with_counts(value: object) -> None:
+    config = Config.from_dict({"device_speeds": value, "ddp": True})
+    assert config.device_speeds == (1.0, 1.0, 2.5)
+    processes.check_world(config, 3)
+    text = refusal({"device_speeds": value, "ddp": True}, 4)
+    assert "device_speeds=[1.0, 1.0, 2.5]: has 3 speeds for 4 processes" in text
+
+
+@pytest.mark.parametrize("value", ["", "1, fast", "0, 1", "1:0, 2", "1:x", [], [1, -1], 2, True])
+def test_other_speeds_are_refused(value: object) -> None:
+    assert "is not a list of numbers above 0" in refusal({"device_speeds": value})
+
+
+def test_memory_limits_of_pipeline_ranks_are_a_list() -> None:
+    values = {"partition_memory_limit": "1GiB:2, 3GB", "pipeline_parallel_degree": 3}
+    assert Config.from_dict(values).memory_limits == (2**30, 2**30, 3_000_000_000)
+    one = {**values, "partition_memory_limit": "1GiB"}
+    assert Config.from_dict(one).memory_limits == (2**30,) * 3
+    assert Config.from_dict({}).memory_limits == ()
+    assert "has 3 sizes for 2 pipeline ranks" in refusal(
+        {**values, "partitions": 2} | {"pipeline_parallel_degree": 2}, 2
+    )
 
 
 @pytest.mark.parametrize("value", [0, -1, "12", "12 GB free", "0.1B", "GiB", True])

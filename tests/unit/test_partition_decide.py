@@ -275,9 +275,9 @@ def test_memory_limit_is_refused_with_rank_and_figures(config: Config) -> None:
     if config is MANUAL:
         set_partition(model, 0)
     needed = 4 * (160 if config is MANUAL else 80)
-    assert decide(model, config, 2, memory_limit_bytes=needed).num_partitions == 2
+    assert decide(model, config, 2, memory_limits=(needed,) * 2).num_partitions == 2
     with pytest.raises(ValueError, match=rf"pp_rank 0 needs {needed} bytes.* 7 more than"):
-        decide(model, config, 2, memory_limit_bytes=needed - 7)
+        decide(model, config, 2, memory_limits=(needed - 7,) * 2)
 
 
 def test_first_difference_names_both_sides() -> None:

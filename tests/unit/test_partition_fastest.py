@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -42,8 +43,13 @@ def cuts(num_modules: int, ranks: int) -> Iterator[list[int]]:
         yield [0, *(sum(i >= end for end in ends) for i in range(num_modules))]
 
 
-def best_of_all(index: ModuleIndex, ranks: int, shape: StepShape) -> float:
-    options = _C.PartitionOptions(ranks)
+def best_of_all(
+    index: ModuleIndex,
+    ranks: int,
+    shape: StepShape,
+    options: _C.PartitionOptions | None = None,
+) -> float:
+    options = options or _C.PartitionOptions(ranks)
     found = (
         candidate(index.tree, _C.make_assignment(index.tree, ranks, idxs), options, shape)
         for idxs in cuts(len(index.modules) - 1, ranks)
@@ -69,7 +75,9 @@ def test_step_is_as_short_as_that_of_the_best_of_all_cuts(policy: str, ranks: in
     assert sum(excess) / len(excess) < 1.02, excess
 
 
-def decide_fastest(index: ModuleIndex, ranks: int, fastest: Fastest, **limits: int) -> Decision:
+def decide_fastest(
+    index: ModuleIndex, ranks: int, fastest: Fastest, **limits: Sequence[float]
+) -> Decision:
     shape = fastest.shape
     config = Config(pipeline=shape.policy, microbatches=shape.microbatches)
     config = replace(config, active_microbatches=shape.active)
@@ -93,8 +101,8 @@ def test_time_counts_and_not_memory_as_long_as_that_fits() -> None:
     assert free.step_ratio < 0.9 * ratio.step_ratio, "what was taken before"
     limit = 5 * PARAM_BYTES * 4
     for limited in (
-        decide_fastest(index, 2, Fastest(SHAPE, room_bytes=limit)),
-        decide_fastest(index, 2, Fastest(SHAPE), memory_limit_bytes=limit),
+        decide_fastest(index, 2, Fastest(SHAPE, rooms=(limit, limit))),
+        decide_fastest(index, 2, Fastest(SHAPE), memory_limits=(limit, limit)),
     ):
         assert limited.load_bytes == (5 * PARAM_BYTES, 3 * PARAM_BYTES)
         assert max(held(limited)) <= limit < max(held(free))
@@ -106,12 +114,12 @@ def test_least_memory_is_taken_and_told_where_nothing_fits(
     index = chain([1.0] * 6 + [3.0] * 2, activation_bytes=0)
     limit = 3 * PARAM_BYTES * 4
     with caplog.at_level(logging.WARNING, logger="smp"):
-        decision = decide_fastest(index, 2, Fastest(SHAPE, room_bytes=limit))
+        decision = decide_fastest(index, 2, Fastest(SHAPE, rooms=(limit, limit)))
     assert decision.load_bytes == (4 * PARAM_BYTES, 4 * PARAM_BYTES)
     (record,) = caplog.records
     assert "no partition was found that fits" in record.message
     with pytest.raises(ValueError, match=f"more than the limit of {limit}"):
-        decide_fastest(index, 2, Fastest(SHAPE, room_bytes=limit), memory_limit_bytes=limit)
+        decide_fastest(index, 2, Fastest(SHAPE, rooms=(limit, limit)), memory_limits=(limit, limit))
 
 
 def test_ranks_in_front_do_more_where_more_microbatches_are_in_flight() -> None:
@@ -178,3 +186,43 @@ def test_ranks_of_a_host_share_its_memory() -> None:
     one = device_room_bytes(torch.device("cpu"), 1)
     assert 1e8 < one < 1e14
     assert device_room_bytes(torch.device("cpu"), 2) == pytest.approx(one / 2, rel=1e-6)
+
+
+SPEEDS = [(1.0, 2.0, 1.0), (2.0, 1.0, 1.0), (1.0, 1.0, 3.0), (4.0, 1.0, 2.0)]
+
+
+@pytest.mark.parametrize("speeds", SPEEDS)
+def test_step_on_uneven_devices_is_as_short_as_that_of_the_best_of_all_cuts(
+    speeds: tuple[float, ...],
+) -> None:
+    choices = random.Random(5)
+    excess, gains = [], []
+    for policy in ("interleaved", "zero_bubble"):
+        for microbatches in (4, 8, 16):
+            index = chain([choices.uniform(1, 3) for _ in range(12)])
+            shape = StepShape(policy, microbatches, min(5, microbatches))
+            options = _C.PartitionOptions(3, speeds=speeds)
+            found = decide_fastest(index, 3, Fastest(shape), speeds=speeds).step_ratio
+            alike = decide_fastest(index, 3, Fastest(shape))
+            unaware = candidate(index.tree, alike.assignment, options, shape).step_ratio
+            assert found is not None and unaware is not None
+            excess.append(found / best_of_all(index, 3, shape, options))
+            gains.append(unaware / found)
+    assert min(excess) > 1 - 1e-9
+    assert sorted(excess)[-2] < 1.01 and max(excess) < 1.06, excess
+    assert min(gains) > 1.1 and statistics.median(gains) > 1.2, gains
+
+
+def test_less_room_on_one_rank_moves_modules_to_others() -> None:
+    index = chain([1.0] * 12, activation_bytes=0)
+    fits = 4 * 2 * PARAM_BYTES + 50  # two modules with gradients and optimizer state
+    ample = 100 * fits
+    for rooms in ((fits, ample, ample), (ample, fits, ample), (ample, ample, fits)):
+        decision = decide_fastest(index, 3, Fastest(SHAPE, rooms=rooms))
+        small = rooms.index(fits)
+        assert decision.load_bytes[small] == 2 * PARAM_BYTES
+        assert held(decision)[small] <= fits and sum(decision.load_bytes) == 12 * PARAM_BYTES
+        hard = decide_fastest(index, 3, Fastest(SHAPE), memory_limits=rooms)
+        assert hard.load_bytes == decision.load_bytes
+    with pytest.raises(ValueError, match="320 more than the limit of 1600"):
+        decide_fastest(index, 3, Fastest(SHAPE), memory_limits=(1600, 400, 1600))

@@ -86,7 +86,7 @@ def test_stages_of_a_plan_are_those_of_the_run(benchmark: ModuleType) -> None:
         benchmark.meta_model(), (), {"input_ids": ids, "labels": ids}, device.flops_per_byte("fp32")
     )
     layout = Layout(pp=8, microbatches=8, active=8)
-    stages = RunCuts(traced, "cpu").stages(layout, 10**10)
+    stages = RunCuts(traced, "cpu").stages(layout, (10**10,) * 8)
     run = Run(Config.from_dict(layout.config()), frozenset(), 8)
     (_, kwargs), expected = traced.call, benchmark.meta_model()
     decision = estimate(expected, (), dict(kwargs), run).decision

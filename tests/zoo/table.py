@@ -56,8 +56,12 @@ def read(files: list[Path]) -> list[Result]:
     """
     found: dict[tuple[str, str], Result] = {}
     for file in files:
-        for result in _results_in(file):
-            found[result.model, result.mode] = result
+        results = _results_in(file)
+        modes = {result.mode for result in results if result.outcome == SKIPPED}
+        for model, mode in list(found):
+            if mode in modes and model.split("/")[1] == "unnamed":  # named now
+                del found[model, mode]
+        found.update({(result.model, result.mode): result for result in results})
     return list(found.values())
 
 
@@ -145,7 +149,8 @@ def _row(model: str, results: list[Result], modes: list[str]) -> str:
         mark = " =" if result is not None and result.bitwise else ""
         cells.append(_word(result) + mark if result is not None else "")
     seconds = f"{results[0].first_step_s:.2f} s"
-    reasons = [reason_for(r) or r.reason for r in results if r.outcome != EQUAL or r.reason]
+    of_others = sorted(results, key=lambda result: result.outcome == EQUAL)
+    reasons = [reason_for(r) or r.reason for r in of_others if r.outcome != EQUAL or r.reason]
     reason = _plain(reasons[0]) if reasons else ""
     return f"| {_name(model)} | {' | '.join(cells)} | {seconds} | {reason} |"
 

@@ -154,7 +154,7 @@ def _read_run(arguments: argparse.Namespace, choices: dict[str, Any]) -> Run:
         config,
         frozenset(given),
         num_ranks,
-        room_bytes=arguments.memory or 0,
+        rooms=(arguments.memory,) * config.pipeline_parallel_degree if arguments.memory else (),
         state_dtype=arguments.state_dtype,
         **choices,
     )

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from smp.config.schema import to_bytes
+from smp.config.kinds import to_bytes
 
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 

@@ -37,6 +37,13 @@ def check_world(config: Config, world_size: int) -> None:
             f"{world_size // pp} data-parallel ranks",
             f"set ddp=True or start {pp} processes",
         )
+    if config.device_speeds is not None and len(config.device_speeds) != world_size:
+        raise config_error(
+            "device_speeds",
+            list(config.device_speeds),
+            f"has {len(config.device_speeds)} speeds for {world_size} processes",
+            f"give one speed for each of the {world_size} processes, in the order of their ranks",
+        )
     replicas, degree = world_size // (pp * tp), config.sharded_data_parallel_degree
     if replicas % degree != 0:
         cp = config.context_parallel_degree

@@ -17,14 +17,14 @@ import difflib
 import functools
 import itertools
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import smp._C as _C
+from smp.config import kinds
 
 PIPELINES = tuple(_C.policy_names())
 # A placement without C puts the ranks of a context-parallel group beside those of a tensor-parallel
@@ -44,117 +44,52 @@ def config_error(key: str, value: object, reason: str, fix: str) -> ValueError:
 # ---- kinds of values ---------------------------------------------------------
 
 
-# Limits of counts, which the C++ core keeps in 32 bits, and of sizes, which it keeps in 64.
-_MAX_COUNT = 2**31 - 1
-_MAX_SIZE = 2**63 - 1
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of values that a key takes: `words` for messages, `convert` for the check."""
-
-    words: str
-    convert: Callable[[object], Any]  # raises TypeError, ValueError or OverflowError
-    optional: bool = False
-    choices: tuple[str, ...] = ()  # texts that are meant as they are, such as "none"
-
-
-def _to_number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise TypeError
-    return value
-
-
-def _to_int(value: object, minimum: int, maximum: int) -> int:
-    number = _to_number(value)  # 5e8 is fine, 2.5 is not
-    if math.isinf(number) or number != int(number):
-        raise ValueError
-    if not minimum <= number <= maximum:
-        raise ValueError
-    return int(number)
-
-
-def _to_bool(value: object) -> bool:
-    if isinstance(value, bool | int) and value in (0, 1):
-        return bool(value)
-    raise TypeError
-
-
-def _to_float(value: object, low: float, high: float) -> float:
-    number = float(_to_number(value))
-    if not low <= number <= high:
-        raise ValueError
-    return number
-
-
-def _to_choice(value: object, choices: tuple[str, ...]) -> object:
-    if value not in choices:
-        raise ValueError
-    return value
-
-
-def _to_text(value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise TypeError
-    return value
-
-
-def to_bytes(value: object) -> int:
-    """Returns the bytes of a number, or of a text such as ``"12GiB"``, ``"1.5 TB"``, ``"800MB"``.
-
-    Raises:
-        TypeError, ValueError: the value is no size above 0.
-    """
-    if not isinstance(value, str):
-        return _to_int(value, 1, _MAX_SIZE)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?)?B\s*", value)
-    if match is None:
-        raise ValueError
-    unit = match[2] or ""
-    base = 1024 if unit.endswith("i") else 1000
-    num_bytes = round(float(match[1]) * base ** " KMGT".index(unit[:1].upper() or " "))
-    return _to_int(num_bytes, 1, _MAX_SIZE)
-
-
-def _key(default: object, kind: Kind) -> Any:
+def _key(default: object, kind: kinds.Kind) -> Any:
     return field(default=default, metadata={"kind": kind})
 
 
-def _int(default: int | None, minimum: int, maximum: int = _MAX_COUNT) -> Any:
+def _int(default: int | None, minimum: int, maximum: int = kinds.MAX_COUNT) -> Any:
     words = f"an integer in [{minimum}, {maximum}]"
-    convert = functools.partial(_to_int, minimum=minimum, maximum=maximum)
-    return _key(default, Kind(words, convert, default is None))
+    convert = functools.partial(kinds.to_int, minimum=minimum, maximum=maximum)
+    return _key(default, kinds.Kind(words, convert, default is None))
 
 
 def _bool(default: bool) -> Any:
-    return _key(default, Kind("True or False", _to_bool))
+    return _key(default, kinds.Kind("True or False", kinds.to_bool))
 
 
 def _float(default: float | None, low: float, high: float) -> Any:
     words = f"a number in [{low:g}, {high:g}]" if high < math.inf else f"a number >= {low:g}"
-    convert = functools.partial(_to_float, low=low, high=high)
-    return _key(default, Kind(words, convert, default is None))
+    convert = functools.partial(kinds.to_float, low=low, high=high)
+    return _key(default, kinds.Kind(words, convert, default is None))
 
 
 def _text(default: str | None) -> Any:
-    return _key(default, Kind("a text that is not empty", _to_text, default is None))
+    return _key(default, kinds.Kind("a text that is not empty", kinds.to_text, default is None))
 
 
-def _size(default: int | None) -> Any:
-    words = "a number of bytes above 0, or a text like '12GiB'"
-    return _key(default, Kind(words, to_bytes, default is None))
+def _sizes() -> Any:
+    words = "a number of bytes above 0, or a text like '12GiB', or a list like '12GiB:2, 24GiB'"
+    return _key(None, kinds.Kind(words, kinds.to_sizes, True))
+
+
+def _speeds() -> Any:
+    words = "a list of numbers above 0 like '1:2, 2.5', which means 1, 1 and 2.5"
+    return _key(
+        None, kinds.Kind(words, functools.partial(kinds.to_tuple, convert=kinds.to_speed), True)
+    )
 
 
 def _choice(default: str, *choices: str) -> Any:
     words = "one of " + ", ".join(repr(c) for c in choices)
-    convert = functools.partial(_to_choice, choices=choices)
-    return _key(default, Kind(words, convert, choices=choices))
+    convert = functools.partial(kinds.to_choice, choices=choices)
+    return _key(default, kinds.Kind(words, convert, choices=choices))
 
 
 def _placement() -> Any:
     words = "'cluster', 'spread' or a permutation of 'DPT' or 'DPTC'"
-    convert = functools.partial(_to_choice, choices=PLACEMENTS)
-    return _key("cluster", Kind(words, convert, choices=PLACEMENTS))
+    convert = functools.partial(kinds.to_choice, choices=PLACEMENTS)
+    return _key("cluster", kinds.Kind(words, convert, choices=PLACEMENTS))
 
 
 # ---- the keys ----------------------------------------------------------------
@@ -199,6 +134,9 @@ class Config:
     """Ranks over which the experts of a module are spread; 1 or `tensor_parallel_degree`."""
     context_parallel_degree: int = _int(1, 1)
     """Ranks that read one batch and compute a part of each of its sequences."""
+    context_parallel_ring_degree: int = _int(1, 1)
+    """Ranks around which keys and values of attention go; a divisor of `context_parallel_degree`,
+    whose other ranks share heads."""
     fp16: bool = _bool(False)
     """FP16 training with master weights and loss scaling."""
     fp16_params: bool = _bool(False)
@@ -230,11 +168,11 @@ class Config:
     """Create parameters only where they are needed."""
     sharded_data_parallel_degree: int = _int(1, 1)
     """Ranks over which parameters, gradients and states are sharded; 1 is off."""
-    sdp_reduce_bucket_size: int = _int(500_000_000, 1, _MAX_SIZE)
+    sdp_reduce_bucket_size: int = _int(500_000_000, 1, kinds.MAX_SIZE)
     """Largest number of elements of a gradient bucket (with sharded data parallelism)."""
-    sdp_param_persistence_threshold: int = _int(1_000_000, 0, _MAX_SIZE)
+    sdp_param_persistence_threshold: int = _int(1_000_000, 0, kinds.MAX_SIZE)
     """Smaller tensors stay whole, in elements."""
-    sdp_max_live_parameters: int = _int(1_000_000_000, 1, _MAX_SIZE)
+    sdp_max_live_parameters: int = _int(1_000_000_000, 1, kinds.MAX_SIZE)
     """Cap on gathered parameters, in elements."""
     sdp_hierarchical_allgather: bool = _bool(True)
     """Gather between hosts first, then inside of each host."""
@@ -259,9 +197,12 @@ class Config:
 
     partition_file: str = _text(None)
     """Partition to use instead of deciding one; `smp.save_partition` writes such files."""
-    partition_memory_limit: int = _size(None)
-    """The most that a rank may hold, in bytes or as "12GiB". None: no limit, but the search for
-    the fastest partition considers the available memory."""
+    partition_memory_limit: int | tuple[int, ...] = _sizes()
+    """The most that a rank may hold, in bytes or as "12GiB", or one such size for each pipeline
+    rank. None: no limit, but the search for the fastest partition considers the available memory
+    of each rank."""
+    device_speeds: tuple[float, ...] | None = _speeds()
+    """Speeds of the devices of all ranks in any one unit, by global rank. None: all are alike."""
     virtual_stages: int = _int(None, 1)
     """Number of model parts per rank, run in turn. None: 2 for virtual_interleaved, else 1."""
     fused_linear_cross_entropy: bool = _bool(False)
@@ -283,6 +224,14 @@ class Config:
             num_replicas: number of ranks that have the same slices of the same partition.
         """
         return num_replicas if self.shard_optimizer_state else self.sharded_data_parallel_degree
+
+    @property
+    def memory_limits(self) -> tuple[int, ...]:
+        """Returns the most that each pipeline rank may hold; empty without a limit."""
+        limit = self.partition_memory_limit
+        if isinstance(limit, tuple):
+            return limit
+        return () if limit is None else (limit,) * self.pipeline_parallel_degree
 
     @property
     def orders_replicas(self) -> bool:
@@ -358,7 +307,7 @@ class Config:
         return dataclasses.asdict(self)
 
 
-_KINDS: dict[str, Kind] = {f.name: f.metadata["kind"] for f in dataclasses.fields(Config)}
+_KINDS: dict[str, kinds.Kind] = {f.name: f.metadata["kind"] for f in dataclasses.fields(Config)}
 _DEFAULTS: dict[str, object] = {f.name: f.default for f in dataclasses.fields(Config)}
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
 _TENSORFLOW_KEYS = ("horovod", "contiguous")
@@ -368,6 +317,7 @@ TOPOLOGY_KEYS = (
     "pipeline_parallel_degree",
     "tensor_parallel_degree",
     "context_parallel_degree",
+    "context_parallel_ring_degree",
     "sharded_data_parallel_degree",
     "shard_optimizer_state",
     "placement_strategy",
@@ -410,7 +360,7 @@ def normalize(values: Mapping[str, object], *, from_text: bool = False) -> Check
         kind = _KINDS[name]
         value = raw
         if from_text and isinstance(raw, str) and raw not in kind.choices:
-            value = convert_text(raw)
+            value = kinds.convert_text(raw)
         try:
             parsed = None if value is None and kind.optional else kind.convert(value)
         except (TypeError, ValueError, OverflowError):
@@ -441,20 +391,6 @@ def _reject_unknown(key: object, value: object) -> str:
     raise config_error(key, value, "unknown key", f"did you mean {nearest!r}?")
 
 
-def convert_text(text: str) -> object:
-    """Returns the value of a word: bool, None, number, or the word itself."""
-    word = text.strip()
-    constants = {"true": True, "false": False, "none": None, "null": None}
-    if word.lower() in constants:
-        return constants[word.lower()]
-    for convert in (int, float):
-        try:
-            return convert(word)
-        except ValueError:
-            continue
-    return word
-
-
 # ---- gate 2: keys that depend on each other ----------------------------------
 
 
@@ -467,6 +403,14 @@ def check_stages(config: Config) -> None:
             config.default_partition,
             f"is outside [0, {pp}) while auto_partition is False",
             f"use 0 to {pp - 1} or raise pipeline_parallel_degree",
+        )
+    limits = config.partition_memory_limit
+    if isinstance(limits, tuple) and len(limits) != pp:
+        raise config_error(
+            "partition_memory_limit",
+            limits,
+            f"has {len(limits)} sizes for {pp} pipeline ranks",
+            f"give one size for all, or {pp} sizes",
         )
     if config.virtual_stages == 1:
         return
@@ -494,6 +438,14 @@ def check_ranks(config: Config) -> None:
     for key in degrees:
         if getattr(config, key) > 1 and not config.ddp:
             raise config_error(key, getattr(config, key), "needs ddp", "set ddp=True")
+    cp, ring = config.context_parallel_degree, config.context_parallel_ring_degree
+    if cp % ring != 0:
+        raise config_error(
+            "context_parallel_ring_degree",
+            ring,
+            f"does not divide context_parallel_degree={cp}",
+            f"use a divisor of {cp}",
+        )
     experts = config.expert_parallel_degree
     if experts not in (1, tp):
         raise config_error(

@@ -4,8 +4,10 @@ The exchange of tokens against heads is that of DeepSpeed-Ulysses (Jacobs et al.
 arXiv:2309.14509). What computes attention stays what it is and sees whole sequences, so masks,
 windows, sinks and caps mean what they mean in one process. Three ways lead there: functions that
 transformers' ``AttentionInterface`` returns, methods ``_attn(query, key, value, ...)`` of modules,
-and ``scaled_dot_product_attention`` of PyTorch. Code that has taken another way, or has imported
-PyTorch's function by name, mixes tokens in the eyes of a block's trial.
+and ``scaled_dot_product_attention`` of PyTorch. Calls that the arguments of the last one say in
+full may go around a `ring` instead; there blocks of keys replace what computes attention. Code that
+has taken another way, or has imported PyTorch's function by name, mixes tokens in the eyes of a
+block's trial.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import checkpoint
@@ -26,6 +29,8 @@ from torch.utils import checkpoint
 import smp._C as _C
 from smp.context_parallel import regions
 from smp.context_parallel.parts import Heads, Interval, mapped, share_heads
+from smp.context_parallel.ring import attend_in_ring
+from smp.context_parallel.ring_work import DotProducts, Rings
 
 
 class CannotShare(Exception):
@@ -67,6 +72,8 @@ class Call:
             keys, values and `further`.
         tokens_dim, heads_dim: dims of the result.
         owner: module whose attention it is; None if it is not known.
+        products: returns arguments of PyTorch's function that say all about the call, if there are
+            such; gets the number of all tokens.
     """
 
     query: Tensor
@@ -77,14 +84,14 @@ class Call:
     tokens_dim: int
     heads_dim: int
     owner: Any = None
+    products: Callable[[int], DotProducts | None] = lambda length: None
 
-    def heads(self) -> Heads:
-        """Returns the shares of the ranks.
+    def heads(self, size: int) -> Heads:
+        """Returns the shares of so many ranks.
 
         Raises:
             CannotShare: a rank would have no head, or tensors have other dims.
         """
-        size = regions.group().size
         shapes = [tuple(x.shape) for x in (self.query, self.key, self.value)]
         if any(len(shape) != 4 for shape in shapes):
             raise CannotShare(
@@ -261,7 +268,25 @@ def _attend(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    return _handle(Call(query, key, value, {"attn_mask": attn_mask}, run, 2, 1))
+    products = _products(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    call = Call(query, key, value, {"attn_mask": attn_mask}, run, 2, 1, None, lambda _: products)
+    return _handle(call)
+
+
+def _products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+) -> DotProducts | None:
+    """Returns the form of a call that can be computed by blocks of keys, or None."""
+    can_read = mask is None or (mask.dim() >= 2 and not mask.is_meta and not mask.requires_grad)
+    if dropout > 0 or not can_read or query.shape[2] != key.shape[2]:
+        return None
+    return DotProducts(mask, is_causal, scale)
 
 
 def _shared(further: dict[str, Any], share: Share | None) -> dict[str, Any]:
@@ -304,7 +329,41 @@ def _attend_in(
         return result
 
     further = {_MASK: attention_mask, **kwargs}
-    return _handle(Call(query, key, value, further, run, 1, 2, owner=module)), None
+
+    def products(length: int) -> DotProducts | None:
+        """Runs the function without data, and sees how it calls that of PyTorch."""
+        seen = _Seen()
+        shapes = [(*x.shape[:2], length, x.shape[3]) for x in (query, key, value)]
+        of_all = [torch.empty(shape, dtype=query.dtype, device="meta") for shape in shapes]
+        try:
+            with handled_by(seen), torch.no_grad():
+                function(module, *of_all, attention_mask, **kwargs)
+        except Exception:  # code that needs numbers computes attention itself
+            return None
+        return seen.products if seen.num_calls == 1 else None
+
+    call = Call(query, key, value, further, run, 1, 2, module, products)
+    return _handle(call), None
+
+
+class _Seen:
+    """Notes the form of calls without data.
+
+    Attributes:
+        products: form of the last call, if blocks of keys can compute it.
+        num_calls: number of calls.
+    """
+
+    has_second_runs = False
+
+    def __init__(self) -> None:
+        self.products: DotProducts | None = None
+        self.num_calls = 0
+
+    def attend(self, call: Call) -> Tensor:
+        self.num_calls += 1
+        self.products = call.products(call.query.shape[2])
+        return call.query.new_empty(*call.query.shape[:3], call.value.shape[-1])
 
 
 _MASK = "attention_mask"
@@ -388,11 +447,13 @@ class Form:
     Attributes:
         queries_cut, keys_cut: queries, or keys and values, are of this rank's part of the tokens.
         further: names of further arguments that are so, and their dims.
+        in_ring: whether blocks of keys give the same result, so that they may go around a ring.
     """
 
     queries_cut: bool
     keys_cut: bool
     further: tuple[tuple[str, int], ...] = ()
+    in_ring: bool = False
 
 
 class Exchange:
@@ -401,19 +462,25 @@ class Exchange:
     Args:
         forms: forms of the calls, each with the module that it belongs to.
         length: number of tokens of all ranks.
+        rings: rings of the group.
+
+    Attributes:
+        num_in_ring: number of calls that went around rings.
     """
 
     has_second_runs = True
 
-    def __init__(self, forms: Sequence[tuple[Any, Form]], length: int) -> None:
-        self._forms, self._length = forms, length
-        self._num_calls = 0
+    def __init__(self, forms: Sequence[tuple[Any, Form]], length: int, rings: Rings) -> None:
+        self._forms, self._length, self._rings = forms, length, rings
+        self._num_calls = self.num_in_ring = 0
 
     def attend(self, call: Call) -> Tensor:
         form = self._form(call)
         if not form.queries_cut:
             return call.run(call.query, call.key, call.value, call.further, None)
-        heads = call.heads()
+        if form.in_ring and (products := call.products(self._length)) is not None:
+            return self._in_ring(call, products)
+        heads = self._heads(call, form)
         share = call.share(heads)
         query = regions.to_heads(call.query, self._length, heads.queries)
         key, value = (self._keys(x, heads, form) for x in (call.key, call.value))
@@ -425,6 +492,31 @@ class Exchange:
 
         output = call.run(query, key, value, mapped(call.further, "", whole), share)
         return regions.to_tokens(output, call.tokens_dim, call.heads_dim, heads.queries)
+
+    def _heads(self, call: Call, form: Form) -> Heads:
+        """Returns the shares of all ranks.
+
+        Raises:
+            RuntimeError: the call was to go around a ring, and there are more ranks than heads.
+        """
+        try:
+            return call.heads(regions.group().size)
+        except CannotShare as reason:
+            if not form.in_ring:
+                raise
+            raise RuntimeError(
+                f"{_C.rank_prefix()}this call of attention cannot go around a ring, as it drops "
+                f"elements or has a mask with gradients, and {reason}. Set dropout of attention to "
+                "0, or lower context_parallel_degree to the number of heads"
+            ) from reason
+
+    def _in_ring(self, call: Call, products: DotProducts) -> Tensor:
+        heads = call.heads(self._rings.on_host)
+        key, value = (repeated(x, heads) for x in (call.key, call.value))
+        query, key, value = _cast(call.query, key, value)
+        self.num_in_ring += 1
+        output = attend_in_ring(query, key, value, heads, products, self._rings, self._length)
+        return output.movedim((1, 2), (call.heads_dim, call.tokens_dim))
 
     def _form(self, call: Call) -> Form:
         """Returns the form of a call; runs of checkpoints repeat calls in any order."""
@@ -455,6 +547,14 @@ class Exchange:
         if form.keys_cut:
             return regions.to_heads(x, self._length, heads.keys)
         return Interval.of_rank(heads.keys, regions.group().group_rank).of(x, 1)
+
+
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns tensors of the dtype to which autocast brings those of PyTorch's function."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype is torch.float64:
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
 def repeated(x: Tensor, heads: Heads) -> Tensor:

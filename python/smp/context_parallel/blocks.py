@@ -18,6 +18,7 @@ from smp.context_parallel.caches import Additions, has_caches, num_tensors
 from smp.context_parallel.late_whole import LateWhole, Place
 from smp.context_parallel.parts import activations_in, is_mask, mapped, token_dim, walk
 from smp.context_parallel.relations import Leaf
+from smp.context_parallel.ring_work import Rings
 from smp.context_parallel.trial import Verdict, try_block
 from smp.dropout import places
 from smp.modules import collected
@@ -60,16 +61,18 @@ class Block:
         module: block.
         name: name in the model.
         reads: whether results become whole at once.
+        rings: rings of the context-parallel group.
 
     Attributes:
         num_cut: number of calls in parts.
         num_whole: number of calls with whole sequences.
+        num_in_ring: number of calls of attention that went around rings.
     """
 
-    def __init__(self, module: nn.Module, name: str, reads: bool) -> None:
-        self.module, self.name, self._reads = module, name, reads
+    def __init__(self, module: nn.Module, name: str, reads: bool, rings: Rings) -> None:
+        self.module, self.name, self._reads, self._rings = module, name, reads, rings
         self._rates: list[tuple[nn.Module, str]] | None = None
-        self.num_cut = self.num_whole = 0
+        self.num_cut = self.num_whole = self.num_in_ring = 0
         self._verdicts: dict[Kind, Verdict] = {}
         self._names = _names_of(module)
 
@@ -77,6 +80,12 @@ class Block:
     def problems(self) -> list[str]:
         """Reasons why calls had whole sequences."""
         return [v.problem for v in self._verdicts.values() if v.problem is not None]
+
+    @property
+    def shares_heads(self) -> bool:
+        """Returns whether it has attention of parts, and none that went around rings."""
+        forms = [form for v in self._verdicts.values() for _, form in v.forms]
+        return self.num_in_ring == 0 and any(form.queries_cut for form in forms)
 
     def around(self, inner: Forward) -> Forward:
         """Returns a forward that cuts arguments and returns what becomes whole when it is read."""
@@ -93,9 +102,12 @@ class Block:
             run: _Run | None = kwargs.pop(_RUN, None)
             if run is None:
                 return inner(*args, **kwargs)
-            exchange = attention.Exchange(run.verdict.forms, run.length)
+            exchange = attention.Exchange(run.verdict.forms, run.length, self._rings)
             with attention.handled_by(exchange), self._drawing():
-                return inner(*args, **kwargs)
+                try:
+                    return inner(*args, **kwargs)
+                finally:  # a second run of a checkpoint ends early
+                    self.num_in_ring += exchange.num_in_ring
 
         return forward
 
@@ -207,7 +219,10 @@ class Block:
 
             return self._mapped(args, kwargs, of_trial)
 
-        verdict = try_block(self.module, inner, arguments, short)
+        verdict = try_block(self.module, inner, arguments, short, self._rings)
+        what = f"rings of '{self.name}'"
+        if self._rings.size == 1 or not regions.all_say(verdict.is_of_rings, what):
+            verdict = verdict.without_rings()
         is_right = regions.all_say(verdict.problem is None, f"parts of sequences in '{self.name}'")
         if not is_right:
             verdict = Verdict(regions.first_text(verdict.problem, self._device()))
@@ -361,6 +376,7 @@ class SequenceParts:
         root: model, after parts of it were replaced.
         label: returns the name of the model in messages.
         in_step: returns whether the model runs inside of a step function.
+        ring: number of ranks of a ring.
 
     Attributes:
         is_told: whether nothing is left to be told.
@@ -373,9 +389,10 @@ class SequenceParts:
         root: nn.Module,
         label: Callable[[], str],
         in_step: Callable[[], bool],
+        ring: int,
     ) -> None:
         self._label, self.is_told = label, rank.sizes["cp"] == 1
-        self._in_step = in_step
+        self._in_step, self._ring = in_step, ring
         self._undo: list[Callable[[], Any]] = []
         self.blocks: list[Block] = []
         if rank.sizes["cp"] == 1:
@@ -385,7 +402,8 @@ class SequenceParts:
         self._undo.append(attention.replaced.end)
         # Between pipeline ranks a result travels as an ordinary tensor.
         reads = rank.sizes["pp"] > 1
-        self.blocks = [Block(module, name, reads) for name, module in find_blocks(root)]
+        rings = Rings(rank.sizes["cp"], ring)
+        self.blocks = [Block(module, name, reads, rings) for name, module in find_blocks(root)]
         self._undo.append(wrap_forward(root, WrapperKind.SEQUENCE, self._around_root))
         for block in self.blocks:
             # A module inside, on another rank, would compute attention of its tokens alone.
@@ -426,6 +444,18 @@ class SequenceParts:
         have_run = [block for block in self.blocks if block.num_cut + block.num_whole]
         num_cut = sum(block.num_cut > 0 for block in have_run)
         say = first_rank_log.info if num_cut else first_rank_log.warning
+        share_heads = [block.name for block in have_run if block.shares_heads]
+        if self._ring > 1 and share_heads:
+            first_rank_log.warning(
+                "smp: context_parallel_ring_degree: attention of %d of %d blocks, '%s' first, goes "
+                "around no ring; all %d ranks share its heads, because not all of it is "
+                "scaled_dot_product_attention of equally many queries and keys, without dropout "
+                "and without gradients for its mask",
+                len(share_heads),
+                len(have_run),
+                share_heads[0],
+                regions.group().size,
+            )
         say(
             "smp: context_parallel_degree: %d of %d blocks of model %s compute parts of sequences; "
             "every rank computes all else",

@@ -12,6 +12,7 @@ graph, and gradients of activations are compared as well (`trial_backward`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ from smp.context_parallel.attention import Call, CannotShare, Form
 from smp.context_parallel.caches import Additions, copied
 from smp.context_parallel.parts import Interval, walk
 from smp.context_parallel.relations import Different, Leaf, Pair, is_close, leaf_of
+from smp.context_parallel.ring import attend_alone, own_of_all
+from smp.context_parallel.ring_work import DotProducts, Rings
 from smp.context_parallel.trial_backward import compare_backward
 from smp.modules.argument_containers import ArgumentContainers, fill
 from smp.modules.flat import tensors_in
@@ -50,6 +53,7 @@ class Verdict:
         results: tensors of its result, by place.
         added: tensors that it adds to caches and containers among its arguments, in their order.
         counts: whether each whole number in these caches counts its tokens, in their order.
+        problem_of_heads: reason why ranks cannot share the heads of a call, or None.
     """
 
     problem: str | None = None
@@ -57,6 +61,20 @@ class Verdict:
     results: dict[str, Leaf] = field(default_factory=dict)
     added: list[Leaf] = field(default_factory=list)
     counts: list[bool] = field(default_factory=list)
+    problem_of_heads: str | None = None
+
+    @property
+    def is_of_rings(self) -> bool:
+        """Returns whether all attention of parts can go around rings."""
+        in_parts = [form for _, form in self.forms if form.queries_cut]
+        return self.problem is None and bool(in_parts) and all(f.in_ring for f in in_parts)
+
+    def without_rings(self) -> Verdict:
+        """Returns the verdict for ranks that share the heads of all calls."""
+        if self.problem is None and self.problem_of_heads is not None:
+            return Verdict(self.problem_of_heads)
+        forms = [(owner, dataclasses.replace(form, in_ring=False)) for owner, form in self.forms]
+        return dataclasses.replace(self, forms=forms)
 
 
 @dataclass
@@ -87,6 +105,7 @@ def try_block(
     inner: Callable[..., Any],
     arguments: Callable[[bool], tuple[tuple[Any, ...], dict[str, Any]]],
     length: int,
+    rings: Rings,
 ) -> Verdict:
     """Compares a block's run on a part of the tokens with one on all of them.
 
@@ -97,8 +116,9 @@ def try_block(
         inner: forward of the block.
         arguments: makes arguments for all tokens, or with True for this rank's part of them.
         length: number of tokens of the whole.
+        rings: rings of the group.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(rings)
     has_graph = torch.is_grad_enabled() and not _is_gathered(block)
     given = [_inputs(*arguments(in_parts), has_graph) for in_parts in (False, True)]
     try:
@@ -117,7 +137,7 @@ def try_block(
             ]
             compare_backward(pairs, given[0].tensors, given[1].tensors, length)
         return verdict
-    except (Different, CannotShare) as reason:
+    except Different as reason:
         return Verdict(str(reason))
     except Exception as error:
         return Verdict(
@@ -223,7 +243,9 @@ def _written(block: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, buffer in block.named_buffers():
         if name in before and not torch.equal(buffer, before[name]):
             found[name] = buffer.clone()
-            buffer.copy_(before[name])
+            # Graphs of earlier calls have saved it, and it has their values again.
+            with torch.autograd._unsafe_preserve_version_counter(buffer):
+                buffer.copy_(before[name])
     return found
 
 
@@ -339,7 +361,8 @@ def _compare(whole: _Outcome, own: _Outcome, checker: _Checker, length: int) -> 
         _added_leaf(part, of_all, length)
         for part, of_all in zip(own.added, whole.added, strict=True)
     ]
-    return Verdict(None, checker.forms, results, added, _counts(whole, own, length))
+    counts = _counts(whole, own, length)
+    return Verdict(None, checker.forms, results, added, counts, checker.problem_of_heads)
 
 
 def _counts(whole: _Outcome, own: _Outcome, length: int) -> list[bool]:
@@ -361,25 +384,47 @@ class _Recorded:
     call: Call
     output: Tensor
     problem: str | None
+    in_ring: DotProducts | None  # its form, if blocks of keys give the result
 
 
 class _Recorder:
-    """Computes attention of all tokens and heads, and tries this rank's heads alone."""
+    """Computes attention of all tokens and heads, and tries what this rank will compute of it."""
 
     has_second_runs = False
 
-    def __init__(self) -> None:
+    def __init__(self, rings: Rings) -> None:
         self.calls: list[_Recorded] = []
+        self._rings = rings
 
     def attend(self, call: Call) -> Tensor:
         with torch.no_grad():
             output = call.run(call.query, call.key, call.value, call.further, None)
-            self.calls.append(_Recorded(call, output, self._problem(call, output)))
+            in_ring = self._of_blocks(call, output) if self._rings.size > 1 else None
+            self.calls.append(_Recorded(call, output, self._problem(call, output), in_ring))
         return output
+
+    def _of_blocks(self, call: Call, output: Tensor) -> DotProducts | None:
+        """Returns the form of a call if blocks of keys give this rank's result in a ring."""
+        try:
+            heads = call.heads(self._rings.on_host)
+        except CannotShare:
+            return None
+        products = call.products(call.query.shape[2])
+        if products is None:
+            return None
+        rank = regions.group().group_rank % self._rings.on_host
+        own = Interval.of_rank(heads.queries, rank)
+        keys = Interval.of_rank(heads.keys, rank)
+        mine = products.of_heads(own, sum(heads.queries))
+        key, value = (keys.of(attention.repeated(x, heads), 1) for x in (call.key, call.value))
+        found = attend_alone(own.of(call.query, 1), key, value, mine, self._rings)
+        expected = own.of(output.movedim((call.heads_dim, call.tokens_dim), (1, 2)), 1)
+        is_right = is_close(found, own_of_all(expected, mine, self._rings, 2))
+        return products if is_right else None
 
     def _problem(self, call: Call, output: Tensor) -> str | None:
         try:
-            heads = call.heads()
+            heads = call.heads(regions.group().size)
         except CannotShare as reason:
             return str(reason)
         share = call.share(heads)
@@ -399,6 +444,7 @@ class _Checker:
     def __init__(self, calls: list[_Recorded], length: int) -> None:
         self.calls, self.forms = calls, list[tuple[Any, Form]]()
         self.given_to_attention: list[Pair] = []
+        self.problem_of_heads: str | None = None
         self._length = length
 
     def attend(self, call: Call) -> Tensor:
@@ -413,11 +459,14 @@ class _Checker:
             self._is_cut(name, getattr(call, name), getattr(known.call, name))
             for name in ("query", "key", "value")
         ]
-        form = Form(cut[0], cut[1], self._further(call, known.call))
+        # Parts among the further arguments may not change the form.
+        in_ring = cut[1] and known.in_ring is not None
+        in_ring = in_ring and call.products(self._length) == known.in_ring
+        form = Form(cut[0], cut[1], self._further(call, known.call), in_ring)
         if cut[1] != cut[2] or (not cut[0] and (cut[1] or form.further)):
             raise Different("its attention mixes tokens of a part with others")
-        if form.queries_cut and known.problem is not None:
-            raise CannotShare(known.problem)
+        if form.queries_cut and self.problem_of_heads is None:
+            self.problem_of_heads = known.problem
         self.forms.append((call.owner, form))
         for name, is_cut in zip(("query", "key", "value"), cut, strict=True):
             of_all = getattr(known.call, name)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from smp.context_parallel.relations import Different, Pair, leaf_of
 from smp.modules.tracing import running_again
@@ -65,12 +65,14 @@ def _random(like: Tensor, generator: torch.Generator) -> Tensor:
 def _gradients(
     results: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Returns the gradients of leaves. Checkpoints refuse backwards for some tensors only."""
-    for leaf in inputs:
-        leaf.grad = None
+    """Returns the gradients of arguments.
+
+    Tensors that the block has from elsewhere, as keys that layers share, may have the graph of the
+    model behind them: that one does not run.
+    """
     with saved_tensors_hooks(lambda x: x, lambda x: x), running_again():
-        _engine_run_backward(
-            tuple(results), tuple(given), True, False, (), allow_unreachable=True,
-            accumulate_grad=True,
-        )  # fmt: skip
-    return [torch.zeros_like(x) if x.grad is None else x.grad.detach() for x in inputs]
+        found = torch.autograd.grad(
+            list(results), list(inputs), list(given), retain_graph=True, allow_unused=True
+        )
+    pairs = zip(found, inputs, strict=True)
+    return [torch.zeros_like(x) if grad is None else grad for grad, x in pairs]

@@ -1,5 +1,6 @@
 """Averages gradients over data-parallel ranks, and gives these the same initial values."""
 
+from smp.data_parallel.batch_shares import batch_slice as batch_slice
 from smp.data_parallel.batch_weights import BatchWeights as BatchWeights
 from smp.data_parallel.batch_weights import num_batches as num_batches
 from smp.data_parallel.bucket_size import DEFAULT_MB as DEFAULT_MB

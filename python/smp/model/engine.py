@@ -115,7 +115,11 @@ class Engine:
         )
         self.mask_places = MaskPlaces(current, idx, self.partitioning, compiled, lambda: self.label)
         self.sequences = SequenceParts(
-            current.rank, root, lambda: self.label, lambda: self.in_step()
+            current.rank,
+            root,
+            lambda: self.label,
+            lambda: self.in_step(),
+            current.rank.config.context_parallel_ring_degree,
         )
         self.loss = LossWeight(current, lambda: self.gradients.is_hooked)
         self.state = WholeState(current.rank, root, registrations)

@@ -13,6 +13,7 @@ from smp.activations import TransformersCheckpointing
 from smp.partition.costs import Trace
 from smp.partition.decide import Fastest
 from smp.partition.decision import Decision
+from smp.partition.devices import stage_speeds
 from smp.partition.expected_memory import Expected, expect
 from smp.partition.fastest import StepShape
 from smp.partition.room import device_room_bytes, state_factor
@@ -86,7 +87,10 @@ class Partitioning:
         demands = Demands(
             file=config.partition_file or self._followed,
             num_chunks=self._num_chunks,
-            memory_limit_bytes=config.partition_memory_limit or 0,
+            memory_limits=config.memory_limits,
+            speeds=stage_speeds(config.device_speeds or (), current.rank.grid),
+            room_bytes=device_room_bytes(current.rank.device, current.rank.local_size)
+            // max(1, current.wrapped.num_wrapped),
             whole=activations.units(self._root.modules()) | set(self._honoured.layers),
             fastest=self._fastest(),
             is_weighed=given.get("memory_weight") is not None or "optimize" in given,
@@ -128,19 +132,15 @@ class Partitioning:
         return placed
 
     def _fastest(self) -> Fastest | None:
-        """Returns the inputs of the search for the shortest step; several models share the room."""
+        """Returns the inputs of the search for the shortest step."""
         rank = self._current.rank
         config = rank.config
         if not config.auto_partition or rank.sizes["pp"] == 1:
             return None
         active = config.active_microbatches or config.microbatches
         shape = StepShape(config.pipeline, config.microbatches, active)
-        return Fastest(
-            shape,
-            device_room_bytes(rank.device, rank.local_size)
-            // max(1, self._current.wrapped.num_wrapped),
-            state_factor(self._root.parameters(), config, rank.shard_size),
-        )
+        factor = state_factor(self._root.parameters(), config, rank.shard_size)
+        return Fastest(shape, state_factor=factor)
 
     @property
     def _num_chunks(self) -> int:

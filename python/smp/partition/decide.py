@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ import smp._C as _C
 from smp.partition import partition_file
 from smp.partition.contexts import check_index, mark_of, wish_of
 from smp.partition.decision import Decision
-from smp.partition.fastest import StepShape, candidate, choose
+from smp.partition.fastest import Candidate, StepShape, candidate, choose
 from smp.partition.tree import ModuleIndex, SharedParameter, build_tree, smallest_below
 from smp.world import comm
 from smp.world.log import first_rank_log
@@ -41,10 +42,11 @@ def partition_options(
     config: PartitionConfig,
     pp_size: int,
     num_chunks: int = 1,
-    memory_limit_bytes: int = 0,
+    memory_limits: Sequence[int] = (),
     must_fit: bool = True,
     lead_weight: float | None = None,
     state_factor: float = 4.0,
+    speeds: Sequence[float] = (),
 ) -> _C.PartitionOptions:
     """Returns the options of the partitioner for a configuration.
 
@@ -52,12 +54,13 @@ def partition_options(
         config: configuration; its schedule determines the kept microbatches of each rank.
         pp_size: number of partitions.
         num_chunks: stages per partition, for schedules with virtual stages.
-        memory_limit_bytes: limit of bytes on each partition; 0 for no limit.
-        must_fit: whether the limit is strict; if not, the partition with the least memory is
-            taken where none keeps the limit.
+        memory_limits: limit of bytes on each partition; empty for no limits.
+        must_fit: whether the limits are strict; if not, the partition with the least memory is
+            taken where none keeps the limits.
         lead_weight: share of the time of earlier stages that counts for a stage, where only time
             is balanced; None balances as ``config`` says.
         state_factor: bytes of a parameter with gradient and optimizer state, per parameter byte.
+        speeds: speed of the device of each partition in any one unit; empty: all are alike.
     """
     weight = 0.8 if config.memory_weight is None else config.memory_weight
     return _C.PartitionOptions(
@@ -65,10 +68,11 @@ def partition_options(
         memory_weight=weight if lead_weight is None else 0.0,
         num_chunks=num_chunks,
         kept_microbatches=kept_microbatches(config, pp_size, num_chunks),
-        memory_limit_bytes=memory_limit_bytes,
+        memory_limits=memory_limits,
         must_fit=must_fit,
         lead_weight=lead_weight or 0.0,
         state_factor=state_factor,
+        speeds=speeds,
     )
 
 
@@ -99,7 +103,8 @@ def decide(
     index: ModuleIndex | None = None,
     file: str | Path | None = None,
     num_chunks: int = 1,
-    memory_limit_bytes: int = 0,
+    memory_limits: Sequence[int] = (),
+    speeds: Sequence[float] = (),
     fastest: Fastest | None = None,
 ) -> Decision:
     """Assigns every module to a pipeline rank. The result is deterministic; no collective.
@@ -114,7 +119,8 @@ def decide(
         index: the module tree of ``root``, with costs if it was traced.
         file: a partition file (see `smp.partition.partition_file`) to follow instead.
         num_chunks: stages per rank, for schedules with virtual stages; with ``auto_partition``.
-        memory_limit_bytes: limit of bytes on each rank; 0 for no limit.
+        memory_limits: limit of bytes on each rank; empty for no limits.
+        speeds: speed of each rank's device in any one unit; empty: all are alike.
         fastest: input for the search of the shortest step, which ``auto_partition`` uses instead
             of a balance by ``memory_weight``.
 
@@ -126,7 +132,7 @@ def decide(
             for the memory limit; the file does not fit the model.
     """
     index = build_tree(root) if index is None else index
-    options = partition_options(config, pp_size, num_chunks, memory_limit_bytes)
+    options = partition_options(config, pp_size, num_chunks, memory_limits, speeds=speeds)
     if file is not None:
         assignment = partition_file.read(file, index, pp_size, num_chunks)
         _check_memory(index, assignment, options)
@@ -147,7 +153,7 @@ def decide(
         add_wishes(index, wishes, pp_size)
         if fastest is not None and pp_size > 1:
             make = partial(partition_options, config, pp_size, num_chunks)
-            return _decide_fastest(index, make, memory_limit_bytes, fastest)
+            return _decide_fastest(index, make, memory_limits, speeds, fastest)
         return Decision.of(index, solve(index, options), options)
     if num_chunks > 1:
         raise ValueError(
@@ -166,46 +172,99 @@ class Fastest:
 
     Attributes:
         shape: shape of the step.
-        room_bytes: memory of each rank; the limit where no other is given.
+        rooms: bytes of memory of each pipeline rank; the limits where no others are given.
         state_factor: bytes of a parameter with gradient and optimizer state, per parameter byte.
     """
 
     shape: StepShape
-    room_bytes: int = 0
+    rooms: tuple[int, ...] = ()
     state_factor: float = 4.0
+
+
+# Factors by which the speed of a rank is changed in the search among cuts for uneven devices.
+_NUDGES = (1.25, 0.8, 1.08, 1 / 1.08)
+_MOST_NUDGED = 64  # partitions that the search looks at
+_LEAST_GAIN = 0.999
 
 
 def _decide_fastest(
     index: ModuleIndex,
     make_options: Callable[..., _C.PartitionOptions],
-    memory_limit_bytes: int,
+    memory_limits: Sequence[int],
+    speeds: Sequence[float],
     fastest: Fastest,
 ) -> Decision:
-    found = []
-    for lead in fastest.shape.leads:
-        options = make_options(
-            memory_limit_bytes=memory_limit_bytes or fastest.room_bytes,
-            must_fit=memory_limit_bytes > 0,
+    def found_with(lead: float, assumed: Sequence[float]) -> Candidate:
+        make = partial(
+            make_options,
+            memory_limits=memory_limits or fastest.rooms,
+            must_fit=bool(memory_limits),
             lead_weight=lead,
             state_factor=fastest.state_factor,
         )
-        assignment = solve(index, options)
-        found.append(candidate(index.tree, assignment, options, fastest.shape))
+        assignment = solve(index, make(speeds=assumed))
+        return candidate(index.tree, assignment, make(speeds=speeds), fastest.shape)
+
+    found = [found_with(lead, speeds) for lead in fastest.shape.leads]
     best = choose(found)
-    room = fastest.room_bytes
-    if not memory_limit_bytes and 0 < room < best.memory_bytes:
-        first_rank_log.warning(
-            "smp: no partition was found that fits into the memory of a rank (%.2f GB): the one "
-            "with the least memory is taken, whose largest rank needs %.2f GB by estimate "
-            "(parameters times %g for gradients and optimizer, and activations); use a larger "
-            "pipeline_parallel_degree, smaller or fewer active microbatches, or checkpoint "
-            "activations",
-            room / 1e9,
-            best.memory_bytes / 1e9,
-            best.options.state_factor,
-        )
+    if len(set(speeds)) > 1:
+        nudged = _nudged(found_with, best, speeds)
+        found, best = [*found, nudged], choose([*found, nudged])
+    if not memory_limits:
+        _warn_of_memory(best, fastest.rooms)
     decision = Decision.of(index, best.assignment, best.options)
     return replace(decision, step_ratio=best.step_ratio, considered=tuple(found))
+
+
+def _nudged(
+    found_with: Callable[[float, Sequence[float]], Candidate],
+    best: Candidate,
+    speeds: Sequence[float],
+) -> Candidate:
+    """Returns the shortest step among partitions for speeds near the true ones.
+
+    The largest load is a bound of a step, and between uneven devices a loose one: a slow rank in
+    front delays others in another way than one behind. So the partitioner is asked for a little
+    more or less work on a rank, again and again, and the simulator decides.
+
+    Args:
+        found_with: function of a lead weight and of assumed speeds that returns a candidate.
+        best: candidate to begin with.
+        speeds: true speeds.
+    """
+    lead, factors = best.options.lead_weight, [1.0] * len(speeds)
+    tried = 0
+    improves = best.step_ratio is not None
+    while improves and tried < _MOST_NUDGED:
+        improves = False
+        for idx, nudge in itertools.product(range(len(speeds)), _NUDGES):
+            trial = [f * (nudge if i == idx else 1.0) for i, f in enumerate(factors)]
+            one = found_with(lead, [s * f for s, f in zip(speeds, trial, strict=True)])
+            tried += 1
+            assert one.step_ratio is not None and best.step_ratio is not None, "costs are known"
+            fits = one.excess_bytes <= best.excess_bytes
+            if fits and one.step_ratio < _LEAST_GAIN * best.step_ratio:
+                best, factors, improves = one, trial, True
+    return best
+
+
+def _warn_of_memory(taken: Candidate, rooms: Sequence[int]) -> None:
+    """Warns that a partition does not fit into the memory of its ranks, if it does not."""
+    if taken.excess_bytes == 0:
+        return
+    needed = taken.rank_bytes
+    largest = max(range(len(rooms)), key=lambda rank: needed[rank] - rooms[rank])
+    first_rank_log.warning(
+        "smp: no partition was found that fits into the memory of a rank (%.2f GB): the one "
+        "with the least memory is taken, whose largest rank (pp_rank %d) needs %.2f GB by estimate "
+        "(parameters times %g for gradients and optimizer, and activations); use a larger "
+        "pipeline_parallel_degree, smaller or fewer active microbatches, or checkpoint "
+        "activations",
+        rooms[largest] / 1e9,
+        largest,
+        needed[largest] / 1e9,
+        taken.options.state_factor,
+    )
 
 
 class WishError(ValueError):
@@ -294,10 +353,10 @@ def _callers_away(index: ModuleIndex, partition_idxs: Sequence[int]) -> set[int]
 def _check_memory(
     index: ModuleIndex, assignment: _C.Assignment, options: _C.PartitionOptions
 ) -> None:
-    limit = options.memory_limit_bytes
     needed = _C.evaluate_partition(index.tree, assignment, options).memory_bytes
-    for pp_rank, num_bytes in enumerate(needed):
-        if limit and num_bytes > limit:
+    for pp_rank, limit in enumerate(options.memory_limits):
+        num_bytes = needed[pp_rank]
+        if num_bytes > limit:
             raise ValueError(
                 f"{_C.rank_prefix()}partition: pp_rank {pp_rank} needs {int(num_bytes)} bytes, "
                 f"{int(num_bytes) - limit} more than the limit of {limit}; move modules away from "

@@ -53,12 +53,16 @@ class Candidate:
         memory_bytes: bytes on the rank that needs most.
         step_ratio: estimated time of a step over that of ranks which are always and equally busy;
             None where no costs are known.
+        rank_bytes: bytes on each rank.
+        excess_bytes: bytes above the limits of the options, of all ranks together.
     """
 
     assignment: _C.Assignment
     options: _C.PartitionOptions
     memory_bytes: float
     step_ratio: float | None
+    rank_bytes: tuple[float, ...] = ()
+    excess_bytes: float = 0.0
 
 
 def candidate(
@@ -69,12 +73,15 @@ def candidate(
 ) -> Candidate:
     """Returns a partition with its memory and the time of its step."""
     evaluation = _C.evaluate_partition(tree, assignment, options)
-    ratio = step_ratio(evaluation, tree.compute_per_byte, options.num_partitions, shape)
-    return Candidate(assignment, options, max(evaluation.memory_bytes), ratio)
+    ratio = step_ratio(evaluation, tree.compute_per_byte, options, shape)
+    needed = tuple(evaluation.memory_bytes)
+    return Candidate(assignment, options, max(needed), ratio, needed, evaluation.excess_bytes)
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:
-    """Returns the fastest one; of equally fast ones the one with least memory, then the first."""
+    """Returns the fastest of those that fit best; of equally fast ones that with least memory."""
+    least = min(c.excess_bytes for c in candidates)
+    candidates = [c for c in candidates if c.excess_bytes == least]
     ratios = [c.step_ratio for c in candidates if c.step_ratio is not None]
     if not ratios:
         return candidates[0]
@@ -86,7 +93,9 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The times of one microbatch in one stage; 1000 is the whole model without a pipeline.
+    """The times of one microbatch in one stage.
+
+    The whole model takes 1000 without a pipeline, on a device of the mean speed.
 
     Attributes:
         pp_rank: rank that runs the stage.
@@ -102,7 +111,7 @@ class StageTimes:
 
 
 def stage_times(
-    evaluation: _C.Evaluation, compute_per_byte: float, num_partitions: int
+    evaluation: _C.Evaluation, compute_per_byte: float, options: _C.PartitionOptions
 ) -> list[StageTimes]:
     """Returns compute and transfers of each stage, as the partitioner estimates them.
 
@@ -111,49 +120,53 @@ def stage_times(
     Args:
         evaluation: evaluation of the partition.
         compute_per_byte: cost of a byte over a boundary in the unit of compute.
-        num_partitions: number of pipeline ranks.
+        options: options of the partition, with the speeds of the ranks' devices.
 
     Returns:
         an empty list where no costs are known.
     """
-    times = [
-        compute + compute_per_byte * num_bytes
-        for compute, num_bytes in zip(evaluation.compute, evaluation.transfer_bytes, strict=True)
-    ]
-    total = sum(times)
+    size = options.num_partitions
+    speeds = options.speeds or [1.0] * size
+    mean = sum(speeds) / size
+    transfers = [compute_per_byte * num_bytes for num_bytes in evaluation.transfer_bytes]
+    total = sum(evaluation.compute) + sum(transfers)
     if total <= 0 or sum(evaluation.compute) <= 0:
         return []
     known = sum(evaluation.forward) > 0
     stages = []
-    for stage, time in enumerate(times):
+    for stage, transfer in enumerate(transfers):
         compute = evaluation.compute[stage]
+        time = compute * mean / speeds[stage % size] + transfer
         share = evaluation.forward[stage] / compute if known and compute > 0 else _FORWARD_SHARE
         time_ms = 1000 * time / total
         half_ms = (1 - share) * time_ms / 2
-        stages.append(StageTimes(stage % num_partitions, share * time_ms, half_ms, half_ms))
+        stages.append(StageTimes(stage % size, share * time_ms, half_ms, half_ms))
     return stages
 
 
 def step_ratio(
-    evaluation: _C.Evaluation, compute_per_byte: float, num_partitions: int, shape: StepShape
+    evaluation: _C.Evaluation,
+    compute_per_byte: float,
+    options: _C.PartitionOptions,
+    shape: StepShape,
 ) -> float | None:
     """Returns the time of a step over the least possible: no rank waits, and all are equally busy.
 
     The result depends on the arguments alone, so all ranks find the same.
 
     Args:
-        evaluation, compute_per_byte, num_partitions: see `stage_times`.
+        evaluation, compute_per_byte, options: see `stage_times`.
         shape: shape of the step.
 
     Returns:
         None where no costs are known.
     """
-    times = stage_times(evaluation, compute_per_byte, num_partitions)
+    times = stage_times(evaluation, compute_per_byte, options)
     if not times:
         return None
     stages = [_C.StageCost(t.pp_rank, t.forward, t.backward, t.weight, 0) for t in times]
-    step_ms = simulated_step_ms(stages, [], num_partitions, shape)
-    return step_ms * num_partitions / (1000 * shape.microbatches)
+    step_ms = simulated_step_ms(stages, [], options.num_partitions, shape)
+    return step_ms * options.num_partitions / (1000 * shape.microbatches)
 
 
 def simulated_step_ms(

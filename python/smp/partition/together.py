@@ -26,6 +26,7 @@ from smp.partition.decide import (
     solve,
 )
 from smp.partition.decision import Decision
+from smp.partition.devices import least_by_stage
 from smp.partition.fastest import candidate
 from smp.partition.tree import ModuleIndex, build_tree
 from smp.world import comm
@@ -84,9 +85,11 @@ class Demands:
     Attributes:
         file: a partition file to follow; only the first rank reads it.
         num_chunks: stages per rank.
-        memory_limit_bytes: limit of bytes on each rank; 0 for no limit.
+        memory_limits: limit of bytes on each pipeline rank; empty for no limits.
+        speeds: speed of each pipeline rank's device in any one unit; empty: all are alike.
+        room_bytes: memory of this rank; 0: not known.
         whole: modules that should not be cut: each is one checkpoint.
-        fastest: input for the search of the shortest step; the least room of any rank is used.
+        fastest: input for the search of the shortest step; `decide_together` adds the rooms.
         is_weighed: whether time and memory are weighed as the configuration says, instead of that
             search; the first rank's value counts.
         earlier: an earlier partition that the parameters are laid out by; it is used as it is.
@@ -94,7 +97,9 @@ class Demands:
 
     file: str | Path | None = None
     num_chunks: int = 1
-    memory_limit_bytes: int = 0
+    memory_limits: Sequence[int] = ()
+    speeds: Sequence[float] = ()
+    room_bytes: int = 0
     whole: Collection[nn.Module] = ()
     fastest: Fastest | None = None
     is_weighed: bool = False
@@ -122,7 +127,7 @@ def decide_together(
             raises it.
     """
     config, pp_size = rank.config, rank.sizes["pp"]
-    demands = _with_least_room(rank, demands or Demands())
+    demands = _with_rooms(rank, demands or Demands())
     if demands.earlier is not None:
         decision = _follow(build_tree(root), pp_size, demands.earlier)
     elif rank.world_size == 1 or (make_trace is None and demands.file is None):
@@ -142,19 +147,20 @@ def decide_together(
     return decision
 
 
-def _with_least_room(rank: Rank, demands: Demands) -> Demands:
-    """Returns demands with the same search and room on all ranks. Collective over all ranks.
+def _with_rooms(rank: Rank, demands: Demands) -> Demands:
+    """Returns demands with the same search and rooms on all ranks. Collective over all ranks.
 
     Ranks with equal configurations may differ in which keys were given.
     """
     if demands.fastest is None:
         return demands
-    own = (demands.is_weighed, demands.fastest.room_bytes)
+    own = (demands.is_weighed, demands.room_bytes)
     told = [own] if rank.world_size == 1 else comm.allgather(own, comm.WORLD)
     if told[0][0]:
         return replace(demands, fastest=None)
-    least = min(room for _, room in told)
-    return replace(demands, fastest=replace(demands.fastest, room_bytes=least))
+    rooms = least_by_stage([room for _, room in told], rank.grid)
+    known = tuple(rooms) if all(rooms) else ()
+    return replace(demands, fastest=replace(demands.fastest, rooms=known))
 
 
 def _decide(
@@ -168,7 +174,8 @@ def _decide(
             index=build_tree(root, trace),
             file=demands.file,
             num_chunks=demands.num_chunks,
-            memory_limit_bytes=demands.memory_limit_bytes,
+            memory_limits=demands.memory_limits,
+            speeds=demands.speeds,
             fastest=demands.fastest,
         )
     except OSError as error:
@@ -194,7 +201,7 @@ def _reads_in_the_way(
     """Returns why reads of foreign parameters prevent a split; empty if they are not the cause."""
     if trace is None or not trace.parameter_reads or not config.auto_partition:
         return ""
-    options = partition_options(config, pp_size, demands.num_chunks, demands.memory_limit_bytes)
+    options = partition_options(config, pp_size, demands.num_chunks, demands.memory_limits)
     alone = build_tree(root, replace(trace, parameter_reads={}))
     try:
         _add_wishes(alone, pp_size)
@@ -269,9 +276,8 @@ def _with_whole(
     whole, cut = (_C.evaluate_partition(d.index.tree, d.assignment, options) for d in (found, free))
     if whole.largest_load > _MOST_FOR_WHOLE * cut.largest_load:
         return None
-    # If the limit is not strict, partitions above it were found as well.
-    limit = options.memory_limit_bytes
-    if 0 < limit < max(whole.memory_bytes) and max(cut.memory_bytes) < max(whole.memory_bytes):
+    # If the limits are not strict, partitions above them were found as well.
+    if whole.excess_bytes > cut.excess_bytes:
         return None
     if fastest is None:
         return found

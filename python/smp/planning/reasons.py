@@ -61,15 +61,18 @@ def evaluated(
     """Returns the costs of a partition, or of another assignment, and the options of both."""
     options = decision.options
     if options is None:
-        options = partition_options(run.config, decision.num_partitions, decision.num_chunks)
+        options = partition_options(
+            run.config, decision.num_partitions, decision.num_chunks, speeds=run.speeds
+        )
     tree = decision.index.tree
     return _C.evaluate_partition(tree, assignment or decision.assignment, options), options
 
 
-def times_of(decision: Decision, evaluation: _C.Evaluation) -> list[StageTimes]:
+def times_of(
+    decision: Decision, evaluation: _C.Evaluation, options: _C.PartitionOptions
+) -> list[StageTimes]:
     """Returns the times of the stages of a partition; an empty list where no costs are known."""
-    tree = decision.index.tree
-    return stage_times(evaluation, tree.compute_per_byte, decision.num_partitions)
+    return stage_times(evaluation, decision.index.tree.compute_per_byte, options)
 
 
 def module_costs(decision: Decision) -> list[ModuleCosts]:
@@ -100,14 +103,15 @@ def bounds_of(decision: Decision, run: Run) -> Bounds:
     """Returns what bounds the time and the memory of a partition."""
     size, tree = decision.num_partitions, decision.index.tree
     evaluation, options = evaluated(decision, run)
-    times, shape = times_of(decision, evaluation), run.layout.shape
+    times, shape = times_of(decision, evaluation, options), run.layout.shape
     by_rank = [
         sum(t.forward + t.backward + t.weight for t in times if t.pp_rank == rank)
         for rank in range(size)
     ]
     largest = max(range(size), key=by_rank.__getitem__)
     mean = sum(by_rank) / size
-    holds = max(range(size), key=evaluation.memory_bytes.__getitem__)
+    limits = options.memory_limits or [0] * size
+    holds = max(range(size), key=lambda rank: evaluation.memory_bytes[rank] / max(1, limits[rank]))
     even = None
     if times:
         stage = 1000 / len(times)
@@ -117,13 +121,13 @@ def bounds_of(decision: Decision, run: Run) -> Bounds:
         ).makespan_ms
         even = step_ms * size / (1000 * shape.microbatches)
     return Bounds(
-        step_ratio(evaluation, tree.compute_per_byte, size, shape),
+        step_ratio(evaluation, tree.compute_per_byte, options, shape),
         even,
         largest,
         by_rank[largest] / mean if mean else 1.0,
         holds,
         evaluation.memory_bytes[holds],
-        options.memory_limit_bytes,
+        limits[holds],
     )
 
 
@@ -150,8 +154,7 @@ def what_if(decision: Decision, moves: Mapping[str, int], run: Run) -> Decision:
         except ValueError as error:
             raise ValueError(f"{name}={pp_rank} is not possible: {error}") from None
     evaluation, options = evaluated(decision, run, assignment)
-    size = decision.num_partitions
-    ratio = step_ratio(evaluation, tree.compute_per_byte, size, run.layout.shape)
+    ratio = step_ratio(evaluation, tree.compute_per_byte, options, run.layout.shape)
     return replace(Decision.of(decision.index, assignment, options), step_ratio=ratio)
 
 

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+import smp._C as _C
 from smp.config.schema import Config
 from smp.partition import trace_flops
 from smp.partition.costs import Trace
 from smp.partition.decide import Fastest, decide
 from smp.partition.decision import Decision
+from smp.partition.devices import stage_speeds
 from smp.partition.room import state_factor
 from smp.partition.together import without_cuts
 from smp.partition.trace import trace
@@ -42,7 +44,7 @@ class Run:
         given: keys of the configuration that were set explicitly.
         num_ranks: number of processes.
         checkpoints: each repeated layer is computed again in backward.
-        room_bytes: memory of a device that the partition may take; 0: not known.
+        rooms: bytes of memory that the partition may take, by pipeline rank; empty: not known.
         device: type of device, which decides bucket sizes.
         state_dtype: storage of the optimizer's moments.
     """
@@ -51,7 +53,7 @@ class Run:
     given: frozenset[str] = frozenset()
     num_ranks: int = 1
     checkpoints: bool = False
-    room_bytes: int = 0
+    rooms: tuple[int, ...] = ()
     device: str = "cpu"
     state_dtype: str = "fp32"
 
@@ -61,6 +63,23 @@ class Run:
         return Layout.of(
             self.config, self.num_ranks, self.checkpoints, self.device, self.state_dtype
         )
+
+    @cached_property
+    def grid(self) -> _C.ProcessGrid:
+        """Returns the places of the ranks."""
+        config = self.config
+        return _C.ProcessGrid(
+            self.num_ranks,
+            config.pipeline_parallel_degree,
+            config.tensor_parallel_degree,
+            config.context_parallel_degree,
+            config.placement_strategy,
+        )
+
+    @cached_property
+    def speeds(self) -> list[float]:
+        """Returns the speeds of the pipeline ranks' devices; empty: all are alike."""
+        return stage_speeds(self.config.device_speeds or (), self.grid)
 
 
 def decided(root: nn.Module, traced: Trace, run: Run) -> Decision:
@@ -76,7 +95,7 @@ def decided(root: nn.Module, traced: Trace, run: Run) -> Decision:
     fastest = None
     if pp_size > 1 and not {"memory_weight", "optimize"} & run.given:
         factor = state_factor(root.parameters(), config, run.layout.shard)
-        fastest = Fastest(run.layout.shape, run.room_bytes, factor)
+        fastest = Fastest(run.layout.shape, run.rooms, factor)
     decision = decide(
         root,
         config,
@@ -84,7 +103,8 @@ def decided(root: nn.Module, traced: Trace, run: Run) -> Decision:
         index=build_tree(root, traced),
         file=config.partition_file,
         num_chunks=run.layout.chunks,
-        memory_limit_bytes=config.partition_memory_limit or 0,
+        memory_limits=config.memory_limits,
+        speeds=run.speeds,
         fastest=fastest,
     )
     if decision.decided_by != "auto":
@@ -169,12 +189,12 @@ class RunCuts:
         traced = trace(model.root, args, kwargs, device=torch.device("cpu"), flops_per_byte=rate)
         self._costs = replace(traced, cost_per_link_byte=trace_flops.flops_per_link_byte(device))
 
-    def stages(self, layout: Layout, room_bytes: int) -> list[Stage]:
+    def stages(self, layout: Layout, rooms: tuple[int, ...]) -> list[Stage]:
         """Returns the stages of a layout with several pipeline ranks.
 
         Args:
             layout: layout of the run.
-            room_bytes: bytes that the partition may take on a rank.
+            rooms: bytes that the partition may take, by pipeline rank.
 
         Raises:
             ValueError: the library cannot partition the model so.
@@ -185,7 +205,7 @@ class RunCuts:
             frozenset(values),
             layout.num_ranks,
             layout.checkpoints,
-            room_bytes,
+            rooms,
             layout.device,
         )
         with _silent():

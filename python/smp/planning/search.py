@@ -175,7 +175,7 @@ def predict(job: Job, layout: Layout, simulated: bool = True) -> Plan:
     if view.cuts is None or layout.pp == 1:
         stages = _cuts(view.profile, layout)
     else:
-        stages = view.cuts.stages(layout, int(job.usable_bytes))
+        stages = view.cuts.stages(layout, (int(job.usable_bytes),) * layout.pp)
     time, grid = _time(job, layout, stages, simulated)
     contents = contents_of(stages, layout.pp, layout.chunks)
     return Plan(layout, tuple(stages), time, tuple(held_by_rank(contents, layout)), grid)

@@ -54,8 +54,8 @@ def stages_of(decision: Decision, run: Run, microbatch_ms: float | None) -> list
     Raises:
         ValueError: no costs are known.
     """
-    evaluation, _ = evaluated(decision, run)
-    times = times_of(decision, evaluation)
+    evaluation, options = evaluated(decision, run)
+    times = times_of(decision, evaluation, options)
     if not times:
         raise ValueError("the model computes nothing that was traced, so stages have no times")
     unit = (microbatch_ms or WHOLE) / WHOLE

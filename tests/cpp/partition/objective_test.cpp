@@ -279,9 +279,9 @@ TEST(Solve, MemoryLimitMovesWorkAndIsRefusedWithFigures) {
   options.kept_microbatches = {3, 1};
   options.state_factor = 1;
   EXPECT_EQ(solve(tree, options).load_bytes, (std::vector<int64_t>{40, 40}));
-  options.memory_limit_bytes = 300;
+  options.memory_limits = {300, 300};
   EXPECT_EQ(solve(tree, options).load_bytes, (std::vector<int64_t>{30, 50}));
-  options.memory_limit_bytes = 150;
+  options.memory_limits = {150, 150};
   try {
     solve(tree, options);
     FAIL() << "expected ValueError";
@@ -303,9 +303,55 @@ TEST(Solve, TheLeastMemoryIsTakenWhereItNeedNotFit) {
   options.state_factor = 1;
   options.must_fit = false;
   EXPECT_EQ(solve(tree, options).load_bytes, (std::vector<int64_t>{40, 100}));
-  options.memory_limit_bytes = 60;
+  options.memory_limits = {60, 60};
   EXPECT_EQ(solve(tree, options).load_bytes, (std::vector<int64_t>{60, 80}));
   options.must_fit = true;
+  EXPECT_THROW(solve(tree, options), ValueError);
+}
+
+TEST(Solve, WorkIsSpreadBySpeedAndMemoryByLimit) {
+  ModuleTree tree;
+  tree.add_node("", -1, 0, false);
+  for (int i = 0; i < 16; ++i) {
+    tree.add_node(std::to_string(i), 0, 10, true, 10);
+  }
+  PartitionOptions options{.num_partitions = 3, .memory_weight = 0};
+  options.state_factor = 1;
+  options.speeds = {1, 2, 1};
+  Assignment found = solve(tree, options);
+  EXPECT_EQ(found.load_bytes, (std::vector<int64_t>{40, 80, 40}));
+  const Evaluation evaluation = evaluate(tree, found, options);
+  EXPECT_NEAR(evaluation.loads[0], evaluation.loads[1], 1e-9);
+  EXPECT_NEAR(evaluation.loads[0], 1. / 3, 1e-9) << "1 in all on three alike";
+
+  options.memory_limits = {200, 60, 200};
+  found = solve(tree, options);
+  EXPECT_EQ(found.load_bytes, (std::vector<int64_t>{50, 60, 50}));
+
+  // If only memory counts, each rank has a part of it by its limit.
+  options.memory_weight = 1;
+  options.memory_limits = {80, 40, 40};
+  EXPECT_EQ(solve(tree, options).load_bytes,
+            (std::vector<int64_t>{80, 40, 40}));
+  options.memory_limits = {40, 20, 20};
+  options.must_fit = false;
+  EXPECT_EQ(solve(tree, options).load_bytes,
+            (std::vector<int64_t>{80, 40, 40}));
+}
+
+TEST(Solve, RanksWithoutASpeedOrALimitAreRefused) {
+  ModuleTree tree;
+  tree.add_node("", -1, 0, false);
+  tree.add_node("a", 0, 10, true, 10);
+  tree.add_node("b", 0, 10, true, 10);
+  PartitionOptions options{.num_partitions = 2};
+  for (const std::vector<double>& speeds :
+       {std::vector<double>{1}, std::vector<double>{1, 0}}) {
+    options.speeds = speeds;
+    EXPECT_THROW(solve(tree, options), ValueError);
+  }
+  options.speeds = {};
+  options.memory_limits = {100};
   EXPECT_THROW(solve(tree, options), ValueError);
 }
 

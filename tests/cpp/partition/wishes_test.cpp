@@ -146,7 +146,7 @@ TEST(Wishes, WithALimitTheLimitIsNamed) {
   ModuleTree tree = make_chain();
   tree.set_wish(1, 0);
   PartitionOptions options{.num_partitions = 2};
-  options.memory_limit_bytes = 100;
+  options.memory_limits = {100, 100};
   try {
     solve(tree, options);
     FAIL() << "expected ValueError";
