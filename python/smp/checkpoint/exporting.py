@@ -58,7 +58,7 @@ def export(
 
     Raises:
         FileExistsError: the folder has safetensors files already.
-        ValueError: there is no model, or a family is unknown.
+        ValueError: there is no model, its weights are quantized, or a family is unknown.
     """
     if target.is_dir() and any(target.glob("*.safetensors*")):
         raise FileExistsError(f"{target} already has safetensors files; give another folder")
@@ -66,6 +66,12 @@ def export(
         weights = _weights_of(reader.manifest, rounds=dtype is None)
         if not weights:
             raise ValueError(f"{source} has no entries {_MODEL}...: no model was saved")
+        if reader.manifest.values.get("quantized"):
+            raise ValueError(
+                f"{source} lacks the quantized weights of its model, which checkpoints leave out; "
+                "write adapters by smp.save_adapters, and merge them into the model in full "
+                "precision"
+            )
         chosen = translators_of(reader.manifest) if translate is None else translate
         tensors = dict(_Translation(reader, weights, chosen, dtype).results())
         target.mkdir(parents=True, exist_ok=True)

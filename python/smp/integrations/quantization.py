@@ -6,9 +6,9 @@ The packages are imported when they are needed.
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from smp.modules import packed
 
 #: function of a weight in full precision, which returns it in packed form, on the same device
 _Quantize = Callable[[Tensor], nn.Parameter]
+
+_PACKAGES = {"BitsAndBytesConfig": "bitsandbytes", "TorchAoConfig": "torchao"}
 
 
 def quantize(model: Any, config: Any, weights: str | os.PathLike[str] | None = None) -> Any:
@@ -42,7 +44,9 @@ def quantize(model: Any, config: Any, weights: str | os.PathLike[str] | None = N
         The model, in which layers may have been replaced.
 
     Raises:
-        ValueError: the model or the configuration is of another kind, or the files lack a tensor.
+        ValueError: the model or the configuration is of another kind, the files lack a tensor, or
+            a layer cannot be quantized like this.
+        ImportError: the package of the configuration is missing.
         FileNotFoundError: the folder has no file with weights.
     """
     quantizer = _quantizer_of(model, config)
@@ -53,10 +57,8 @@ def quantize(model: Any, config: Any, weights: str | os.PathLike[str] | None = N
         names.setdefault(parameter, []).append(name)
     origin.check(names.values())
     for parameter, own in names.items():
-        make = None
-        if quantizer.param_needs_quantization(model, own[0]):
-            make = _method_of(model, own[0], config)
-        elif not parameter.is_meta or not origin.has_values(own):
+        make = _method_of(model, quantizer, own, config)
+        if make is None and not (parameter.is_meta and origin.has_values(own)):
             continue
         if origin.is_read_late(own):
             shown = origin.shown(own, make)
@@ -66,6 +68,8 @@ def quantize(model: Any, config: Any, weights: str | os.PathLike[str] | None = N
         for name in own:
             path, _, key = name.rpartition(".")
             model.get_submodule(path)._parameters[key] = shown
+    origin.fill_buffers()
+    model.hf_quantizer = quantizer  # the Trainer asks whether it can be trained
     return quantizer.postprocess_model(model)
 
 
@@ -84,6 +88,13 @@ class _Origin:
         self._transposed = {
             f"{name}.weight" for name, m in model.named_modules() if type(m).__name__ == "Conv1D"
         }
+        if files is not None and not any(p.is_meta for p in self._parameters.values()):
+            raise ValueError(
+                f"{_C.rank_prefix()}smp.quantize: weights={str(files.path)!r} is for a model on the "
+                "meta device, and this one has values, which would be quantized instead; make it "
+                "inside smp.delay_param_initialization(), or leave weights out"
+            )
+        self._buffers = [] if files is None else list(_saved_buffers(model))
         self._files = files
         self._base = f"{model.base_model_prefix}."
 
@@ -103,11 +114,12 @@ class _Origin:
         if self._files is None:
             return  # it is enough for `smp estimate`
         missing = [n[0] for n in all_names if self.is_read_late(n) and self._key(n) is None]
+        missing += [name for name, _, _ in self._buffers if self._file_key([name]) is None]
         if not missing:
             return
         raise ValueError(
-            f"{_C.rank_prefix()}smp.quantize: {self._files.path} lacks {len(missing)} of the "
-            f"model's parameters, '{missing[0]}' for one; expected the names of the model's state "
+            f"{_C.rank_prefix()}smp.quantize: {self._files.path} lacks {len(missing)} tensors of "
+            f"the model, '{missing[0]}' for one; expected the names of the model's state "
             f"dict, there are {len(self._files)} tensors. If transformers renames or merges tensors "
             "of this model while it loads them, write the loaded model by save_pretrained, and "
             "pass that folder"
@@ -137,16 +149,31 @@ class _Origin:
         if key is not None:
             assert self._files is not None
             value = self._files.read(key)
-        if value.shape != held.shape:
-            raise ValueError(
-                f"{_C.rank_prefix()}smp.quantize: '{names[0]}' has shape {tuple(value.shape)} in "
-                f"the files, and {tuple(held.shape)} in the model"
-            )
+        self._check_shape(names[0], value, held)
         for name in names:
             self._parameters[name] = nn.Parameter(held.detach().to("meta"), held.requires_grad)
         if make is None:
             return nn.Parameter(value.to(device, held.dtype, copy=True), held.requires_grad)
         return make(self._turned(names, value.to(device, held.dtype)))
+
+    def fill_buffers(self) -> None:
+        """Reads the buffers of a model whose values are in files; parameters are read later."""
+        for name, module, key in self._buffers:
+            found, held = self._file_key([name]), module._buffers[key]
+            assert self._files is not None and found is not None and held is not None
+            value = self._files.read(found).to(held.dtype, copy=True)
+            self._check_shape(name, value, held)
+            if held.is_meta:
+                module._buffers[key] = value
+            else:
+                held.copy_(value)
+
+    def _check_shape(self, name: str, value: Tensor, held: Tensor) -> None:
+        if value.shape != held.shape:
+            raise ValueError(
+                f"{_C.rank_prefix()}smp.quantize: '{name}' has shape {tuple(value.shape)} in the "
+                f"files, and {tuple(held.shape)} in the model"
+            )
 
     def _turned(self, names: list[str], value: Tensor) -> Tensor:
         """Returns a weight with features that come out as rows."""
@@ -154,11 +181,22 @@ class _Origin:
 
     def _key(self, names: list[str]) -> str | None:
         """Returns the name in the files, which may be those of the model without its head."""
-        if self._files is None or not self.is_read_late(names):
+        return self._file_key(names) if self.is_read_late(names) else None
+
+    def _file_key(self, names: list[str]) -> str | None:
+        if self._files is None:
             return None
         further = [f"{self._base}{name}" for name in names]
         further += [name.removeprefix(self._base) for name in names]
         return next((key for key in (*names, *further) if key in self._files), None)
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yields the buffers of a model that state dicts have: name, module, and its name there."""
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, module, key
 
 
 def _quantizer_of(model: Any, config: Any) -> Any:
@@ -166,6 +204,7 @@ def _quantizer_of(model: Any, config: Any) -> Any:
 
     Raises:
         ValueError: something is of another kind.
+        ImportError: its package is missing.
     """
     if not hasattr(model, "base_model_prefix") or hasattr(model, "peft_config"):
         raise ValueError(
@@ -194,19 +233,62 @@ def _quantizer_of(model: Any, config: Any) -> Any:
             "BitsAndBytesConfig(load_in_4bit=True or load_in_8bit=True), or TorchAoConfig of a "
             "configuration for weights only, such as Int8WeightOnlyConfig()"
         )
+    if importlib.util.find_spec(_PACKAGES[kind]) is None:
+        raise ImportError(
+            f"{_C.rank_prefix()}smp.quantize: {kind} needs the package {_PACKAGES[kind]}, which is "
+            "not installed"
+        )
     auto = importlib.import_module("transformers.quantizers.auto")
     return auto.AutoHfQuantizer.from_config(config, pre_quantized=False)
 
 
-def _method_of(model: Any, name: str, config: Any) -> _Quantize:
-    """Returns the function that quantizes a layer's weight."""
-    layer = model.get_submodule(name.rpartition(".")[0])
+def _method_of(model: Any, quantizer: Any, names: list[str], config: Any) -> _Quantize | None:
+    """Returns the function that quantizes a parameter, given by its names; None: it stays whole.
+
+    Raises:
+        ValueError: it is the weight of a layer to be quantized, and of another one.
+    """
+    wanted = [name for name in names if quantizer.param_needs_quantization(model, name)]
+    if not wanted:
+        return None
+    if len(wanted) < len(names):
+        other = next(name for name in names if name not in wanted)
+        raise ValueError(
+            f"{_C.rank_prefix()}smp.quantize: '{wanted[0]}' cannot be quantized, because it is the "
+            f"same parameter as '{other}', whose module computes in full precision; leave the "
+            "layer out (llm_int8_skip_modules of BitsAndBytesConfig, modules_to_not_convert of "
+            "TorchAoConfig)"
+        )
+    layer = model.get_submodule(names[0].rpartition(".")[0])
     if type(config).__name__ == "TorchAoConfig":
-        return functools.partial(_by_torchao, config.get_apply_tensor_subclass())
+        method = config.get_apply_tensor_subclass()
+        return functools.partial(_made, names[0], type(method).__name__, functools.partial(_by_torchao, method))
     options: Mapping[str, Any] = {
         key: value for key, value in layer.weight.__dict__.items() if key in _OPTIONS
     }
-    return functools.partial(_by_bitsandbytes, type(layer.weight), layer, options)
+    make = functools.partial(_by_bitsandbytes, type(layer.weight), layer, options)
+    return functools.partial(_made, names[0], type(layer).__name__, make)
+
+
+def _made(name: str, method: object, make: _Quantize, value: Tensor) -> nn.Parameter:
+    """Returns a quantized weight.
+
+    Raises:
+        ValueError: the method cannot pack this weight, or leaves it as it is.
+    """
+    problem, cause = "it is left in full precision", None
+    try:
+        made = make(value)
+        if packed.is_packed(made):
+            return made
+    except Exception as error:  # each package and packing has its own
+        problem, cause = f"{type(error).__name__}: {error}", error
+    raise ValueError(
+        f"{_C.rank_prefix()}smp.quantize: '{name}' of shape {tuple(value.shape)} cannot be "
+        f"quantized on {value.device.type} by {method}: {problem}. Choose sizes or a packing that "
+        "fit, or leave the layer out (llm_int8_skip_modules of BitsAndBytesConfig, "
+        "modules_to_not_convert of TorchAoConfig)"
+    ) from cause
 
 
 _OPTIONS = (

@@ -26,7 +26,6 @@ from smp.model.torch_training import take_over
 from smp.model.views import ModelViews
 from smp.model.whole_parameters import showing_whole
 from smp.model.wrapper import ModuleWrapper, alias_forwards
-from smp.modules import packed
 from smp.modules.compiled import (
     CompileRequest,
     compiled_around,
@@ -131,8 +130,7 @@ class DistributedModel(ModelViews):
         module, registrations = replace_marked(module, rank.device, tries_plans=tries_plans)
         fuse_heads(module, rank.config)
         convert_to_fp8(module, rank.config, rank.device)
-        packed.bring_back(module)
-        hold_packed(module)
+        hold_packed(module, rank.config.half_dtype)
         translators = [r.translators for r in registrations if r.translators is not None]
         module_manager.add(translators)
         if current.rank.config.fp16_params and current.rank.config.half_dtype is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,10 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+import smp._C as _C
+
 # Tables of a few numbers, which stay on ranks without the values.
 _TABLES = frozenset({"code", "offset", "state2.code"})
 _STATE = ("absmax", "code", "offset")
 _DATA = ""
+_DIGEST = "_smp_digest"
 
 
 def is_packed(tensor: Tensor) -> bool:
@@ -128,17 +132,60 @@ def put(parameter: nn.Parameter, value: nn.Parameter) -> None:
         module.quant_state = state
 
 
-def bring_back(root: nn.Module) -> None:
-    """Puts scales that 8-bit layers of bitsandbytes took at their first forward into the weights.
+def prepare(root: nn.Module, half: torch.dtype | None) -> None:
+    """Checks quantized weights, and gives layers of bitsandbytes the form of training.
 
-    The next forward takes them again.
+    Scales that 8-bit layers took at their first forward are put into the weights; the next forward
+    takes them again. On CPUs with AVX512-BF16, an evaluation packs 4-bit weights again, for products
+    without a backward, and 16-bit scales; layers are kept from it.
+
+    Args:
+        root: the user's model.
+        half: 16-bit dtype of training, or None.
+
+    Raises:
+        ValueError: a weight requires gradients, unpacks to another dtype than that of training, or
+            was packed again by an evaluation.
     """
-    for module in root.modules():
-        weight, state = module._parameters.get("weight"), module.__dict__.get("state")
-        if type(weight).__name__ == "Int8Params" and getattr(state, "SCB", None) is not None:
-            if getattr(weight, "SCB", None) is None:
-                weight.CB, weight.SCB = _plain(weight), state.SCB  # type: ignore
-            state.reset_grads()
+    for name, module in root.named_modules():
+        for weight in _packed_in(module):
+            problem = _problem_of(weight, half)
+            if problem is not None:
+                raise ValueError(
+                    f"{_C.rank_prefix()}the quantized weight of '{name}' ({type(weight).__name__}) "
+                    f"{problem}"
+                )
+            _take_back(weight, module.__dict__.get("state"))
+        if "support_avx512bf16_for_cpu" in module.__dict__:
+            module.support_avx512bf16_for_cpu = False
+
+
+def _problem_of(weight: nn.Parameter, half: torch.dtype | None) -> str | None:
+    """Returns why a model with a weight cannot be trained, or None."""
+    if weight.requires_grad:
+        return (
+            "requires gradients, which its packed values have no place for; freeze it by "
+            "requires_grad_(False), and train adapters beside it"
+        )
+    if is_wrapper(weight) and half is not None and weight.dtype != half:
+        return (
+            f"unpacks to {weight.dtype}, and training is in {half}; make the model in this dtype "
+            f"before it is quantized (dtype={half})"
+        )
+    if getattr(weight.__dict__.get("quant_state"), "packing_format_for_cpu", False):
+        return (
+            "was packed again by an evaluation on this CPU, in a form without gradients that has "
+            "lost digits of its scales; wrap the model before it is evaluated, or load it again"
+        )
+    return None
+
+
+def _take_back(weight: Any, state: Any) -> None:
+    """Puts the scales of an 8-bit layer of bitsandbytes back into its weight."""
+    if type(weight).__name__ == "Int8Params" and getattr(state, "SCB", None) is not None:
+        if getattr(weight, "SCB", None) is None:
+            weight.CB, weight.SCB = _plain(weight), state.SCB
+        state.reset_grads()
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -158,11 +205,40 @@ def keys_of_parts(module: nn.Module) -> set[str]:
 
     They have the layer's own names: ``weight.absmax``, ``SCB``.
     """
-    if not any(p is not None and is_packed(p) for p in module._parameters.values()):
-        return set()
+    return set(_saved(module)) - set(module._parameters) if _packed_in(module) else set()
+
+
+def digest(module: nn.Module) -> str:
+    """Returns a checksum of a layer's packed weights, by which checkpoints recognize them.
+
+    The layer's state dict has all parts, wherever they are between forwards. The bytes are read
+    once, since nothing changes these weights.
+
+    Args:
+        module: layer with packed weights that has their values.
+    """
+    holder = _packed_in(module)[0]
+    if _DIGEST not in holder.__dict__:
+        found = 0
+        for _, value in sorted(_saved(module).items()):
+            for part in parts_of(detached(value)).values():
+                flat = part.detach().cpu().reshape(-1).view(torch.uint8)
+                found = zlib.crc32(flat.numpy(), found)
+        setattr(holder, _DIGEST, f"{type(holder).__name__} {found:08x}")
+    return str(holder.__dict__[_DIGEST])
+
+
+def _packed_in(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module._parameters.values() if p is not None and is_packed(p)]
+
+
+def _saved(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the entries of a layer's packed weights in its state dict, without a prefix."""
     saved: dict[str, Any] = {}
     module._save_to_state_dict(saved, "", True)
-    return set(saved) - set(module._parameters) - set(module._buffers)
+    ordinary = {name for name, p in module._parameters.items() if p is None or not is_packed(p)}
+    ordinary |= set(module._buffers)
+    return {name: value for name, value in saved.items() if name not in ordinary}
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -171,9 +247,7 @@ def has_adapters(module: nn.Module) -> bool:
     Their code may read the weights past the layer, to unpack them.
     """
     base = module._modules.get("base_layer")
-    return base is not None and any(
-        p is not None and is_packed(p) for p in base._parameters.values()
-    )
+    return base is not None and bool(_packed_in(base))
 
 
 def name_in(root: nn.Module) -> str | None:
@@ -187,11 +261,16 @@ def keys_in(root: nn.Module) -> set[str]:
     found: set[str] = set()
     for prefix, module in root.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        found |= {dot + key for key in keys_of_parts(module)}
-        for name, parameter in module._parameters.items():
-            if parameter is not None and is_packed(parameter):
-                found.add(dot + name)
+        if _packed_in(module):
+            found |= {dot + key for key in _saved(module)}
     return found
+
+
+def layers_in(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yields the layers with packed weights: name, layer, and the first of its weights."""
+    for name, module in root.named_modules():
+        for parameter in _packed_in(module)[:1]:
+            yield name, module, parameter
 
 
 @functools.cache

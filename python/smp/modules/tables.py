@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Hashable, ItemsView, Iterator, Mapping, ValuesView
 from typing import Any
 
+import torch
 from torch import nn
 
 import smp._C as _C
@@ -176,7 +177,7 @@ def table_of(module: nn.Module, key: str) -> Table | None:
     return found if isinstance(found, Table) else None
 
 
-def hold_packed(root: nn.Module) -> None:
+def hold_packed(root: nn.Module, half: torch.dtype | None) -> None:
     """Makes modules with quantized weights keep their parameter objects when code moves them.
 
     DoRA of PEFT writes ``weight.to(device)``, a new object with the same memory, into its base
@@ -184,7 +185,12 @@ def hold_packed(root: nn.Module) -> None:
 
     Args:
         root: the user's model.
+        half: 16-bit dtype of training, or None.
+
+    Raises:
+        ValueError: see `packed.prepare`.
     """
+    packed.prepare(root, half)
     for module in root.modules():
         plain = module.__dict__["_parameters"]
         if not isinstance(plain, Table) and any(

@@ -34,6 +34,8 @@ def device_room_bytes(device: torch.device, local_size: int) -> int:
 def state_factor(parameters: Iterable[nn.Parameter], config: Config, shard_size: int) -> float:
     """Returns bytes of a parameter with gradient and Adam's state, per parameter byte; at least 1.
 
+    Quantized weights have neither.
+
     Args:
         parameters: parameters of the model, before they are cast.
         config: configuration, with the precision of training and what is sharded.
@@ -47,13 +49,13 @@ def state_factor(parameters: Iterable[nn.Parameter], config: Config, shard_size:
         num_elements += parameter.numel()
         trained_bytes += parameter.numel() * parameter.element_size()
     if num_elements == 0:
-        return 4.0
+        return 1.0 if packed_bytes else 4.0
     factor = _trained_factor(trained_bytes / num_elements, config, shard_size)
     return (packed_bytes + factor * trained_bytes) / (packed_bytes + trained_bytes)
 
 
 def _trained_factor(size: float, config: Config, shard_size: int) -> float:
-    """Returns the factor of parameters of so many bytes each, frozen ones counted like others."""
+    """Returns the factor of parameters of `size` bytes each; frozen ones are counted like others."""
     # In one dtype: parameter, gradient and two moments in the type of the parameter.
     whole, shared = size, 3 * size
     if config.half_dtype is not None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smp.modules import packed
 from smp.modules.training_dtypes import plan_dtypes
 from smp.partition.costs import Trace
 from smp.partition.trace import trace
@@ -225,8 +226,8 @@ class TracedModel:
                 tied += parameter.numel()
                 continue
             if packed.is_packed(parameter):
-                # So many elements of 32 bits, which no precision of training changes.
-                weights.append(Weight(packed.num_bytes(parameter) // 4, False, True, False))
+                num_bytes = packed.num_bytes(parameter)
+                weights.append(Weight(0, False, is_trained=False, packed_bytes=num_bytes))
                 continue
             is_split = tensor_split.has_split_parameters(module)
             is_wide = parameter.dtype == torch.float32
