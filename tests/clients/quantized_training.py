@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +36,8 @@ class Job:
         begin: values of the adapters at the beginning, by name; None: those of their creation.
         saves, resumes: folder of a checkpoint, written after the first step or read before it.
         exports: folder for the adapters after the last step, in PEFT's form.
+        dtype: dtype of the model before it is quantized.
+        evaluates: whether the model is evaluated after each step.
     """
 
     folder: str
@@ -45,6 +49,8 @@ class Job:
     saves: str | None = None
     resumes: str | None = None
     exports: str | None = None
+    dtype: torch.dtype = torch.float32
+    evaluates: bool = False
 
 
 def config_of(kind: str) -> Any:
@@ -99,12 +105,14 @@ def with_adapters(model: Any, use_dora: bool) -> Any:
         return get_peft_model(model, config)
 
 
-def loaded(folder: str, kind: str, use_dora: bool) -> Any:
+def loaded(
+    folder: str, kind: str, use_dora: bool, dtype: torch.dtype = torch.float32
+) -> Any:
     """Returns a model that transformers has quantized, as in a plain script."""
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(
-        folder, quantization_config=config_of(kind), device_map="cpu", dtype=torch.float32
+        folder, quantization_config=config_of(kind), device_map="cpu", dtype=dtype
     )
     return with_adapters(model, use_dora).train()
 
@@ -169,7 +177,7 @@ def train(rank: int, job: Job) -> dict[str, Any]:
         torch.manual_seed(8)  # of the adapters
         plain = late(job.folder, job.kind, job.use_dora)
     else:
-        plain = loaded(job.folder, job.kind, job.use_dora)
+        plain = loaded(job.folder, job.kind, job.use_dora, job.dtype)
     if job.begin is not None:
         found = plain.load_state_dict(job.begin, strict=False)
         assert job.begin and not found.unexpected_keys
@@ -178,10 +186,17 @@ def train(rank: int, job: Job) -> dict[str, Any]:
 
 def run(plain: Any, job: Job) -> dict[str, Any]:
     import smp
+    from smp.nn import DistributedModule
 
     config, model = job.config, plain
+    log = io.StringIO()
     if config is not None:
+        if config.get("tensor_parallel_degree", 1) > 1:
+            smp.set_tensor_parallelism(plain)
+        handler = logging.StreamHandler(log)
+        logging.getLogger("smp").addHandler(handler)
         model = smp.DistributedModel(model)
+        logging.getLogger("smp").removeHandler(handler)
     if config is not None and not config.get("auto_partition", True):
         for layer in plain.get_base_model().model.layers[2:]:
             smp.set_partition(layer, 1)
@@ -196,7 +211,13 @@ def run(plain: Any, job: Job) -> dict[str, Any]:
         model.backward(loss)
         return loss
 
+    @smp.step
+    def evaluate(model: Any, ids: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        return loss
+
     losses: list[float] = []
+    evaluated: list[float] = []
     grads: dict[str, Tensor] = {}
     if job.resumes is not None:
         smp.resume_from_checkpoint(job.resumes, tag="first")
@@ -216,10 +237,24 @@ def run(plain: Any, job: Job) -> dict[str, Any]:
             grads = {n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None}
         optimizer.step()
         losses.append(loss)
+        if job.evaluates:
+            model.eval()
+            with torch.no_grad():
+                evaluated.append(float(evaluate(model, ids).reduce_mean()))
+            model.train()
         if job.saves is not None and step == 0:
             smp.save_checkpoint(job.saves, "first", model=model, optimizer=optimizer)
     if job.exports is not None:
         smp.save_adapters(model, job.exports)
     state = model.state_dict()
     values = {n: v.clone() for n, v in state.items() if "lora_" in n}
-    return {"losses": losses, "grads": grads, "values": values, "keys": list(state)}
+    split = [n for n, m in plain.named_modules() if isinstance(m, DistributedModule)]
+    return {
+        "losses": losses,
+        "evaluated": evaluated,
+        "grads": grads,
+        "values": values,
+        "keys": list(state),
+        "split": sorted(split),
+        "log": log.getvalue(),
+    }

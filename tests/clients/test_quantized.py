@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,16 @@ import torch
 from tests.clients import quantized_training as training
 from tests.dist.pool import Pool
 
-for package in ("peft", "bitsandbytes", "torchao"):
-    pytest.importorskip(
-        package, reason=f"{package} is not installed; pip install -r requirements/quantized.txt"
-    )
+for package in ("peft", "bitsandbytes"):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _packages(request: pytest.FixtureRequest) -> None:
+    """Skips quantizations of a package that is not installed."""
+    kind = getattr(request.node, "callspec", None) and request.node.callspec.params.get("kind", "")
+    if str(kind).startswith("ao-") and importlib.util.find_spec("torchao") is None:
+        pytest.skip("torchao is not installed; pip install -r requirements/torchao.txt")
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +154,94 @@ def test_exported_adapters_are_read_and_merged_by_peft(
         assert torch.equal(found["values"][name], value), name
     torch.testing.assert_close(found["merged"], found["apart"], rtol=1e-4, atol=1e-4)
     assert (found["merged"] - found["base"]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "ao-int8"])
+def test_a_pipeline_in_16_bits_trains_as_one_process_in_16_bits(
+    pool: Pool, base: str, kind: str
+) -> None:
+    job = training.Job(base, kind, config={"bf16": True}, dtype=torch.bfloat16)
+    (expected,) = pool.run(1, training.train, job)
+    config = {"bf16": True, "pipeline_parallel_degree": 2}
+    for result in pool.run(2, training.train, replace(job, config=config)):
+        assert result["losses"] == expected["losses"]
+    (wide,) = pool.run(1, training.train, training.Job(base, kind))
+    assert expected["losses"] != wide["losses"]
+    assert expected["losses"] == pytest.approx(wide["losses"], rel=0.05)
+
+
+def test_evaluations_between_steps_of_a_pipeline_change_nothing(pool: Pool, base: str) -> None:
+    world_size, config = training.LAYOUTS["pipeline"]
+    job = training.Job(base, "nf4", config=config)
+    expected = pool.run(world_size, training.train, job)
+    results = pool.run(world_size, training.train, replace(job, evaluates=True))
+    for result, without in zip(results, expected, strict=True):
+        assert result["losses"] == without["losses"]
+        pairs = zip(result["evaluated"], result["losses"], strict=True)
+        assert all(after < before for after, before in pairs)  # of one batch, around its update
+    for name, value in expected[0]["values"].items():
+        assert torch.equal(results[0]["values"][name], value)
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_split_models_keep_quantized_layers_whole_by_name(
+    pool: Pool, base: str, kind: str
+) -> None:
+    world_size, config = training.LAYOUTS["split"]
+    (first, _) = pool.run(world_size, training.train, training.Job(base, kind, config=config))
+    assert first["split"] == ["base_model.model.lm_head", "base_model.model.model.embed_tokens"]
+    assert f"model.layers.0.mlp.gate_proj' {STAYS[kind]}" in first["log"]
+
+
+STAYS = {
+    "nf4": "is a Linear4bit, a subclass of Linear that computes something else",
+    "int8": "is a Linear8bitLt, a subclass of Linear that computes something else",
+    "ao-int8": "has a Int8Tensor as 'weight'",
+    "ao-int4": "has a IntxUnpackedToInt8Tensor as 'weight'",
+}
+
+
+def load_state(rank: int, base: str, kind: str) -> tuple[float, int]:
+    """Loads the whole state of a plain model into a late pipeline."""
+    import smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    given = training.loaded(base, kind, False).state_dict()
+    wrapped = smp.DistributedModel(training.late(base, kind, False))
+    ids = training.batch(0)
+
+    @smp.step
+    def step(model: Any) -> Any:
+        return model(input_ids=ids, labels=ids).loss
+
+    step(wrapped)
+    with torch.no_grad():
+        name = next(name for name in given if "lora_A" in name)
+        given[name] += 1
+    wrapped.load_state_dict(given)
+    return float((wrapped.state_dict()[name] - given[name]).abs().max()), len(given)
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_states_with_quantized_weights_are_loaded_into_late_pipelines(
+    pool: Pool, base: str, kind: str
+) -> None:
+    for difference, num_entries in pool.run(2, load_state, base, kind):
+        assert difference == 0 and num_entries > 60
+
+
+def save_early(rank: int, base: str, folder: str) -> str:
+    import smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    model = smp.DistributedModel(training.loaded(base, "nf4", False))
+    with pytest.raises(RuntimeError) as caught:
+        smp.save_adapters(model, folder)
+    return str(caught.value)
+
+
+def test_adapters_of_a_model_without_partition_are_refused(
+    pool: Pool, base: str, tmp_path: Path
+) -> None:
+    for text in pool.run(2, save_early, base, str(tmp_path)):
+        assert "the model is not partitioned yet; call it after the first step" in text

@@ -57,7 +57,7 @@ def quantize(model: Any, config: Any, weights: str | os.PathLike[str] | None = N
         names.setdefault(parameter, []).append(name)
     origin.check(names.values())
     for parameter, own in names.items():
-        make = _method_of(model, quantizer, own, config)
+        make = _method_of(model, quantizer, own[0], origin.sharing(own[0]), config)
         if make is None and not (parameter.is_meta and origin.has_values(own)):
             continue
         if origin.is_read_late(own):
@@ -97,6 +97,11 @@ class _Origin:
         self._buffers = [] if files is None else list(_saved_buffers(model))
         self._files = files
         self._base = f"{model.base_model_prefix}."
+
+    def sharing(self, name: str) -> list[str]:
+        """Returns the names of modules that had the same parameter, `name` included."""
+        held = self._parameters[name]
+        return [other for other, parameter in self._parameters.items() if parameter is held]
 
     def is_read_late(self, names: list[str]) -> bool:
         """Returns whether a parameter, given by its names, is on the meta device."""
@@ -242,32 +247,40 @@ def _quantizer_of(model: Any, config: Any) -> Any:
     return auto.AutoHfQuantizer.from_config(config, pre_quantized=False)
 
 
-def _method_of(model: Any, quantizer: Any, names: list[str], config: Any) -> _Quantize | None:
-    """Returns the function that quantizes a parameter, given by its names; None: it stays whole.
+def _method_of(
+    model: Any, quantizer: Any, name: str, tied: list[str], config: Any
+) -> _Quantize | None:
+    """Returns the function that quantizes a parameter, or None if it stays whole.
+
+    Args:
+        model: model whose layers are replaced.
+        quantizer: quantizer of transformers.
+        name: name of the parameter.
+        tied: all names that the parameter had before layers were replaced.
+        config: configuration of the user.
 
     Raises:
         ValueError: it is the weight of a layer to be quantized, and of another one.
     """
-    wanted = [name for name in names if quantizer.param_needs_quantization(model, name)]
-    if not wanted:
+    if not quantizer.param_needs_quantization(model, name):
         return None
-    if len(wanted) < len(names):
-        other = next(name for name in names if name not in wanted)
+    other = next((n for n in tied if not quantizer.param_needs_quantization(model, n)), None)
+    if other is not None:
         raise ValueError(
-            f"{_C.rank_prefix()}smp.quantize: '{wanted[0]}' cannot be quantized, because it is the "
+            f"{_C.rank_prefix()}smp.quantize: '{name}' cannot be quantized, because it is the "
             f"same parameter as '{other}', whose module computes in full precision; leave the "
             "layer out (llm_int8_skip_modules of BitsAndBytesConfig, modules_to_not_convert of "
             "TorchAoConfig)"
         )
-    layer = model.get_submodule(names[0].rpartition(".")[0])
+    layer = model.get_submodule(name.rpartition(".")[0])
     if type(config).__name__ == "TorchAoConfig":
         method = config.get_apply_tensor_subclass()
-        return functools.partial(_made, names[0], type(method).__name__, functools.partial(_by_torchao, method))
+        return functools.partial(_made, name, type(method).__name__, functools.partial(_by_torchao, method))
     options: Mapping[str, Any] = {
         key: value for key, value in layer.weight.__dict__.items() if key in _OPTIONS
     }
     make = functools.partial(_by_bitsandbytes, type(layer.weight), layer, options)
-    return functools.partial(_made, names[0], type(layer).__name__, make)
+    return functools.partial(_made, name, type(layer).__name__, make)
 
 
 def _made(name: str, method: object, make: _Quantize, value: Tensor) -> nn.Parameter:
