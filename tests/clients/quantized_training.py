@@ -38,6 +38,7 @@ class Job:
         exports: folder for the adapters after the last step, in PEFT's form.
         dtype: dtype of the model before it is quantized.
         evaluates: whether the model is evaluated after each step.
+        is_prepared: whether PEFT prepares the model: layers in FP32 and activation checkpointing.
     """
 
     folder: str
@@ -51,6 +52,7 @@ class Job:
     exports: str | None = None
     dtype: torch.dtype = torch.float32
     evaluates: bool = False
+    is_prepared: bool = False
 
 
 def config_of(kind: str) -> Any:
@@ -69,9 +71,7 @@ def config_of(kind: str) -> Any:
 
     if kind == "ao-int8":
         return TorchAoConfig(Int8WeightOnlyConfig())
-    return TorchAoConfig(
-        IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
-    )
+    return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
 
 
 def sizes() -> Any:
@@ -106,14 +106,23 @@ def with_adapters(model: Any, use_dora: bool) -> Any:
 
 
 def loaded(
-    folder: str, kind: str, use_dora: bool, dtype: torch.dtype = torch.float32
+    folder: str,
+    kind: str,
+    use_dora: bool,
+    dtype: torch.dtype = torch.float32,
+    is_prepared: bool = False,
 ) -> Any:
     """Returns a model that transformers has quantized, as in a plain script."""
+    from peft import prepare_model_for_kbit_training
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(
         folder, quantization_config=config_of(kind), device_map="cpu", dtype=dtype
     )
+    if is_prepared:
+        options = {"use_reentrant": False}
+        model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=options)
+        assert model.is_gradient_checkpointing
     return with_adapters(model, use_dora).train()
 
 
@@ -177,7 +186,7 @@ def train(rank: int, job: Job) -> dict[str, Any]:
         torch.manual_seed(8)  # of the adapters
         plain = late(job.folder, job.kind, job.use_dora)
     else:
-        plain = loaded(job.folder, job.kind, job.use_dora, job.dtype)
+        plain = loaded(job.folder, job.kind, job.use_dora, job.dtype, job.is_prepared)
     if job.begin is not None:
         found = plain.load_state_dict(job.begin, strict=False)
         assert job.begin and not found.unexpected_keys

@@ -116,7 +116,7 @@ def test_adapters_are_loaded_on_another_layout(
 
 
 def read_and_merge(rank: int, base: str, kind: str, folder: str) -> dict[str, Any]:
-    """Reads exported adapters in plain PEFT: beside the quantized base, and merged into the whole."""
+    """Reads exported adapters in plain PEFT: beside the quantized base, and merged."""
     from peft import PeftModel
     from transformers import LlamaForCausalLM
 
@@ -170,6 +170,18 @@ def test_a_pipeline_in_16_bits_trains_as_one_process_in_16_bits(
     assert expected["losses"] == pytest.approx(wide["losses"], rel=0.05)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("layout", ["pipeline", "sharded"])
+def test_models_that_peft_prepares_train_as_in_one_process(
+    pool: Pool, base: str, layout: str, kind: str
+) -> None:
+    job = training.Job(base, kind, dtype=torch.bfloat16, is_prepared=True)
+    (expected,) = pool.run(1, training.train, job)
+    world_size, config = training.LAYOUTS[layout]
+    results = pool.run(world_size, training.train, replace(job, config=config))
+    assert_equal_training(results, expected, has_all_grads=layout != "sharded")
+
+
 def test_evaluations_between_steps_of_a_pipeline_change_nothing(pool: Pool, base: str) -> None:
     world_size, config = training.LAYOUTS["pipeline"]
     job = training.Job(base, "nf4", config=config)
@@ -184,9 +196,7 @@ def test_evaluations_between_steps_of_a_pipeline_change_nothing(pool: Pool, base
 
 
 @pytest.mark.parametrize("kind", training.KINDS)
-def test_split_models_keep_quantized_layers_whole_by_name(
-    pool: Pool, base: str, kind: str
-) -> None:
+def test_split_models_keep_quantized_layers_whole_by_name(pool: Pool, base: str, kind: str) -> None:
     world_size, config = training.LAYOUTS["split"]
     (first, _) = pool.run(world_size, training.train, training.Job(base, kind, config=config))
     assert first["split"] == ["base_model.model.lm_head", "base_model.model.model.embed_tokens"]

@@ -19,6 +19,7 @@ from smp.modules import packed
 from smp.partition.room import state_factor
 from smp.planning.estimate import estimate
 from smp.planning.run_cuts import Run
+from smp.replacement.fp8_layers import choose_layers
 from tests.clients import quantized_training as training
 
 pytest.importorskip("peft")
@@ -255,6 +256,23 @@ def test_weights_of_torchao_in_another_dtype_than_training_are_refused(
     start(bf16=True)
     with pytest.raises(ValueError, match="unpacks to torch.float32, and training is in torch.bf"):
         smp.DistributedModel(training.loaded(base, "ao-int4", False))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None,
+    reason="torchao is not installed; pip install -r requirements/torchao.txt",
+)
+def test_quantized_layers_keep_their_own_products_with_fp8(start: Start, base: str) -> None:
+    start(fp8="rowwise", fp8_skip="none")
+    plain = training.loaded(base, "ao-int8", False)
+    choice = choose_layers(plain, "none")
+    assert len(choice.left["with quantized weights"]) == 28
+    smp.DistributedModel(plain)
+    kinds = {type(module).__name__ for module in plain.modules()}
+    assert "Fp8Linear" in kinds  # adapters and the head
+    for layer in plain.modules():
+        if any(p is not None and packed.is_packed(p) for p in layer._parameters.values()):
+            assert type(layer) is nn.Linear
 
 
 # ---- values

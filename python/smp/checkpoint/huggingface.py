@@ -121,7 +121,9 @@ def _weight_map(path: Path) -> dict[str, str]:
     """
     try:
         weight_map = given_files.parse_json(path.read_bytes())["weight_map"]
-        if not all(isinstance(name, str) and _PLAIN_NAME.match(name) for name in weight_map.values()):
+        if not all(
+            isinstance(name, str) and _PLAIN_NAME.match(name) for name in weight_map.values()
+        ):
             raise ValueError("weight_map names files that are not in this folder")
         if any(name.endswith(INDEX) for name in weight_map.values()):
             raise ValueError("weight_map names another index")

@@ -90,9 +90,9 @@ class _Origin:
         }
         if files is not None and not any(p.is_meta for p in self._parameters.values()):
             raise ValueError(
-                f"{_C.rank_prefix()}smp.quantize: weights={str(files.path)!r} is for a model on the "
-                "meta device, and this one has values, which would be quantized instead; make it "
-                "inside smp.delay_param_initialization(), or leave weights out"
+                f"{_C.rank_prefix()}smp.quantize: weights={str(files.path)!r} is for a model on "
+                "the meta device, and this one has values, which would be quantized instead; make "
+                "it inside smp.delay_param_initialization(), or leave weights out"
             )
         self._buffers = [] if files is None else list(_saved_buffers(model))
         self._files = files
@@ -124,10 +124,10 @@ class _Origin:
             return
         raise ValueError(
             f"{_C.rank_prefix()}smp.quantize: {self._files.path} lacks {len(missing)} tensors of "
-            f"the model, '{missing[0]}' for one; expected the names of the model's state "
-            f"dict, there are {len(self._files)} tensors. If transformers renames or merges tensors "
-            "of this model while it loads them, write the loaded model by save_pretrained, and "
-            "pass that folder"
+            f"the model, '{missing[0]}' for one; expected the names of the model's state dict, and "
+            f"there are {len(self._files)} tensors. If transformers renames or merges tensors of "
+            "this model while it loads them, write the loaded model by save_pretrained, and pass "
+            "that folder"
         )
 
     def shown(self, names: list[str], make: _Quantize | None) -> nn.Parameter:
@@ -138,9 +138,7 @@ class _Origin:
             return nn.Parameter(empty, held.requires_grad)
         return make(self._turned(names, held.detach()))
 
-    def take(
-        self, names: list[str], make: _Quantize | None, device: torch.device
-    ) -> nn.Parameter:
+    def take(self, names: list[str], make: _Quantize | None, device: torch.device) -> nn.Parameter:
         """Returns the parameter with values, which are dropped here."""
         held = self._parameters[names[0]]
         value: Tensor = held.detach()
@@ -275,7 +273,9 @@ def _method_of(
     layer = model.get_submodule(name.rpartition(".")[0])
     if type(config).__name__ == "TorchAoConfig":
         method = config.get_apply_tensor_subclass()
-        return functools.partial(_made, name, type(method).__name__, functools.partial(_by_torchao, method))
+        return functools.partial(
+            _made, name, type(method).__name__, functools.partial(_by_torchao, method)
+        )
     options: Mapping[str, Any] = {
         key: value for key, value in layer.weight.__dict__.items() if key in _OPTIONS
     }

@@ -136,8 +136,8 @@ def prepare(root: nn.Module, half: torch.dtype | None) -> None:
     """Checks quantized weights, and gives layers of bitsandbytes the form of training.
 
     Scales that 8-bit layers took at their first forward are put into the weights; the next forward
-    takes them again. On CPUs with AVX512-BF16, an evaluation packs 4-bit weights again, for products
-    without a backward, and 16-bit scales; layers are kept from it.
+    takes them again. On CPUs with AVX512-BF16, an evaluation packs 4-bit weights again, with
+    16-bit scales and for products without a backward; layers are kept from it.
 
     Args:
         root: the user's model.

@@ -55,7 +55,7 @@ def state_factor(parameters: Iterable[nn.Parameter], config: Config, shard_size:
 
 
 def _trained_factor(size: float, config: Config, shard_size: int) -> float:
-    """Returns the factor of parameters of `size` bytes each; frozen ones are counted like others."""
+    """Returns the factor for parameters of `size` bytes each; frozen ones count like others."""
     # In one dtype: parameter, gradient and two moments in the type of the parameter.
     whole, shared = size, 3 * size
     if config.half_dtype is not None:

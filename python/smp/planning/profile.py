@@ -45,8 +45,8 @@ class Amount:
 class Weight(NamedTuple):
     """A parameter: its elements, and whether it is divided, has 32 bits, and is trained.
 
-    A quantized weight is whole on its rank and has no elements, only bytes: no precision or sharding
-    changes them.
+    A quantized weight is whole on its rank and has no elements, only bytes, which no precision or
+    sharding changes.
     """
 
     elements: int

@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp._C as _C
 from smp._torch_releases import optimize_together
+from smp.modules import packed
 from smp.modules.materialize import is_placeholder
 from smp.modules.operators import written_tensors
-from smp.modules import packed
 from smp.modules.watching import watch
 from smp.precision.holdings import write_values
 from smp.tensor_parallel import reading
