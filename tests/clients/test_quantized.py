@@ -140,11 +140,13 @@ def read_and_merge(rank: int, base: str, kind: str, folder: str) -> dict[str, An
         }
 
 
+@pytest.mark.covering(times=1)
 @pytest.mark.parametrize("kind", training.KINDS)
+@pytest.mark.parametrize("layout", training.LAYOUTS)
 def test_exported_adapters_are_read_and_merged_by_peft(
-    pool: Pool, base: str, kind: str, tmp_path: Path
+    pool: Pool, base: str, layout: str, kind: str, tmp_path: Path
 ) -> None:
-    world_size, config = training.LAYOUTS["pipeline"]
+    world_size, config = training.LAYOUTS[layout]
     job = training.Job(base, kind, True, config, is_late=True, exports=str(tmp_path))
     results = pool.run(world_size, training.train, job)
     (found,) = pool.run(1, read_and_merge, base, kind, str(tmp_path))
@@ -254,4 +256,47 @@ def test_adapters_of_a_model_without_partition_are_refused(
     pool: Pool, base: str, tmp_path: Path
 ) -> None:
     for text in pool.run(2, save_early, base, str(tmp_path)):
-        assert "the model is not partitioned yet; call it after the first step" in text
+        assert "the model is not partitioned yet; call a step function first" in text
+
+
+def save_one_of_two(rank: int, base: str, folder: str) -> dict[str, torch.Tensor]:
+    """Saves the second of two adapters, which trains biases as well; returns what is trained."""
+    from peft import LoraConfig
+
+    import smp
+
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    adapted = training.loaded(base, "nf4", False)
+    torch.manual_seed(9)
+    adapted.add_adapter(
+        "second", LoraConfig(r=2, target_modules=["v_proj"], modules_to_save=["norm"])
+    )
+    adapted.set_adapter("second")
+    model = smp.DistributedModel(adapted)
+    ids = training.batch(0)
+
+    @smp.step
+    def step(model: Any) -> Any:
+        loss = model(input_ids=ids, labels=ids).loss
+        model.backward(loss)
+        return loss
+
+    step(model)
+    smp.save_adapters(model, folder)
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    return {name: value for name, value in model.state_dict().items() if name in trained}
+
+
+def test_the_active_one_of_two_adapters_is_saved_with_all_that_it_trains(
+    pool: Pool, base: str, tmp_path: Path
+) -> None:
+    from peft.utils import load_peft_weights
+
+    trained = pool.run(2, save_one_of_two, base, str(tmp_path))[0]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["second"]
+    saved = load_peft_weights(str(tmp_path / "second"), device="cpu")
+    short = {name.replace(".second", "").replace(".modules_to_save", "") for name in trained}
+    assert len(trained) == 17 and saved.keys() == short
+    for name, value in trained.items():
+        found = saved[name.replace(".second", "").replace(".modules_to_save", "")]
+        assert torch.equal(found, value)

@@ -21,7 +21,6 @@ ALLOWED: dict[str, frozenset[str]] = {
     "checkpoint/saving.py": frozenset({"save_checkpoint", "wait_for_uploads"}),
     "context_parallel/regions.py": frozenset({"group"}),
     "data_parallel/batch_shares.py": frozenset({"batch_slice"}),
-    "integrations/adapters.py": frozenset({"save_adapters"}),
     "integrations/accelerator.py": frozenset({"SMPAccelerator.__init__", "distributed_optimizer"}),
     "integrations/trainer.py": frozenset({"SMPTrainer.__init__"}),
     "model/distributed_model.py": frozenset({"DistributedModel.__init__"}),

@@ -268,8 +268,6 @@ def test_quantized_layers_keep_their_own_products_with_fp8(start: Start, base: s
     choice = choose_layers(plain, "none")
     assert len(choice.left["with quantized weights"]) == 28
     smp.DistributedModel(plain)
-    kinds = {type(module).__name__ for module in plain.modules()}
-    assert "Fp8Linear" in kinds  # adapters and the head
     for layer in plain.modules():
         if any(p is not None and packed.is_packed(p) for p in layer._parameters.values()):
             assert type(layer) is nn.Linear

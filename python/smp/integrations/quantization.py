@@ -323,7 +323,8 @@ def _by_bitsandbytes(
         state = getattr(made, "quant_state", None)
         if state is not None and state.offset is not None:
             state.offset = torch.zeros(())  # state dicts read the number
-    return made
+    packed_weight: nn.Parameter = made
+    return packed_weight
 
 
 def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:

@@ -87,16 +87,18 @@ def mapped(parameter: Tensor, function: Callable[[str, Tensor], Tensor]) -> Any:
     if is_wrapper(parameter):
         names, context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {name: function(name, getattr(parameter, name)) for name in names}
-        made = type(parameter).__tensor_unflatten__(  # type: ignore[attr-defined]
+        whole = type(parameter).__tensor_unflatten__(  # type: ignore[attr-defined]
             inner, context, parameter.shape, parameter.stride()
         )
-        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+        return nn.Parameter(whole, requires_grad=parameter.requires_grad)
     data = function(_DATA, _plain(parameter))
+    made: Any
     if type(data) in (Tensor, nn.Parameter):
-        made: Any = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+        made = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
     else:  # a fake tensor keeps its operators, and PEFT asks for the name of the class
         made = nn.Parameter(data, parameter.requires_grad)
-        made.__class__ = _named(type(made), type(parameter).__name__)
+        base: type = type(made)
+        made.__class__ = _named(base, type(parameter).__name__)
     made.__dict__.update(parameter.__dict__)
     state = parameter.__dict__.get("quant_state")
     if state is not None:
@@ -223,7 +225,8 @@ def digest(module: nn.Module) -> str:
         for _, value in sorted(_saved(module).items()):
             for part in parts_of(detached(value)).values():
                 flat = part.detach().cpu().reshape(-1).view(torch.uint8)
-                found = zlib.crc32(flat.numpy(), found)
+                numbers: Any = flat.numpy()
+                found = zlib.crc32(numbers, found)
         setattr(holder, _DIGEST, f"{type(holder).__name__} {found:08x}")
     return str(holder.__dict__[_DIGEST])
 

@@ -345,7 +345,8 @@ def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     if packed.is_packed(tensor):
-        return packed.mapped(tensor, lambda _, part: empty_like(part, device))
+        like: Tensor = packed.mapped(tensor, lambda _, part: empty_like(part, device))
+        return like
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -356,7 +357,8 @@ def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     if packed.is_packed(tensor):
-        return packed.mapped(tensor, lambda _, part: part.to(device))
+        parts_moved: Tensor = packed.mapped(tensor, lambda _, part: part.to(device))
+        return parts_moved
     moved = tensor.detach().to(device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(moved, requires_grad=tensor.requires_grad)
