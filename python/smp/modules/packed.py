@@ -232,7 +232,9 @@ def digest(module: nn.Module) -> str:
 
 
 def _packed_in(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module._parameters.values() if p is not None and is_packed(p)]
+    kinds = (type(None), nn.Parameter)  # nearly all
+    found = (p for p in module._parameters.values() if type(p) not in kinds)
+    return [p for p in found if p is not None and is_packed(p)]
 
 
 def _saved(module: nn.Module) -> dict[str, Tensor]:
@@ -255,8 +257,9 @@ def has_adapters(module: nn.Module) -> bool:
 
 def name_in(root: nn.Module) -> str | None:
     """Returns name and class of a packed weight in a module, or None if there is none."""
-    named = root.named_parameters()
-    return next((f"'{name}' ({type(p).__name__})" for name, p in named if is_packed(p)), None)
+    for name, _, weight in layers_in(root):
+        return f"'{name}.weight' ({type(weight).__name__})".replace("'.", "'")
+    return None
 
 
 def keys_in(root: nn.Module) -> set[str]:
