@@ -104,7 +104,7 @@ def peak_of(run: Step, meter: AllocationMeter) -> int:
 def main() -> None:
     worker = Worker("context_parallel")
     shape, length = worker.config["llama"], worker.config["tokens"]
-    worker.start(BASE)
+    worker.start({**BASE, "context_parallel_ring_degree": worker.config["ring"]})
     meter = AllocationMeter()
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(shape["vocab_size"], (1, length), generator=generator)
@@ -114,6 +114,7 @@ def main() -> None:
     check(models, runs)
     blocks = model._engine.sequences.blocks
     assert blocks and all(block.num_cut and not block.problems for block in blocks)
+    assert all(block.shares_heads == (worker.config["ring"] == 1) for block in blocks)
     steps = {name: clearing(models[name], run) for name, run in runs.items()}
     timings = measure(steps, worker.repeats, WARMUP, distributed.barrier)
     timings = {name: of_both_ranks(timing) for name, timing in timings.items()}

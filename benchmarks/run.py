@@ -74,10 +74,6 @@ def planned_job(optimizer: bool) -> Job:
     return Job("planned", 2, config, 10)
 
 
-def context_job(tokens: int, repeats: int) -> Job:
-    return Job("context_parallel", 2, {"llama": LONG, "tokens": tokens}, repeats)
-
-
 # One layer below a head that is most of the model.
 WORDY = {
     "vocab_size": 32768, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
@@ -107,6 +103,15 @@ LONG = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 65536,
 }  # fmt: skip
+# Small enough for 16384 and 32768 tokens on two cores.
+LONGER = {**LONG, "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "num_hidden_layers": 2}  # fmt: skip
+
+
+def context_job(tokens: int, repeats: int, ring: int = 1, llama: Any = LONG) -> Job:
+    config = {"llama": llama, "tokens": tokens, "ring": ring}
+    return Job("context_parallel", 2, config, repeats)
+
 
 # Bytes and number of messages per turn.
 MESSAGES = [[64, 500], [4096, 500], [524288, 100], [8388608, 10]]
@@ -132,6 +137,11 @@ JOBS = (
     planned_job(optimizer=True),
     context_job(4096, 6),
     context_job(8192, 4),
+    context_job(4096, 6, ring=2),
+    context_job(8192, 4, ring=2),
+    context_job(16384, 3, llama=LONGER),
+    context_job(16384, 3, ring=2, llama=LONGER),
+    context_job(32768, 2, llama=LONGER),
     Job("experts", 2, {"mixtral": MIXTURE, "batch_size": 4, "sequence": 128}, 15),
     *(head_job("float32", prescaled) for prescaled in (False, True)),
     head_job("bfloat16", False),

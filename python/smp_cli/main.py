@@ -33,6 +33,9 @@ COMMANDS: tuple[Command, ...] = (
         "compare a training script in small layouts with one process",
         "smp.commands.verify",
     ),
+    Command(
+        "config", "the keys of the configuration, and a check of a file", "smp.commands.config"
+    ),
     Command("ckpt", "look at checkpoints, check and convert them", "smp.checkpoint.cli"),
     Command(
         "explain",

@@ -15,6 +15,10 @@ SHARDED = (("sharded_data_parallel_degree", 2), ("sdp_param_persistence_threshol
 FEATURES = {
     "checkpoints": ContextRun("sliding", checkpointed=True),
     "sharded": ContextRun("causal", config=(*SHARDED, ("sdp_gradient_clipping", 1e9))),
+    "sharded, small ones whole": ContextRun(
+        "causal",
+        config=(("sharded_data_parallel_degree", 2), ("sdp_gradient_clipping", 1e9)),
+    ),
     "checkpoints of cross attention": ContextRun("cross", checkpointed=True),
     "offloaded checkpoints": ContextRun(
         "causal", checkpointed=True, config=(("offload_activations", True),)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from smp.planning.hardware import Hardware, Link
+from smp.planning.kinds import Kinds
+from smp.planning.layout import Layout
+from smp.planning.run_cuts import View
+from smp.planning.search import Job, predict
 from tests.dist.pool import Pool
 from tests.harness import assert_near, train_step_of, wholes
 
@@ -172,3 +178,50 @@ def test_each_rank_keeps_its_own_memory_limit(pool: Pool) -> None:
     assert 0 < held[1] <= 700_000 and sum(held) == pytest.approx(sum(free), rel=0.1)
     (text, _), (other, _), _ = pool.run(3, limited, "1MB, 700kB, 1MB")
     assert text == other and "the model does not fit" in text and "pp_rank" in text
+
+
+SLOW = Hardware(
+    name="slow",
+    source="made up",
+    flops={"fp32": 1e10},
+    product_share=1.0,
+    memory_bytes=10**9,
+    memory_bytes_per_s=1e10,
+    inside=Link(1e9, 1e-5),
+    between=Link(1e9, 1e-5),
+    host_copy_bytes_per_s=1e10,
+    at_once=3,
+)
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(128, 128) for _ in range(12)))
+
+
+def sizes_of_run(rank: int, config: Config) -> list[int]:
+    import smp
+
+    smp.init(config)
+    model = smp.DistributedModel(stack())
+    train_step_of(model)(torch.ones(8, 128))
+    return [cost.param_bytes for cost in smp.explain_partition().ranks]
+
+
+@pytest.mark.parametrize("memory_bytes", [10**9, 1_500_000])
+def test_a_run_has_the_partition_that_was_planned_for_its_devices(
+    pool: Pool, memory_bytes: int
+) -> None:
+    fast = replace(SLOW, flops={"fp32": 2e10}, memory_bytes=memory_bytes)
+    devices = Kinds((SLOW, fast, SLOW), (1, 1, 1), (1.0, 2.0, 1.0))
+    with torch.device("meta"):
+        view = View.of(stack(), ((torch.ones(1, 128),), {}), SLOW, "fp32")
+    job = Job(view, SLOW, 3, 3, SLOW.memory_bytes, 8, "fp32", kinds=devices)
+    plan = predict(job, Layout(pp=3, microbatch=2, microbatches=4, active=4))
+    planned = [0] * 3
+    for stage in plan.stages:
+        planned[stage.rank] += 4 * sum(part.elements for part in stage.parts)
+    config = plan.layout.config()
+    assert ("partition_memory_limit" in config) == (memory_bytes < SLOW.memory_bytes)
+    layer = 4 * (128 * 128 + 128)
+    assert (planned[1] == 6 * layer) == (memory_bytes == SLOW.memory_bytes)
+    assert pool.run(3, sizes_of_run, config)[0] == planned

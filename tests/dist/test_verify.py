@@ -40,6 +40,30 @@ class Masked(nn.Linear):
         return y if smp.pp_rank() > 0 else y.tril()
 
 
+class ByRank(nn.Linear):
+    """Scales the tokens of each context-parallel rank by another factor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        import smp
+
+        return super().forward(x) * (1 + 0.1 * smp.cp_rank())
+
+
+class Attending(nn.Module):
+    """A block with attention, whose tokens context-parallel ranks share."""
+
+    def __init__(self, linear: type[nn.Linear]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.project(self.norm(x)).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
 class Gain(nn.Module):
     """The plain form of a layer that is split with a mark left out."""
 
@@ -86,8 +110,12 @@ class Net(nn.Module):
     def __init__(self, fault: str) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
+        attending = {"attention": nn.Linear, "tokens": ByRank}.get(fault)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+            if attending is None
+            else Attending(attending)
+            for _ in range(3)
         )
         kinds = {"state": Counting, "mask": Masked}
         self.probe = (
@@ -187,6 +215,19 @@ def test_healthy_layouts_are_equal(pool: Pool, tmp_path: Path) -> None:
     assert len(changes) == 18 and min(changes) > 1e-3, "nothing was trained, the test shows nothing"
 
 
+def test_healthy_layouts_of_sequences_in_parts_are_equal(pool: Pool, tmp_path: Path) -> None:
+    layouts = ("cp2", "pp2cp2", "cp2dp2sdp4", "cp2dp2os2")
+    verdicts, _ = verify(pool, tmp_path, "attention", *layouts)
+    assert [v.answer for v in verdicts if not v.is_good] == [], verdicts
+    for layout in layouts:
+        records = JobRecords(tmp_path / layout)
+        runs = [rows for _, rows in records.modules(0, records.counts(0))]
+        shapes = {r.shape for rows in runs for r in rows.get((0, "blocks.0.norm", 0), [])}
+        assert sorted(shapes) == [(2, 2, WIDTH), (2, 3, WIDTH)], (
+            f"{layout}: no rank had a part of the tokens"
+        )
+
+
 @pytest.mark.parametrize(
     ("fault", "layout", "module", "words"),
     [
@@ -195,6 +236,8 @@ def test_healthy_layouts_are_equal(pool: Pool, tmp_path: Path) -> None:
         ("half mask", "pp2", "probe", "its code, or a mask or attribute that it reads"),
         ("reduction", "dp2", "head", "a sum of its gradient over these ranks is left out"),
         ("mark", "tp2", "probe", "a sum of its gradient over these ranks is left out"),
+        ("tokens", "cp2", "drop", "results from 'blocks.0.norm' to 'drop' are parts"),
+        ("tokens", "pp2cp2", "probe", "results from 'blocks.0.norm' to 'probe' are parts"),
         ("rate", "dp2", None, "'lr' of group 0 differs: 0.02 instead of 0.01"),
         ("clip", "pp2", None, "something between the step function and optimizer.step()"),
         ("values", "pp2", None, "before the first step: 'head.weight' has another value"),

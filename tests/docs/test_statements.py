@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from smp.config.schema import _ALIASES, Config
+from smp.config.schema import ALIASES, Config
 from tests.docs import commands
 from tests.docs.pages import REPO, blocks_of
 
@@ -117,7 +117,7 @@ def documented_keys() -> dict[str, str]:
     section = REFERENCE.read_text().split("\n## Configuration\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)`(?: \(alias `(\w+)`\))? \|.*\| ?(.*?) ?\|$", section, re.M)
     for name, alias, _ in rows:
-        assert alias == "" or _ALIASES[alias] == name
+        assert alias == "" or ALIASES[alias] == name
     assert len({row[0] for row in rows}) == len(rows)
     return {name: default.strip("`") for name, _, default in rows}
 

@@ -124,7 +124,7 @@ def test_bytes_of_the_all_to_all_are_those_of_tokens_that_leave(mixture: ModelPr
     assert by_link["between"] == pytest.approx(sent["reduce"]) and sent["reduce"] > 0
     slow = replace(DEVICE, inside=Link(1e8, 1e-6))
     late = predict(replace(job_of(mixture, 8, per_host=4), hardware=slow), layout)
-    assert late.bound == "tensor exchange" and late.time.total > plan.time.total
+    assert late.bound == "exchange in layers" and late.time.total > plan.time.total
 
 
 def test_search_spreads_experts_where_they_divide_and_configurations_are_accepted(

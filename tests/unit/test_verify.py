@@ -44,6 +44,10 @@ def test_names_of_layouts() -> None:
     assert (sharded.dp, sharded.sdp) == (2, 2)
     assert (state.dp, state.shards_state) == (4, True)
     assert (experts.tp, experts.spreads_experts) == (2, True)
+    sequences, shards = parse_layouts("cp2,cp2sdp2dp1")
+    assert (sequences.cp, sequences.dp, sequences.num_processes) == (2, 1, 2)
+    assert sequences.configuration({})["context_parallel_degree"] == 2
+    assert (shards.sdp, shards.num_processes) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,7 @@ import fnmatch
 from tests.zoo.judging import Result
 
 # (pattern of the model, mode or "*") -> reason
-KNOWN: dict[tuple[str, str], str] = {
-    ("transformers/lw_detr/*", "pp2?p2"): (
-        "hang: its loss calls torch.distributed.all_reduce, in the trace on one rank alone"
-    ),
-}
+KNOWN: dict[tuple[str, str], str] = {}
 
 
 def reason_for(result: Result) -> str | None:

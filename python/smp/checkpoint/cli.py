@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import sys
@@ -49,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
     command = _command(commands, "diff", _diff, "in what two checkpoints differ; any layouts")
     command.add_argument("second", metavar="SECOND", help="folder or address")
 
-    command = _command(commands, "export", _export, "the model as safetensors of Hugging Face")
+    command = _command(commands, "export", _export, "the model in a form that others read")
     command.add_argument("target", type=Path, metavar="TARGET", help="folder to write")
     command.add_argument(
         "--max-shard-size",
@@ -57,6 +58,15 @@ def add_parser(subparsers: Any) -> None:
         default="5GB",
         metavar="SIZE",
         help="default: 5GB",
+    )
+    command.add_argument(
+        "--format",
+        choices=("hf", "dcp"),
+        default="hf",
+        help="hf: safetensors of Hugging Face; dcp: torch.distributed.checkpoint, with optimizer",
+    )
+    command.add_argument(
+        "--without-optimizer", action="store_true", help="with dcp: write the model alone"
     )
     command.add_argument("--dtype", choices=_FLOATS, help="of weights; default: as saved")
     command.add_argument(
@@ -276,9 +286,16 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     found = _checkpoint(arguments.folder, arguments.tag)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-    files = exporting.export(
-        found.path, arguments.target, arguments.max_shard_size, dtype, arguments.registrations
-    )
+    if arguments.format == "dcp":
+        dcp = importlib.import_module("smp.checkpoint.dcp")  # takes a second to import
+        with_optimizer = not arguments.without_optimizer
+        files = dcp.export(
+            found.path, arguments.target, dtype, arguments.registrations, with_optimizer
+        )
+    else:
+        files = exporting.export(
+            found.path, arguments.target, arguments.max_shard_size, dtype, arguments.registrations
+        )
     for file in files:
         print(f"{file}  {bytes_text(file.stat().st_size)}")
     return 0

@@ -63,17 +63,8 @@ def export(
     if target.is_dir() and any(target.glob("*.safetensors*")):
         raise FileExistsError(f"{target} already has safetensors files; give another folder")
     with FolderReader(source) as reader:
-        weights = _weights_of(reader.manifest, rounds=dtype is None)
-        if not weights:
-            raise ValueError(f"{source} has no entries {_MODEL}...: no model was saved")
-        if reader.manifest.values.get("quantized"):
-            raise ValueError(
-                f"{source} lacks the quantized weights of its model, which checkpoints leave out; "
-                "write adapters by smp.save_adapters, and merge them into the model in full "
-                "precision"
-            )
         chosen = translators_of(reader.manifest) if translate is None else translate
-        tensors = dict(_Translation(reader, weights, chosen, dtype).results())
+        tensors = dict(tensors_of(reader, dtype, chosen))
         target.mkdir(parents=True, exist_ok=True)
         files = safetensors_stream.write_sharded(target, tensors, max_shard_bytes)
         if huggingface.CONFIG in reader.manifest.files:
@@ -82,6 +73,42 @@ def export(
             files.append(target / huggingface.CONFIG)
             shutil.copyfile(source / huggingface.CONFIG, files[-1])
         return files
+
+
+def tensors_of(
+    reader: FolderReader,
+    dtype: torch.dtype | None,
+    translate: Sequence[Translate],
+    prefers_masters: bool = False,
+    keeps_tied: bool = False,
+) -> Iterator[tuple[str, Deferred]]:
+    """Yields the tensors of a checkpoint's model, in the names of the original model.
+
+    Args:
+        reader: reader of the checkpoint.
+        dtype: dtype of floating-point tensors; None: as they were saved.
+        translate: translators from names of distributed modules.
+        prefers_masters: take masters where they were saved, with all of their digits.
+        keeps_tied: yield a tied tensor for each of its names, as a state dict has it.
+
+    Raises:
+        ValueError: no model was saved, or its weights are quantized.
+    """
+    weights = _weights_of(reader.manifest, dtype is None, prefers_masters)
+    if not weights:
+        raise ValueError(f"{reader.folder} has no entries {_MODEL}...: no model was saved")
+    if reader.manifest.values.get("quantized"):
+        raise ValueError(
+            f"{reader.folder} lacks the quantized weights of its model, which checkpoints leave "
+            "out; write adapters by smp.save_adapters, and merge them into the model in full "
+            "precision"
+        )
+    found = dict(_Translation(reader, weights, translate, dtype).results(keeps_tied))
+    yield from found.items()
+    if keeps_tied:
+        for alias, name in reader.manifest.values.get("aliases", {}).items():
+            if alias not in found and name in found:
+                yield alias, found[name]
 
 
 @dataclass(frozen=True)
@@ -93,18 +120,18 @@ class _Weight:
     dtype: torch.dtype
 
 
-def _weights_of(manifest: Manifest, rounds: bool) -> dict[str, _Weight]:
+def _weights_of(manifest: Manifest, rounds: bool, prefers_masters: bool) -> dict[str, _Weight]:
     """Returns the tensors of the model by name; masters where only these were saved."""
     config = manifest.layout.config
     half = torch.float16 if config.get("fp16") else torch.bfloat16 if config.get("bf16") else None
     weights: dict[str, _Weight] = {}
-    for prefix in (_MODEL, _MASTER):
+    for prefix in (_MASTER, _MODEL) if prefers_masters else (_MODEL, _MASTER):
         for entry, stored in manifest.entries.items():
             name = entry.removeprefix(prefix)
             if name == entry or name in weights:
                 continue
             dtype = getattr(torch, stored.dtype)
-            if rounds and prefix == _MASTER and half is not None:
+            if rounds and prefix == _MASTER and half is not None and not prefers_masters:
                 dtype = half
             weights[name] = _Weight(entry, stored.shape, dtype)
     return weights
@@ -155,9 +182,9 @@ class _Translation:
         # Without translation each tensor is a group.
         self._group = _group_of_layer if translate else _itself
 
-    def results(self) -> Iterator[tuple[str, Deferred]]:
+    def results(self, keeps_tied: bool) -> Iterator[tuple[str, Deferred]]:
         whole = self._run(self._meta)
-        for name in second_names(whole):
+        for name in () if keeps_tied else second_names(whole):
             del whole[name]
         for group in dict.fromkeys(self._group(name) for name in self._weights):
             for name in self._results_of(group):

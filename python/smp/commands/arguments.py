@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from smp_cli.sagemaker import CONFIG_FORM, split_config
 
 from smp.commands.ending import BadUse, DoesNotFit
-from smp.commands.models import LoadedModel, load_model, quiet_transformers
+from smp.commands.models import Call, LoadedModel, load_model, quiet_transformers
 from smp.commands.printing import parse_bytes
 from smp.commands.split_form import split_form
 from smp.config.processes import check_world
@@ -19,8 +19,10 @@ from smp.config.schema import Config, normalize
 from smp.config.sources import read_user_config
 from smp.modules.state_bytes import STATE_DTYPES
 from smp.partition.trace import TraceError
+from smp.planning import hardware, kinds
 from smp.planning.estimate import Estimate, estimate
-from smp.planning.run_cuts import Run
+from smp.planning.kinds import Kinds
+from smp.planning.run_cuts import Run, sample_seconds
 from smp.replacement import fuse_heads
 
 
@@ -75,6 +77,59 @@ def add_pipeline_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write a page (HTML)")
 
 
+def add_hardware(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """Adds ``--hardware``."""
+    parser.add_argument(
+        "--hardware",
+        default=default,
+        metavar="NAME|FILE[:N],...",
+        help=f"{', '.join(hardware.names())} (data sheets), or a file; several kinds with the "
+        f"number of each in the order of ranks: a100:2,slow.json:1; default: {default or 'none'}",
+    )
+
+
+def read_kinds(arguments: argparse.Namespace, num_ranks: int | None, precision: str) -> Kinds:
+    """Loads the devices of ``--hardware``, with the memory of ``--memory`` if it is given.
+
+    Args:
+        arguments: parsed arguments.
+        num_ranks: number of devices; None: the sum of those in the argument.
+        precision: "fp32", "bf16" or "fp16".
+
+    Raises:
+        BadUse: the argument is wrong, or a device has no rate for this precision.
+    """
+    try:
+        found = kinds.load(arguments.hardware, num_ranks)
+    except (ValueError, OSError) as error:
+        raise BadUse(str(error)) from None
+    for device in found.devices:
+        if precision not in device.flops:
+            raise BadUse(f"precision {precision}: {device.name} has no rate for it")
+    return found if arguments.memory is None else found.with_memory(arguments.memory)
+
+
+def with_speeds(found: Kinds, loaded: LoadedModel, call: Call, precision: str) -> Kinds:
+    """Returns devices with their speeds at the work of a model; the one with the least rate has 1.
+
+    Args:
+        found: devices.
+        loaded: the model.
+        call: arguments of a forward with one sample.
+        precision: "fp32", "bf16" or "fp16".
+
+    Raises:
+        BadUse: the model cannot be traced.
+    """
+    try:
+        seconds = [sample_seconds(loaded.module, call, own, precision) for own in found.devices]
+    except TraceError as error:
+        raise BadUse(f"model {loaded.name!r} cannot be traced: {error}") from None
+    rates = [device.rate(precision) for device in found.devices]
+    unit = seconds[rates.index(min(rates))]
+    return replace(found, speeds=tuple(round(unit / own, 4) for own in seconds))
+
+
 def check_counts(arguments: argparse.Namespace, *names: str) -> None:
     """Checks that counts are at least 1 if they are given.
 
@@ -114,8 +169,19 @@ def traced_run(arguments: argparse.Namespace, **choices: Any) -> Traced:
     run = _read_run(arguments, choices)
     with quiet_transformers():
         loaded = load_model(arguments.model)
+        if run.kinds is not None:
+            run = _on_kinds(run, run.kinds, load_model(arguments.model), arguments.seq)
         call = loaded.call(arguments.microbatch, arguments.seq)
         return Traced(loaded, run, traced_estimate(loaded, *call, run))
+
+
+def _on_kinds(run: Run, devices: Kinds, loaded: LoadedModel, seq: int | None) -> Run:
+    """Returns a run with the speeds of its devices at the work of a model, and their memory."""
+    devices = with_speeds(devices, loaded, loaded.call(1, seq), run.layout.precision)
+    config = replace(run.config, device_speeds=devices.device_speeds or None)
+    rooms = tuple(devices.least_bytes(run.layout))
+    device = devices.devices[0].type
+    return replace(run, config=config, rooms=rooms, device=device, kinds=devices)
 
 
 def traced_pipeline(arguments: argparse.Namespace) -> Traced:
@@ -144,13 +210,19 @@ def _read_run(arguments: argparse.Namespace, choices: dict[str, Any]) -> Run:
         given = _given(arguments.config)
         config = Config.from_dict({"ddp": True, **given})
         replicas = math.lcm(config.context_parallel_degree, config.sharded_data_parallel_degree)
-        num_ranks = arguments.processes or (
-            config.pipeline_parallel_degree * config.tensor_parallel_degree * replicas
+        text = getattr(arguments, "hardware", None)
+        counted = 0 if text is None else sum(count or 0 for _, count in kinds.parse(text))
+        num_ranks = (
+            arguments.processes
+            or counted
+            or (config.pipeline_parallel_degree * config.tensor_parallel_degree * replicas)
         )
         check_world(config, num_ranks)
     except ValueError as error:
         raise BadUse(str(error)) from None
-    return Run(
+    if text is not None and config.device_speeds is not None:
+        raise BadUse("device_speeds are found for --hardware; give one of the two")
+    run = Run(
         config,
         frozenset(given),
         num_ranks,
@@ -158,6 +230,9 @@ def _read_run(arguments: argparse.Namespace, choices: dict[str, Any]) -> Run:
         state_dtype=arguments.state_dtype,
         **choices,
     )
+    if text is None:
+        return run
+    return replace(run, kinds=read_kinds(arguments, num_ranks, run.layout.precision))
 
 
 def _given(text: str | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, fields
 from typing import Any
 
-from smp.commands.arguments import Traced, add_run, traced_run
+from smp.commands.arguments import Traced, add_hardware, add_run, traced_run
 from smp.commands.ending import DONE, NO, guarded
 from smp.commands.printing import bytes_text, count_text, print_json
 from smp.commands.report import Table, Text, print_blocks
@@ -23,6 +23,7 @@ def add_parser(subparsers: Any) -> None:
         "no device, no weights. Figures are predictions.",
     )
     add_run(parser, "does it fit?")
+    add_hardware(parser, None)
     parser.add_argument(
         "--checkpoint-layers",
         action="store_true",
@@ -36,15 +37,23 @@ def add_parser(subparsers: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     traced = traced_run(arguments, checkpoints=arguments.checkpoint_layers, device=arguments.device)
-    most = max(stage.held.peak for stage in traced.found.stages)
-    fits = arguments.memory is None or most <= arguments.memory
+    stages = [
+        (stage.held.peak, room)
+        for stage in traced.found.stages
+        if (room := stage.room or arguments.memory) is not None
+    ]
+    most, room = max(stages, key=lambda own: own[0] / own[1], default=(0, None))
+    fits = room is None or most <= room
     if arguments.json:
-        print_json({**facts(traced.found), "fits": fits if arguments.memory else None})
+        print_json({**facts(traced.found), "fits": None if room is None else fits})
     else:
         print_blocks(_blocks(traced))
-        if arguments.memory is not None:
+        if room is not None:
             verdict = "fits" if fits else "does not fit"
-            print(f"{verdict}: {bytes_text(most)} of {bytes_text(arguments.memory)} per rank")
+            where = "per rank" if arguments.hardware is None else "on the fullest rank"
+            print(f"{verdict}: {bytes_text(most)} of {bytes_text(room)} {where}")
+        if traced.run.config.device_speeds is not None:
+            print(f"device_speeds: {list(traced.run.config.device_speeds)}")
     return DONE if fits else NO
 
 
@@ -61,6 +70,7 @@ def facts(found: Estimate) -> dict[str, Any]:
                 "microbatch_bytes": round(stage.microbatch_bytes),
                 "bytes": {kind: round(n) for kind, n in asdict(stage.held).items()},
                 "peak_bytes": round(stage.held.peak),
+                "room_bytes": stage.room,
             }
             for stage in found.stages
         ],
@@ -80,6 +90,7 @@ def _blocks(traced: Traced) -> list[Text | Table]:
             "in flight": stage.kept_microbatches,
             **{kind: bytes_text(getattr(stage.held, kind)) for kind in kinds},
             "peak": bytes_text(stage.held.peak),
+            **({} if stage.room is None else {"of": bytes_text(stage.room)}),
         }
         for stage in found.stages
     ]

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from smp.commands.arguments import add_model, check_counts
+from smp.commands.arguments import (
+    add_hardware,
+    add_model,
+    check_counts,
+    read_kinds,
+    with_speeds,
+)
 from smp.commands.ending import DONE, BadUse, DoesNotFit, guarded
 from smp.commands.models import Call, LoadedModel, load_model, quiet_transformers
 from smp.commands.printing import bytes_text, count_text, print_json
@@ -21,11 +27,11 @@ from smp.config.schema import Config
 from smp.modules.materialize import cast
 from smp.modules.state_bytes import MASTER_BYTES
 from smp.partition.trace import TraceError
-from smp.planning import hardware
 from smp.planning.hardware import Hardware
+from smp.planning.kinds import slowest
 from smp.planning.layout import Layout
 from smp.planning.run_cuts import View
-from smp.planning.search import MICROBATCHES, Found, Job, Plan, search
+from smp.planning.search import MICROBATCHES, USABLE, Found, Job, Plan, search
 from smp.replacement import fuse_heads
 
 _SHOWN = 10
@@ -42,7 +48,9 @@ def add_parser(subparsers: Any) -> None:
         "no weights. Times and memory are predictions.",
     )
     add_model(parser, "to fit into; default: the hardware's")
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="devices; default: those that --hardware counts"
+    )
     parser.add_argument("--per-host", type=int, metavar="N", help="of them; default: 8")
     parser.add_argument(
         "--batch", type=int, default=512, metavar="N", help="samples of a step; default: 512"
@@ -50,12 +58,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--precision", choices=sorted(_DTYPES), default="bf16", help="default: bf16"
     )
-    parser.add_argument(
-        "--hardware",
-        default="h200",
-        metavar="NAME|FILE",
-        help=f"{', '.join(hardware.names())} (data sheets), or a file; default: h200",
-    )
+    add_hardware(parser, "h200")
     parser.add_argument(
         "--without-logits", action="store_true", help=f"with {_FUSED} in the configuration"
     )
@@ -81,10 +84,11 @@ def add_parser(subparsers: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     check_counts(arguments, "gpus", "per-host", "batch", "seq", "explain")
-    device = _hardware(arguments)
-    per_host = min(arguments.per_host or device.devices_per_host, arguments.gpus)
-    if arguments.gpus % per_host:
-        raise BadUse(f"--gpus {arguments.gpus} is no multiple of --per-host {per_host}")
+    devices = read_kinds(arguments, arguments.gpus, arguments.precision)
+    device, num_ranks = slowest(devices.devices, arguments.precision), devices.num_ranks
+    per_host = min(arguments.per_host or device.devices_per_host, num_ranks)
+    if num_ranks % per_host:
+        raise BadUse(f"--gpus {num_ranks} is no multiple of --per-host {per_host}")
     if arguments.bf16_masters != "fp32" and arguments.precision != "bf16":
         raise BadUse(f"--bf16-masters {arguments.bf16_masters} needs --precision bf16")
     keys = {_FUSED: True} if arguments.without_logits else {}
@@ -93,12 +97,15 @@ def _run(arguments: argparse.Namespace) -> int:
         profiled(arguments.model, arguments.seq, arguments.precision, device, keys) as views,
     ):
         loaded, whole, split = views
+        if not devices.are_alike:
+            call = _computing(arguments.model, arguments.seq, arguments.precision)[1]
+            devices = with_speeds(devices, loaded, call, arguments.precision)
         job = Job(
             whole,
             device,
-            arguments.gpus,
+            num_ranks,
             per_host,
-            arguments.memory or device.memory_bytes,
+            device.memory_bytes,
             arguments.batch,
             arguments.precision,
             split,
@@ -107,6 +114,7 @@ def _run(arguments: argparse.Namespace) -> int:
             arguments.bf16_masters,
             arguments.offload_optimizer_state,
             arguments.update_in_backward,
+            None if devices.are_alike else devices,
         )
         found = search(job)
     if not found.plans:
@@ -115,7 +123,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.explain is not None and arguments.explain > len(plans):
         raise BadUse(f"--explain {arguments.explain}: there are {len(plans)} plans")
     if arguments.json:
-        print_json({"hardware": device.to_json(), "plans": [facts(job, plan) for plan in plans]})
+        print_json({**_hardware(job), "plans": [facts(job, plan) for plan in plans]})
     elif arguments.explain is not None:
         _explain(job, plans[arguments.explain - 1])
     else:
@@ -123,17 +131,15 @@ def _run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _hardware(arguments: argparse.Namespace) -> Hardware:
-    try:
-        device = hardware.load(arguments.hardware)
-        device.rate(arguments.precision)
-    except (ValueError, OSError) as error:
-        raise BadUse(str(error)) from None
-    except KeyError:
-        raise BadUse(
-            f"--precision {arguments.precision}: {device.name} has no rate for it"
-        ) from None
-    return device
+def _hardware(job: Job) -> dict[str, Any]:
+    if job.kinds is None:
+        return {"hardware": job.hardware.to_json()}
+    kinds = job.kinds
+    return {
+        "hardware": [device.to_json() for device in kinds.devices],
+        "num_devices": kinds.counts,
+        "speeds": kinds.speeds,
+    }
 
 
 @contextmanager
@@ -207,10 +213,13 @@ def _nothing_fits(job: Job, found: Found) -> str:
             f"{job.num_ranks} devices; choose another --batch"
         )
     nearest = found.nearest
+    held, room = max(
+        zip(nearest.held, nearest.rooms, strict=True), key=lambda pair: pair[0].peak / pair[1]
+    )
     return (
-        f"none of {found.tried} layouts fits into {bytes_text(job.usable_bytes)} "
-        f"(0.9 of {bytes_text(job.memory_bytes)}); the nearest, {nearest.layout.text()}, needs "
-        f"{bytes_text(nearest.peak_bytes)}. Use more devices, shorter sequences, or a smaller model"
+        f"none of {found.tried} layouts fits into {bytes_text(room)} "
+        f"({USABLE} of {bytes_text(room / USABLE)}); the nearest, {nearest.layout.text()}, needs "
+        f"{bytes_text(held.peak)}. Use more devices, shorter sequences, or a smaller model"
     )
 
 
@@ -226,7 +235,10 @@ def facts(job: Job, plan: Plan) -> dict[str, Any]:
         "bound": plan.bound,
         "sent_bytes": plan.sent(),
         "peak_bytes": plan.peak_bytes,
-        "ranks": [{**asdict(held), "peak": held.peak} for held in plan.held],
+        "ranks": [
+            {**asdict(held), "peak": held.peak, "room": room, "microbatch_s": seconds}
+            for held, room, seconds in zip(plan.held, plan.rooms, plan.rank_seconds(), strict=True)
+        ],
         "checkpoint_layers": layout.checkpoints,
         "samples_per_microbatch": layout.microbatch,
         "samples_per_rank": layout.microbatch * layout.microbatches,
@@ -236,7 +248,7 @@ def facts(job: Job, plan: Plan) -> dict[str, Any]:
 
 def _print(loaded: LoadedModel, job: Job, found: Found) -> None:
     elements = count_text(job.profile.elements)
-    print(f"{loaded.trained}, {elements} parameters on {job.num_ranks} x {job.hardware.name}")
+    print(f"{loaded.trained}, {elements} parameters on {_devices(job)}")
     print(f"{found.fitting} of {found.tried} layouts fit; all figures are predictions")
     plans = found.plans[:_SHOWN]
     rows = [
@@ -256,8 +268,38 @@ def _print(loaded: LoadedModel, job: Job, found: Found) -> None:
         )
     ]
     print_blocks([Table.of(rows, text_columns=2)])
+    if job.kinds is not None:
+        print("ranks of plan 1:")
+        print_blocks([_ranks(job, plans[0])])
     print("configuration of plan 1:")
     _print_config(job, plans[0].layout)
+
+
+def _devices(job: Job) -> str:
+    return f"{job.num_ranks} x {job.hardware.name}" if job.kinds is None else job.kinds.text
+
+
+def _ranks(job: Job, plan: Plan) -> Table:
+    """Returns a table of the work and memory of each pipeline rank and of its devices."""
+    assert job.kinds is not None, "of several kinds"
+    rows = []
+    for rank, places in enumerate(job.kinds.places(plan.layout)):
+        held, room = plan.held[rank], plan.rooms[rank]
+        names = dict.fromkeys(job.kinds.devices[place.kind].name for place in places)
+        elements = sum(
+            stage.elements(plan.layout.shares) for stage in plan.stages if stage.rank == rank
+        )
+        rows.append(
+            {
+                "pp_rank": rank,
+                "devices": " or ".join(names),
+                "elements": count_text(elements),
+                "a microbatch": f"{1e3 * plan.rank_seconds()[rank]:.3g} ms",
+                "memory": bytes_text(held.peak),
+                "of": bytes_text(room),
+            }
+        )
+    return Table.of(rows, text_columns=2)
 
 
 def _print_config(job: Job, layout: Layout, indent: int | None = None) -> None:
@@ -300,8 +342,16 @@ def _explain(job: Job, plan: Plan) -> None:
             }
         )
     print_blocks([Table.of(rows, text_columns=2)])
-    print(f"hardware: {job.hardware.name}. {job.hardware.source}")
+    if job.kinds is not None:
+        print_blocks([_ranks(job, plan)])
+    devices = (job.hardware,) if job.kinds is None else job.kinds.devices
+    for line in dict.fromkeys(f"hardware: {one.name}. {one.source}" for one in devices):
+        print(line)
     print("configuration:")
     _print_config(job, layout, indent=2)
     samples = layout.microbatch * layout.microbatches
-    print(f"each of {layout.rdp} replicas reads {samples} samples per step")
+    if job.kinds is None or not layout.device_speeds:
+        print(f"each of {layout.rdp} replicas reads {samples} samples per step")
+    else:
+        counts = ", ".join(map(str, job.kinds.samples(layout, job.samples)))
+        print(f"replicas read {counts} samples per step (smp.batch_slice({job.samples}))")

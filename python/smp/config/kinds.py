@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,14 @@ _MAX_LIST = 2**20  # entries, one for each rank
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of values that a key takes: `words` for messages, `convert` for the check."""
+    """A kind of values that a key takes: `words` for messages, `convert` for the check.
+
+    `form` is the JSON Schema of the values, without None.
+    """
 
     words: str
     convert: Callable[[object], Any]  # raises TypeError, ValueError or OverflowError
+    form: Mapping[str, Any]
     optional: bool = False
     choices: tuple[str, ...] = ()  # texts that are meant as they are, such as "none"
 

@@ -51,45 +51,53 @@ def _key(default: object, kind: kinds.Kind) -> Any:
 def _int(default: int | None, minimum: int, maximum: int = kinds.MAX_COUNT) -> Any:
     words = f"an integer in [{minimum}, {maximum}]"
     convert = functools.partial(kinds.to_int, minimum=minimum, maximum=maximum)
-    return _key(default, kinds.Kind(words, convert, default is None))
+    form = {"type": "integer", "minimum": minimum, "maximum": maximum}
+    return _key(default, kinds.Kind(words, convert, form, default is None))
 
 
 def _bool(default: bool) -> Any:
-    return _key(default, kinds.Kind("True or False", kinds.to_bool))
+    return _key(default, kinds.Kind("True or False", kinds.to_bool, {"type": "boolean"}))
 
 
 def _float(default: float | None, low: float, high: float) -> Any:
     words = f"a number in [{low:g}, {high:g}]" if high < math.inf else f"a number >= {low:g}"
     convert = functools.partial(kinds.to_float, low=low, high=high)
-    return _key(default, kinds.Kind(words, convert, default is None))
+    form = {"type": "number", "minimum": low} | ({"maximum": high} if high < math.inf else {})
+    return _key(default, kinds.Kind(words, convert, form, default is None))
 
 
 def _text(default: str | None) -> Any:
-    return _key(default, kinds.Kind("a text that is not empty", kinds.to_text, default is None))
+    form = {"type": "string", "minLength": 1}
+    words = "a text that is not empty"
+    return _key(default, kinds.Kind(words, kinds.to_text, form, default is None))
 
 
 def _sizes() -> Any:
     words = "a number of bytes above 0, or a text like '12GiB', or a list like '12GiB:2, 24GiB'"
-    return _key(None, kinds.Kind(words, kinds.to_sizes, True))
+    size = {"type": ["integer", "string"], "minimum": 1}
+    form = {"anyOf": [size, {"type": "array", "items": size, "minItems": 1}]}
+    return _key(None, kinds.Kind(words, kinds.to_sizes, form, True))
 
 
 def _speeds() -> Any:
     words = "a list of numbers above 0 like '1:2, 2.5', which means 1, 1 and 2.5"
-    return _key(
-        None, kinds.Kind(words, functools.partial(kinds.to_tuple, convert=kinds.to_speed), True)
-    )
+    numbers = {"type": "array", "items": {"type": "number", "exclusiveMinimum": 0}, "minItems": 1}
+    convert = functools.partial(kinds.to_tuple, convert=kinds.to_speed)
+    return _key(None, kinds.Kind(words, convert, {"anyOf": [numbers, {"type": "string"}]}, True))
 
 
 def _choice(default: str, *choices: str) -> Any:
     words = "one of " + ", ".join(repr(c) for c in choices)
     convert = functools.partial(kinds.to_choice, choices=choices)
-    return _key(default, kinds.Kind(words, convert, choices=choices))
+    form = {"enum": list(choices)}
+    return _key(default, kinds.Kind(words, convert, form, choices=choices))
 
 
 def _placement() -> Any:
     words = "'cluster', 'spread' or a permutation of 'DPT' or 'DPTC'"
     convert = functools.partial(kinds.to_choice, choices=PLACEMENTS)
-    return _key("cluster", kinds.Kind(words, convert, choices=PLACEMENTS))
+    form = {"enum": list(PLACEMENTS)}
+    return _key("cluster", kinds.Kind(words, convert, form, choices=PLACEMENTS))
 
 
 # ---- the keys ----------------------------------------------------------------
@@ -284,7 +292,7 @@ class Config:
         Raises:
             ValueError: values do not go together.
         """
-        full = {**_DEFAULTS, **values}
+        full = {**DEFAULTS, **values}
         policy = _C.make_policy(full["pipeline"])
         microbatches = full["microbatches"]
         if full["memory_weight"] is None:
@@ -307,9 +315,9 @@ class Config:
         return dataclasses.asdict(self)
 
 
-_KINDS: dict[str, kinds.Kind] = {f.name: f.metadata["kind"] for f in dataclasses.fields(Config)}
-_DEFAULTS: dict[str, object] = {f.name: f.default for f in dataclasses.fields(Config)}
-_ALIASES = {"partitions": "pipeline_parallel_degree"}
+KINDS: dict[str, kinds.Kind] = {f.name: f.metadata["kind"] for f in dataclasses.fields(Config)}
+DEFAULTS: dict[str, object] = {f.name: f.default for f in dataclasses.fields(Config)}
+ALIASES = {"partitions": "pipeline_parallel_degree"}
 _TENSORFLOW_KEYS = ("horovod", "contiguous")
 
 # A second init may not change these: the ranks are already laid out.
@@ -353,18 +361,18 @@ def normalize(values: Mapping[str, object], *, from_text: bool = False) -> Check
     given_as: dict[str, str] = {}
     notes = []
     for key, raw in values.items():
-        name = _ALIASES.get(key, key)
-        if name not in _KINDS:
+        name = ALIASES.get(key, key)
+        if name not in KINDS:
             notes.append(_reject_unknown(key, raw))
             continue
-        kind = _KINDS[name]
+        kind = KINDS[name]
         value = raw
         if from_text and isinstance(raw, str) and raw not in kind.choices:
             value = kinds.convert_text(raw)
         try:
             parsed = None if value is None and kind.optional else kind.convert(value)
         except (TypeError, ValueError, OverflowError):
-            fix = f"pass {kind.words} (default: {_DEFAULTS[name]!r})"
+            fix = f"pass {kind.words} (default: {DEFAULTS[name]!r})"
             raise config_error(key, value, f"is not {kind.words}", fix) from None
         if name in result and result[name] != parsed:
             raise config_error(
@@ -386,7 +394,7 @@ def _reject_unknown(key: object, value: object) -> str:
         raise config_error(key, value, "exists for TensorFlow only", "remove the key")
     if key.startswith("_"):
         return f"smp config: {key}={value!r}: unknown private key, ignored"
-    names = [*_KINDS, *_ALIASES]
+    names = [*KINDS, *ALIASES]
     nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
     raise config_error(key, value, "unknown key", f"did you mean {nearest!r}?")
 

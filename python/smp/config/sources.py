@@ -15,10 +15,11 @@ from typing import Any
 from smp.config import given_files
 from smp.config.processes import advice, check_world
 from smp.config.schema import CheckedConfig, Config, normalize
+from smp.config.typed import ConfigDict
 
 LAUNCHER_VARIABLE = "SM_HP_MP_PARAMETERS"
 
-UserConfig = Mapping[str, object] | str | os.PathLike[str] | None
+UserConfig = ConfigDict | Mapping[str, object] | str | os.PathLike[str] | None
 
 
 def read_user_config(config: UserConfig) -> CheckedConfig:

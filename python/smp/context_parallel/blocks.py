@@ -26,6 +26,7 @@ from smp.modules.argument_containers import ArgumentContainers
 from smp.modules.flat import is_cache
 from smp.modules.forwards import Forward, WrapperKind, wrap_forward
 from smp.modules.late import LateTensor
+from smp.modules.sequence_blocks import find_blocks, mark_indivisible, unmark_indivisible
 from smp.modules.tracing import is_tracing
 from smp.nn.draws import any_drops, draws_from, rates_in
 from smp.nn.run_aside import has_no_data
@@ -343,31 +344,6 @@ def _late(part: Tensor, leaf: Leaf, length: int, num_samples: int) -> Tensor:
 # ---- the blocks of a model
 
 
-def find_blocks(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the modules that lists and sequences of a model hold, the outermost ones."""
-    found: list[tuple[str, nn.Module]] = []
-    known = set[nn.Module]()
-
-    def search(prefix: str, module: nn.Module) -> None:
-        for key, child in module.named_children():
-            name = f"{prefix}.{key}" if prefix else key
-            if isinstance(module, nn.ModuleList | nn.Sequential) and _is_block(child):
-                if child not in known:
-                    found.append((name, child))
-                known.add(child)
-            else:
-                search(name, child)
-
-    search("", root)
-    return found
-
-
-def _is_block(module: nn.Module) -> bool:
-    """Returns whether a module has a forward of its own, and modules inside."""
-    holders = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
-    return not isinstance(module, holders) and next(module.children(), None) is not None
-
-
 class SequenceParts:
     """The blocks of a model that compute this rank's part of each sequence.
 
@@ -406,8 +382,7 @@ class SequenceParts:
         self.blocks = [Block(module, name, reads, rings) for name, module in find_blocks(root)]
         self._undo.append(wrap_forward(root, WrapperKind.SEQUENCE, self._around_root))
         for block in self.blocks:
-            # A module inside, on another rank, would compute attention of its tokens alone.
-            block.module.__dict__["is_indivisible"] = True
+            mark_indivisible(block.module)
             self._undo += attention.watch_methods(block.module)
             self._undo += [
                 wrap_forward(block.module, WrapperKind.SEQUENCE, block.around),
@@ -469,5 +444,5 @@ class SequenceParts:
         for undo in self._undo:
             undo()
         for block in self.blocks:
-            block.module.__dict__.pop("is_indivisible", None)
+            unmark_indivisible(block.module)
         self._undo = []

@@ -286,7 +286,9 @@ def _without_dropout(block: nn.Module) -> Iterator[None]:
     """Makes a module drop nothing, and adds the same noise to its parameters each time."""
     rates = [(module, key, module.__dict__[key]) for module, key in rates_in(block)]
     trained = [p for p in block.parameters() if p.requires_grad]
-    parameters = [p for p in block.parameters() if p.is_floating_point() and _has_values(p)]
+    # Modules that gather parameters may keep them from the first run on, and both runs are alike.
+    noisy = () if _is_gathered(block) else block.parameters()
+    parameters = [p for p in noisy if p.is_floating_point() and _has_values(p)]
     values = [p.data for p in parameters]
     try:
         for module, key, _ in rates:

@@ -291,7 +291,7 @@ def _train(
 @step(non_split_inputs=["num_items"], weight=_weight)  # type: ignore[untyped-decorator]
 def _predict(
     trainer: SMPTrainer,
-    model: DistributedModel,
+    model: nn.Module,
     inputs: dict[str, Any],
     num_items: Any,
     size: int,

@@ -149,6 +149,7 @@ class DistributedModel(ModelViews):
                 real_device=current.rank.device if trace_device == "gpu" else torch.device("cpu"),
                 measure_times=times,
                 measure_memory=trace_memory_usage,
+                peers=tuple(current.rank.groups["dp_cp"]),
             ),
             overlap=overlapping_allreduce,
             passes_per_reduction=backward_passes_per_step,

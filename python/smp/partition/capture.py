@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
+import smp._C as _C
 from smp.modules.tracing import tracing
 from smp.partition.costs import Trace
+from smp.partition.own_collectives import OwnCollective
 from smp.partition.stand_in import real_result, stand_in
 from smp.partition.trace_choice import TraceOptions, trace_for_partition
 from smp.tensor_parallel import regions
@@ -100,6 +102,14 @@ class Capture:
                 body()
             except CallSeen:
                 pass
+            except OwnCollective as error:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}a model's forward calls a collective of torch.distributed "
+                    f"by itself ({error.operator} over global ranks {list(error.ranks)}). In a "
+                    "pipeline only the ranks that hold the calling module run it, and the others "
+                    "would be waited for forever: call it outside of the model, or over "
+                    "smp.get_dp_process_group(), whose ranks run the same code"
+                ) from error
             except Exception as error:
                 # After a call, an error may only mean that results were zeros.
                 if not self._called:

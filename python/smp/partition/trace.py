@@ -24,6 +24,7 @@ from smp.modules.tracing import tracing
 from smp.partition import trace_flops
 from smp.partition.costs import ModuleCost, Trace, TracedValue
 from smp.partition.fake_leaks import nothing_kept
+from smp.partition.own_collectives import OwnCollective
 from smp.partition.state_watch import HookWatch, StateWatch, Use, around_uses
 from smp.partition.trace_guard import exchange_tensors, untouched
 from smp.partition.trace_meters import OwnMeter
@@ -117,7 +118,7 @@ def _traced(
                 return run.with_times(result) if options.measure_times else result
             finally:
                 values.restore()
-        except TraceError:
+        except (TraceError, OwnCollective):
             raise
         except Exception as error:  # out of memory, mostly
             raise TraceError(_describe(error, root, None)) from error
@@ -234,6 +235,8 @@ class _Run:
             with around_forwards(self._modules, wrap), recorder.watching():
                 # The result stays where it was made.
                 self._root(*args, **kwargs)
+        except OwnCollective:
+            raise
         except Exception as error:
             raise TraceError(_describe(error, self._root, recorder.failed_at)) from error
 

@@ -13,6 +13,7 @@ from torch import nn
 from smp._device import device_module, is_accelerator
 from smp.partition import trace_flops
 from smp.partition.costs import Trace
+from smp.partition.own_collectives import OwnCollective
 from smp.partition.trace import TraceError, trace
 
 _log = logging.getLogger("smp")
@@ -29,12 +30,14 @@ class TraceOptions:
         real_device: device of a trace for real.
         measure_times: whether to measure own times of modules, which needs a trace for real.
         measure_memory: whether to measure what each module keeps, which needs a trace for real.
+        peers: global ranks that run the same code at the same time; this one among them.
     """
 
     device: torch.device
     real_device: torch.device
     measure_times: bool = False
     measure_memory: bool = False
+    peers: tuple[int, ...] = ()
 
 
 def check_tracing(device: str, times: bool) -> None:
@@ -51,14 +54,31 @@ def check_tracing(device: str, times: bool) -> None:
 def trace_for_partition(
     root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: TraceOptions
 ) -> Trace | None:
-    """Returns the best trace that the model allows.
+    """Returns the best trace that the model allows; see `_best_trace`.
+
+    Returns:
+        None when the model cannot be traced at all; only its parameter sizes are known then.
+
+    Raises:
+        OwnCollective: the model calls a collective that would wait for ranks which run other code.
+    """
+    try:
+        return _best_trace(root, args, kwargs, options)
+    except OwnCollective as error:
+        if not error.is_among(options.peers):
+            raise
+        _warn("trace", error, "using parameter sizes alone")
+        return None
+
+
+def _best_trace(
+    root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: TraceOptions
+) -> Trace | None:
+    """Returns the best trace that the model allows, or None.
 
     The trace is made without memory unless measurements are wanted. A model that reads values of
     tensors into Python cannot be traced so; it runs for real on the CPU if its weights exist. Each
     step down is logged as a warning.
-
-    Returns:
-        None when the model cannot be traced at all; only its parameter sizes are known then.
     """
     wanted = options.measure_times or options.measure_memory
     if wanted and _can_run(root, options.real_device):
@@ -89,7 +109,7 @@ def trace_for_partition(
         return None
 
 
-def _warn(what: str, error: TraceError, next_step: str) -> None:
+def _warn(what: str, error: Exception, next_step: str) -> None:
     _log.warning("smp: the %s for the partition failed: %s; %s", what, error, next_step)
 
 

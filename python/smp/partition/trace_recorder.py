@@ -22,6 +22,7 @@ from smp.modules.operators import memory_of, written_tensors
 from smp.modules.transforms import is_transformed, unwrapped
 from smp.partition import trace_flops
 from smp.partition.costs import DIFFERENTIATES, OWN_BACKWARD, READS, TRANSFORMS
+from smp.partition.own_collectives import refuse_collective
 from smp.partition.trace_nodes import NodeBackwards
 from smp.partition.trace_values import KnownValues
 
@@ -302,6 +303,7 @@ class Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        refuse_collective(func, args, kwargs)
         if not self._stack or trace_flops.is_ignored(func):
             return self._run(func, args, kwargs)
         if _DATA_DEPENDENT.intersection(func.tags):

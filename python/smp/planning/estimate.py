@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,7 @@ from smp.planning.traced_model import TracedModel, computing_in
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """Estimate of each rank of one pipeline stage.
+    """Estimate of each rank of one pipeline stage, or of the one with the least room to spare.
 
     Attributes:
         pp_rank: pipeline rank.
@@ -28,6 +28,7 @@ class StageEstimate:
         kept_microbatches: largest number of microbatches whose activations are kept.
         microbatch_bytes: bytes of activations of one microbatch, on the device.
         held: bytes by kind.
+        room: bytes of the device; None: not known.
     """
 
     pp_rank: int
@@ -36,6 +37,7 @@ class StageEstimate:
     kept_microbatches: int
     microbatch_bytes: float
     held: RankBytes
+    room: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,21 @@ def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: 
     decision = decided(root, scaled(model, model.costs, layout), run)
     contents = contents_of(stages_of(model, decision), layout.pp, decision.num_chunks)
     content_of = {rank: content for content in contents for rank in content.ranks}
-    stages = tuple(_stage(rank, content_of[rank], layout) for rank in range(layout.pp))
+    stages = tuple(_stage(rank, content_of[rank], run) for rank in range(layout.pp))
     return Estimate(sum(p.numel() for p in root.parameters()), stages, decision)
 
 
-def _stage(pp_rank: int, content: Content, layout: Layout) -> StageEstimate:
+def _stage(pp_rank: int, content: Content, run: Run) -> StageEstimate:
+    if run.kinds is None:
+        return _stage_of(pp_rank, content, run.layout)
+    found = []
+    for place in run.kinds.places(run.layout)[pp_rank]:
+        own = _stage_of(pp_rank, content, replace(run.layout, share=place.share))
+        found.append(replace(own, room=run.kinds.devices[place.kind].memory_bytes))
+    return max(found, key=lambda own: own.held.peak / (own.room or 1))
+
+
+def _stage_of(pp_rank: int, content: Content, layout: Layout) -> StageEstimate:
     kept, weights = layout.kept[pp_rank], weights_of(content, layout)
     return StageEstimate(
         pp_rank=pp_rank,

@@ -98,18 +98,28 @@ class Grid:
         shard: ranks that hold one copy of the state together.
         replicas: ranks that hold the same part of the state.
         next_stage: a rank and the one with the next part of the model.
+        context: ranks that read one batch and have parts of its sequences.
         apart: mean number of other ranks that a token is sent to, if experts are spread.
+        sent_keys: heads of keys that the context-parallel ranks exchange, over those of queries.
     """
 
     tensor: Reach
     shard: Reach
     replicas: Reach
     next_stage: Reach
+    context: Reach
     apart: float = 0.0
+    sent_keys: float = 1.0
 
     @classmethod
     def of(
-        cls, layout: Layout, per_host: int, hardware: Hardware, experts: int = 0, routed: int = 1
+        cls,
+        layout: Layout,
+        per_host: int,
+        hardware: Hardware,
+        experts: int = 0,
+        routed: int = 1,
+        sent_keys: float = 1.0,
     ) -> Grid:
         """Returns the groups of a layout; a token is sent to `routed` of `experts` experts."""
 
@@ -122,7 +132,9 @@ class Grid:
             reach_of_replicas(layout, layout.shard, per_host, hardware),
             Reach(layout.replicas // layout.shard, replicas.crosses, replicas.link),
             along("P", min(2, layout.pp)),
+            Reach(1, False, hardware.inside) if layout.cp == 1 else along("C", layout.cp),
             other_ranks(layout.tp, experts, routed) if layout.spreads_experts else 0.0,
+            sent_keys,
         )
 
 

@@ -45,6 +45,9 @@ class Layout:
         own_batches: each rank of a tensor-parallel group reads a microbatch of its own.
         persistent: sharded tensors of fewer elements stay whole between uses.
         horizon: inputs of checkpoints that are back on the device before they are needed.
+        share: samples that a replica reads over the mean of all replicas.
+        device_speeds: speeds of the devices, by global rank; empty: all are alike.
+        memory_limits: most bytes of each pipeline rank; empty: the run finds out.
     """
 
     pp: int = 1
@@ -73,6 +76,9 @@ class Layout:
     persistent: int = 1_000_000
     horizon: int = 4
     cp: int = 1
+    share: float = 1.0
+    device_speeds: tuple[float, ...] = ()
+    memory_limits: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -121,7 +127,7 @@ class Layout:
     @property
     def computed_samples(self) -> float:
         """Returns the samples of a microbatch that a rank computes, in parts of sequences."""
-        return self.microbatch / self.cp
+        return self.microbatch * self.share / self.cp
 
     @property
     def replicas(self) -> int:
@@ -194,6 +200,8 @@ class Layout:
             "offload_optimizer_state": self.offloads_state or None,
             "update_in_backward": self.drops_gradients or None,
             "placement_strategy": self.placement if several else None,
+            "device_speeds": list(self.device_speeds) or None,
+            "partition_memory_limit": list(self.memory_limits) or None,
         }
         return {key: value for key, value in keys.items() if value is not None}
 

@@ -168,7 +168,9 @@ def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> Ra
     buckets = 0.0
     if size > 1 or layout.drops_gradients:
         cap = layout.bucket_bytes / (2 if layout.shards_parameters else 1)
-        times = 1 if layout.rdp * layout.tp == 1 else 2  # one is filled while another is summed
+        times = (
+            1 if layout.replicas * layout.tp == 1 else 2
+        )  # one is filled while another is summed
         buckets = min(times * max(cap, 4 * weights.largest), 4 * weights.trained)
     backward_ends = RankBytes(
         parameters=computed + weights.packed_bytes,

@@ -128,6 +128,7 @@ class ModelProfile:
         heads: attention heads that tensor parallelism can divide; 0: not known.
         experts: number of experts of each mixture; 0: there is none.
         routed: number of experts that a token is sent to.
+        key_heads: heads of keys and values; 0: as many as there are heads.
     """
 
     parts: tuple[Part, ...]
@@ -136,6 +137,19 @@ class ModelProfile:
     heads: int
     experts: int = 0
     routed: int = 1
+    key_heads: int = 0
+
+    def sent_keys(self, num_ranks: int) -> float:
+        """Returns the heads of keys that ranks sharing heads exchange, over those of queries.
+
+        Each rank gets one at least.
+
+        Args:
+            num_ranks: number of ranks that have other heads.
+        """
+        if self.key_heads == 0 or self.heads == 0:
+            return 1.0
+        return min(1.0, max(self.key_heads, num_ranks) / self.heads)
 
     @property
     def chain(self) -> tuple[Part, ...]:

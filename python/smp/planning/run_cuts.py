@@ -14,6 +14,7 @@ from torch import nn
 
 import smp._C as _C
 from smp.config.schema import Config
+from smp.modules.sequence_blocks import find_blocks, indivisible
 from smp.partition import trace_flops
 from smp.partition.costs import Trace
 from smp.partition.decide import Fastest, decide
@@ -24,6 +25,7 @@ from smp.partition.together import without_cuts
 from smp.partition.trace import trace
 from smp.partition.tree import build_tree
 from smp.planning.hardware import Hardware
+from smp.planning.kinds import Kinds
 from smp.planning.layout import Layout
 from smp.planning.profile import ModelProfile
 from smp.planning.stages import Stage, of_parts
@@ -33,6 +35,9 @@ from smp.planning.traced_model import (
     repeated_layers,
 )
 from smp.world.log import first_rank_log
+
+#: Dtypes of 16 bits that a model is cast to, by precision.
+HALVES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Run:
         rooms: bytes of memory that the partition may take, by pipeline rank; empty: not known.
         device: type of device, which decides bucket sizes.
         state_dtype: storage of the optimizer's moments.
+        kinds: the devices of all ranks, with speeds; None: not known, and all alike.
     """
 
     config: Config
@@ -56,6 +62,7 @@ class Run:
     rooms: tuple[int, ...] = ()
     device: str = "cpu"
     state_dtype: str = "fp32"
+    kinds: Kinds | None = None
 
     @cached_property
     def layout(self) -> Layout:
@@ -96,11 +103,14 @@ def decided(root: nn.Module, traced: Trace, run: Run) -> Decision:
     if pp_size > 1 and not {"memory_weight", "optimize"} & run.given:
         factor = state_factor(root.parameters(), config, run.layout.shard)
         fastest = Fastest(run.layout.shape, run.rooms, factor)
+    shares_tokens = config.context_parallel_degree > 1
+    with indivisible([block for _, block in find_blocks(root)] if shares_tokens else ()):
+        index = build_tree(root, traced)
     decision = decide(
         root,
         config,
         pp_size,
-        index=build_tree(root, traced),
+        index=index,
         file=config.partition_file,
         num_chunks=run.layout.chunks,
         memory_limits=config.memory_limits,
@@ -249,7 +259,20 @@ class View:
         Raises:
             TraceError: the forward raised.
         """
-        half = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-        with computing_in(root, half):
+        with computing_in(root, HALVES[precision]):
             traced = TracedModel(root, *call, device.flops_per_byte(precision))
         return cls(traced.profile(), RunCuts(traced, device.type))
+
+
+def sample_seconds(
+    root: nn.Module, call: tuple[Sequence[Any], dict[str, Any]], device: Hardware, precision: str
+) -> float:
+    """Returns the seconds of a device for the work on one sample, forward and backward.
+
+    Raises:
+        TraceError: the forward raised.
+    """
+    with computing_in(root, HALVES[precision]):
+        traced = TracedModel(root, *call, device.flops_per_byte(precision))
+    work = sum(part.forward.total + part.backward.total for part in traced.profile().chain)
+    return work / device.rate(precision)

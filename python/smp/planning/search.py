@@ -11,6 +11,7 @@ from typing import Any
 import smp._C as _C
 from smp.planning.groups import Grid
 from smp.planning.hardware import Hardware
+from smp.planning.kinds import Kinds
 from smp.planning.layout import Layout
 from smp.planning.memory import RankBytes, held_by_rank, peak_bytes
 from smp.planning.profile import ModelProfile, Part
@@ -19,8 +20,9 @@ from smp.planning.stages import Content, Stage, contents_of, cut
 from smp.planning.step_time import StepTime, sent_bytes, step_time
 
 MICROBATCHES = (1, 2, 4, 8, 16)
-_SIMULATED = 24  # number of candidates that are simulated
-_USABLE = 0.9  # share of a device's memory, as in the library's own partition
+_SIMULATED = 24  # number of candidates that fit and are simulated
+_PARTITIONED = 96  # number of candidates that get the partition of a run
+USABLE = 0.9  # share of a device's memory, as in the library's own partition
 _SKEW = 1.5  # largest bound of a simulated candidate, over the best one's bound
 
 
@@ -30,10 +32,10 @@ class Job:
 
     Attributes:
         whole: the model, traced for this hardware and precision.
-        hardware: figures of the devices.
+        hardware: figures of the devices; of the slowest one if there are several kinds.
         num_ranks: number of devices.
         per_host: devices of a host.
-        memory_bytes: memory of a device.
+        memory_bytes: memory of a device, or of the smallest one.
         samples: samples of a step, over all devices.
         precision: "fp32", "bf16" or "fp16".
         split: the model with the library's tensor-parallel operators; None: its own code is split.
@@ -42,6 +44,7 @@ class Job:
         masters: storage of digits that 16-bit parameters lack.
         offloads_state: moments of the optimizer are in host memory.
         drops_gradients: gradients are applied in the backward: one microbatch, nothing sharded.
+        kinds: the devices, if there are several kinds.
     """
 
     whole: View
@@ -57,6 +60,7 @@ class Job:
     masters: str = "fp32"
     offloads_state: bool = False
     drops_gradients: bool = False
+    kinds: Kinds | None = None
 
     @property
     def profile(self) -> ModelProfile:
@@ -70,7 +74,35 @@ class Job:
     @property
     def usable_bytes(self) -> float:
         """Returns the bytes of a device that a plan may take."""
-        return _USABLE * self.memory_bytes
+        return USABLE * self.memory_bytes
+
+    def rooms(self, layout: Layout) -> tuple[float, ...]:
+        """Returns the bytes that a plan may take on each pipeline rank."""
+        if self.kinds is None:
+            return (self.usable_bytes,) * layout.pp
+        return tuple(USABLE * num_bytes for num_bytes in self.kinds.least_bytes(layout))
+
+    def devices(self, layout: Layout) -> list[Hardware]:
+        """Returns the device of each pipeline rank; empty where all are `hardware`."""
+        return [] if self.kinds is None else self.kinds.awaited(layout, self.hardware)
+
+    def of_kinds(self, layout: Layout) -> Layout:
+        """Returns a layout with the keys that tell a run what kinds of devices it has."""
+        if self.kinds is None:
+            return layout
+        limits = self.rooms(layout) if self.kinds.has_uneven_memory and layout.pp > 1 else ()
+        return replace(
+            layout,
+            device_speeds=self.kinds.device_speeds,
+            memory_limits=tuple(map(int, limits)),
+        )
+
+    def gives_samples_to_all(self, layout: Layout) -> bool:
+        """Returns whether each replica has a sample for each microbatch."""
+        if self.kinds is None:
+            return True
+        samples = self.kinds.samples(layout, self.samples)
+        return min(samples) >= layout.microbatches
 
 
 @dataclass(frozen=True)
@@ -81,7 +113,8 @@ class Plan:
         layout: the layout.
         stages: stages that the model is cut into.
         time: time of a step.
-        held: bytes of each pipeline rank at its peak.
+        held: bytes of each pipeline rank at its peak, in the replica with the least room for them.
+        rooms: bytes that it may take there.
         grid: groups of ranks of the layout.
     """
 
@@ -89,12 +122,25 @@ class Plan:
     stages: tuple[Stage, ...]
     time: StepTime
     held: tuple[RankBytes, ...]
+    rooms: tuple[float, ...]
     grid: Grid
 
     @property
     def peak_bytes(self) -> float:
         """Returns the peak bytes of the fullest rank."""
         return max(rank.peak for rank in self.held)
+
+    @property
+    def filled(self) -> float:
+        """Returns the peak over the room of the rank that is filled most."""
+        return max(held.peak / room for held, room in zip(self.held, self.rooms, strict=True))
+
+    def rank_seconds(self) -> list[float]:
+        """Returns the seconds of one microbatch on each pipeline rank."""
+        found = [0.0] * self.layout.pp
+        for stage, time in zip(self.stages, self.time.stages, strict=True):
+            found[stage.rank] += time.total
+        return found
 
     def shares(self) -> dict[str, float]:
         """Returns shares of the step by what the busiest rank does; their sum is 1."""
@@ -111,7 +157,7 @@ class Plan:
 
         others = {
             "second forward": spent("again"),
-            "tensor exchange": spent("exchanged"),
+            "exchange in layers": spent("exchanged"),
             "gathers": spent("gathered"),
             "offloading": spent("copied"),
         }
@@ -141,6 +187,7 @@ class Plan:
             "gather": grid.shard.crosses,
             "reduce": grid.replicas.crosses or grid.shard.crosses,
             "pipeline": grid.next_stage.crosses,
+            "context": grid.context.crosses,
         }
         result = {"inside": 0.0, "between": 0.0}
         for kind, num_bytes in sent_bytes(self.stages, self.layout, grid).items():
@@ -171,30 +218,56 @@ def predict(job: Job, layout: Layout, simulated: bool = True) -> Plan:
     Raises:
         ValueError: the model cannot be cut into the stages of the layout.
     """
-    view = job.view(layout.tp)
+    view, layout = job.view(layout.tp), job.of_kinds(layout)
     if view.cuts is None or layout.pp == 1:
-        stages = _cuts(view.profile, layout)
+        stages = _cuts(job, layout)
     else:
-        stages = view.cuts.stages(layout, (int(job.usable_bytes),) * layout.pp)
+        stages = view.cuts.stages(layout, tuple(map(int, job.rooms(layout))))
+    return _planned(job, layout, stages, simulated)
+
+
+def _planned(job: Job, layout: Layout, stages: Sequence[Stage], simulated: bool) -> Plan:
     time, grid = _time(job, layout, stages, simulated)
-    contents = contents_of(stages, layout.pp, layout.chunks)
-    return Plan(layout, tuple(stages), time, tuple(held_by_rank(contents, layout)), grid)
+    held, rooms = _held(job, layout, contents_of(stages, layout.pp, layout.chunks))
+    return Plan(layout, tuple(stages), time, held, rooms, grid)
 
 
-def _cuts(profile: ModelProfile, layout: Layout) -> list[Stage]:
+def _cuts(job: Job, layout: Layout) -> list[Stage]:
     def weight(part: Part) -> float:
         runs = 2 if layout.checkpoints and part.is_layer else 1
         return runs * part.forward.on(layout.shares) + part.backward.on(layout.shares)
 
-    return cut(profile, layout.pp, layout.chunks, weight)
+    speeds = [device.rate(layout.precision) for device in job.devices(layout)]
+    return cut(job.view(layout.tp).profile, layout.pp, layout.chunks, weight, speeds)
+
+
+def _held(
+    job: Job, layout: Layout, contents: Sequence[Content]
+) -> tuple[tuple[RankBytes, ...], tuple[float, ...]]:
+    """Returns bytes and room of each pipeline rank, in the replica that is filled most."""
+    if job.kinds is None:
+        return tuple(held_by_rank(contents, layout)), job.rooms(layout)
+    places = job.kinds.places(layout)
+    shares = {place.share for own in places for place in own}
+    held = {share: held_by_rank(contents, replace(layout, share=share)) for share in shares}
+    found = []
+    for rank, own in enumerate(places):
+        pairs = [
+            (held[place.share][rank], USABLE * job.kinds.devices[place.kind].memory_bytes)
+            for place in own
+        ]
+        found.append(max(pairs, key=lambda pair: pair[0].peak / pair[1]))
+    return tuple(own for own, _ in found), tuple(room for _, room in found)
 
 
 def _time(
     job: Job, layout: Layout, stages: Sequence[Stage], simulated: bool
 ) -> tuple[StepTime, Grid]:
     model, device = job.profile, job.hardware
-    grid = Grid.of(layout, job.per_host, device, model.experts, model.routed)
-    return step_time(stages, layout, grid, device, job.per_host, simulated), grid
+    keys = model.sent_keys(layout.tp * layout.cp)
+    grid = Grid.of(layout, job.per_host, device, model.experts, model.routed, keys)
+    devices = job.devices(layout)
+    return step_time(stages, layout, grid, device, job.per_host, simulated, devices), grid
 
 
 def search(job: Job) -> Found:
@@ -204,25 +277,45 @@ def search(job: Job) -> Found:
     least = math.inf
     tried = 0
     cuts: dict[tuple[object, ...], tuple[list[Stage], list[Content]]] = {}
-    peaks: dict[Layout, float] = {}
+    filled: dict[Layout, float] = {}
     for layout in layouts(job):
-        key = (layout.pp, layout.chunks, layout.tp, layout.checkpoints, layout.in_memory)
+        # Kinds of devices are where a placement puts them; else it changes neither cut nor peak.
+        anywhere = replace(layout, placement="DPT") if job.kinds is None else layout
+        choices = (layout.chunks, layout.checkpoints, layout.in_memory)
+        key = (layout.pp, layout.tp, anywhere.placement, *choices)
         if key not in cuts:
-            stages = _cuts(job.view(layout.tp).profile, layout)
+            stages = _cuts(job, layout)
             cuts[key] = stages, contents_of(stages, layout.pp, layout.chunks)
         tried += 1
         stages, contents = cuts[key]
         # Layouts that differ in their placement alone follow each other.
-        anywhere = replace(layout, placement="DPT")
-        if anywhere not in peaks:
-            peaks = {anywhere: peak_bytes(contents, layout)}
-        peak = peaks[anywhere]
-        if peak <= job.usable_bytes:
+        if anywhere not in filled:
+            filled = {anywhere: _filled(job, layout, contents)}
+        if filled[anywhere] <= 1:
             fitting.append((_time(job, layout, stages, simulated=False)[0].total, layout))
-        elif peak < least:
-            least, closest = peak, layout
-    nearest = None if fitting or closest is None else predict(job, closest, simulated=False)
-    return Found(tuple(_best(job, fitting)), tried, len(fitting), nearest)
+        if filled[anywhere] < least:
+            least, closest = filled[anywhere], layout
+    plans = _best(job, fitting)
+    nearest = None if plans or closest is None else _nearest(job, closest)
+    return Found(tuple(plans), tried, len(fitting), nearest)
+
+
+def _filled(job: Job, layout: Layout, contents: Sequence[Content]) -> float:
+    """Returns the peak over the room of the rank that is filled most."""
+    if job.kinds is None:
+        return peak_bytes(contents, layout) / job.usable_bytes
+    held, rooms = _held(job, layout, contents)
+    peaks = [own.peak for own in held]
+    if layout.pp > 1:  # the partition of a run gives less to ranks with less room
+        return sum(peaks) / sum(rooms)
+    return peaks[0] / rooms[0]
+
+
+def _nearest(job: Job, layout: Layout) -> Plan:
+    try:
+        return predict(job, layout, simulated=False)
+    except ValueError:  # a run has no such partition
+        return _planned(job, layout, _cuts(job, layout), simulated=False)
 
 
 def _best(job: Job, fitting: Sequence[tuple[float, Layout]]) -> list[Plan]:
@@ -233,14 +326,14 @@ def _best(job: Job, fitting: Sequence[tuple[float, Layout]]) -> list[Plan]:
         kinds.setdefault(kind, (bound_s, layout))
     simulated: list[Plan] = []
     most = math.inf
-    for bound_s, layout in kinds.values():  # in the order of their bounds
+    for bound_s, layout in list(kinds.values())[:_PARTITIONED]:  # in the order of their bounds
         if len(simulated) == _SIMULATED or bound_s > most:
             break
         try:
             plan = predict(job, layout)
         except ValueError:  # a run has no such partition
             continue
-        if plan.peak_bytes <= job.usable_bytes:
+        if plan.filled <= 1:
             simulated.append(plan)
             most = min(most, _SKEW * bound_s)
     return sorted(simulated, key=lambda plan: (plan.time.total, plan.peak_bytes))
@@ -249,8 +342,13 @@ def _best(job: Job, fitting: Sequence[tuple[float, Layout]]) -> list[Plan]:
 def layouts(job: Job) -> Iterator[Layout]:
     """Yields all layouts that are worth a look, in a fixed order."""
     for tp in _tensor_degrees(job):
-        for pp in _divisors(job.num_ranks // tp):
-            rdp = job.num_ranks // (tp * pp)
+        degrees = (
+            (pp, cp)
+            for pp in _divisors(job.num_ranks // tp)
+            for cp in _context_degrees(job, tp * pp, tp)
+        )
+        for pp, cp in degrees:
+            rdp = job.num_ranks // (tp * pp * cp)
             for microbatch in MICROBATCHES:
                 microbatches, rest = divmod(job.samples, rdp * microbatch)
                 if rest == 0 and (microbatches == 1 or not job.drops_gradients):
@@ -258,6 +356,7 @@ def layouts(job: Job) -> Iterator[Layout]:
                         pp=pp,
                         tp=tp,
                         rdp=rdp,
+                        cp=cp,
                         microbatch=microbatch,
                         microbatches=microbatches,
                         precision=job.precision,
@@ -277,10 +376,12 @@ def _choices(base: Layout, job: Job) -> Iterator[Layout]:
         _shardings(base, job),
         _keeping(job),
         _borders(base, job),
-        ("DPT", "PDT") if base.pp > 1 and base.rdp > 1 else ("DPT",),
+        ("DPT", "PDT") if base.pp > 1 and base.replicas > 1 else ("DPT",),
     )
     for schedule, sharding, keeping, border, placement in choices:
-        yield replace(base, **schedule, **sharding, **keeping, **border, placement=placement)
+        layout = replace(base, **schedule, **sharding, **keeping, **border, placement=placement)
+        if job.gives_samples_to_all(layout):
+            yield layout
 
 
 def _schedules(base: Layout, num_parts: int) -> Iterator[dict[str, Any]]:
@@ -304,8 +405,9 @@ def _shardings(base: Layout, job: Job) -> list[dict[str, Any]]:
     if job.drops_gradients:
         return [{}]
     inside = max(1, job.per_host // base.tp)
-    whole = sorted({q for q in (inside, base.rdp) if q > 1 and base.rdp % q == 0})
-    pairs = [(q, False) for q in sorted({1, base.rdp})] + [(q, True) for q in whole]
+    most = base.replicas
+    whole = sorted({q for q in (inside, most) if q > 1 and most % q == 0})
+    pairs = [(q, False) for q in sorted({1, most})] + [(q, True) for q in whole]
     return [{"shard": shard, "shards_parameters": parameters} for shard, parameters in pairs]
 
 
@@ -331,6 +433,24 @@ def _tensor_degrees(job: Job) -> list[int]:
     """Returns the divisors of a host's devices that leave whole heads to each rank."""
     inside = min(job.per_host, job.num_ranks)
     return _divisors(math.gcd(inside, job.num_ranks, job.profile.heads or 1))
+
+
+def _context_degrees(job: Job, others: int, tp: int) -> list[int]:
+    """Returns degrees that leave whole heads and several tokens to each rank.
+
+    Args:
+        job: the job.
+        others: number of ranks along pipeline and tensor parallelism.
+        tp: tensor-parallel degree.
+    """
+    heads, tokens = job.profile.heads // tp, job.profile.tokens
+    if job.kinds is not None:  # parts of sequences are even, so all wait for the slowest device
+        return [1]
+    return [
+        cp
+        for cp in _divisors(job.num_ranks // others)
+        if cp == 1 or (heads > 0 and heads % cp == 0 and tokens >= 2 * cp)
+    ]
 
 
 def _divisors(number: int) -> list[int]:

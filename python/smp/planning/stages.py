@@ -6,10 +6,11 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
+
+import torch
 
 from smp.planning.profile import ModelProfile, Part, Shares
-
-_ROUNDS = 40  # rounds of a bisection
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,11 @@ class Stage:
 
 
 def cut(
-    profile: ModelProfile, num_ranks: int, chunks: int, weight: Callable[[Part], float]
+    profile: ModelProfile,
+    num_ranks: int,
+    chunks: int,
+    weight: Callable[[Part], float],
+    speeds: Sequence[float] = (),
 ) -> list[Stage]:
     """Cuts the chain such that the heaviest stage is as light as can be.
 
@@ -46,6 +51,7 @@ def cut(
         num_ranks: pipeline ranks.
         chunks: stages of each rank.
         weight: function that returns the weight of a part.
+        speeds: speed of each pipeline rank; empty: all are alike.
 
     Raises:
         ValueError: there are fewer parts than stages.
@@ -54,17 +60,9 @@ def cut(
     num_stages = num_ranks * chunks
     if len(parts) < num_stages:
         raise ValueError(f"{len(parts)} parts cannot be {num_stages} stages")
-    weights = [weight(part) for part in parts]
     tail = weight(profile.tail) if profile.tail is not None else 0.0
-    low, high = max(weights), (sum(weights) + tail) * (1 + 1e-9)
-    for _ in range(_ROUNDS):
-        middle = (low + high) / 2
-        if _ends(weights, num_stages, middle, tail) is None:
-            low = middle
-        else:
-            high = middle
-    ends = _ends(weights, num_stages, high, tail)
-    assert ends is not None, "everything fits into what everything weighs"
+    by_stage = [1.0] * num_stages if not speeds else list(speeds) * chunks
+    ends = _ends([weight(part) for part in parts], by_stage, tail)
     begins = [0, *ends]
     cuts = [(parts[a:b], _input(parts, a), 0.0) for a, b in itertools.pairwise(begins)]
     if profile.tail is not None:
@@ -93,25 +91,28 @@ def of_parts(
     return [stage(idx, *own) for idx, own in enumerate(parts_of)]
 
 
-def _ends(weights: Sequence[float], num_stages: int, most: float, tail: float) -> list[int] | None:
-    """Returns ends of stages of which none weighs more than `most`, or None if there are none.
+def _ends(weights: Sequence[float], speeds: Sequence[float], tail: float) -> list[int]:
+    """Returns the ends of stages whose largest load is as small as can be, early stages filled.
 
-    The weight of the tail counts for the first stage.
+    Dynamic programming over where a stage begins. A load is weight by speed; the weight of the
+    tail counts for the first stage.
     """
-    ends: list[int] = []
-    begin = 0
-    for stage in range(num_stages):
-        left = num_stages - stage - 1  # stages that still have to get a part
-        load = weights[begin] + (tail if stage == 0 else 0.0)
-        if load > most and stage > 0:
-            return None
-        end = begin + 1
-        while end < len(weights) - left and load + weights[end] <= most:
-            load += weights[end]
-            end += 1
-        ends.append(end)
-        begin = end
-    return ends if begin == len(weights) else None
+    upto = torch.tensor([0.0, *itertools.accumulate(weights)], dtype=torch.float64)
+    # Row: where a stage begins; column: where it ends. Stages are not empty.
+    is_empty = torch.ones(len(upto), len(upto)).tril() > 0
+    weight = (upto[None] - upto[:, None]).masked_fill(is_empty, inf)
+    behind = [torch.full_like(upto, inf)]  # least of the largest load of later stages, by begin
+    behind[0][-1] = 0.0
+    for stage in reversed(range(len(speeds))):
+        load = (weight + (tail if stage == 0 else 0.0)) / speeds[stage]
+        behind.append(torch.maximum(load, behind[-1]).amin(1))
+    behind.reverse()
+    most, begin, ends = float(behind[0][0]) * (1 + 1e-9), 0, []
+    for stage, speed in enumerate(speeds):
+        load = (weight[begin] + (tail if stage == 0 else 0.0)) / speed
+        begin = int(torch.nonzero((load <= most) & (behind[stage + 1] <= most))[-1])
+        ends.append(begin)
+    return ends
 
 
 def _input(parts: Sequence[Part], begin: int) -> float:

@@ -101,10 +101,35 @@ def _overheads(stage: Stage, layout: Layout, hardware: Hardware) -> tuple[float,
 
 
 def exchanges(part: Part, layout: Layout, grid: Grid) -> tuple[dict[str, Cost], dict[str, Cost]]:
-    """Returns the costs of the exchanges of a split part per microbatch: forward and backward.
+    """Returns the costs of the exchanges of a part per microbatch: forward and backward.
 
-    The keys are "tensor", and "experts" for tokens on their way to experts and back.
+    The keys are "tensor", "experts" for tokens on their way to experts and back, and "context".
     """
+    ahead, back = _split_exchanges(part, layout, grid)
+    shared = _context_exchanges(part, layout, grid)
+    return {**ahead, **shared}, {**back, **shared}
+
+
+def _context_exchanges(part: Part, layout: Layout, grid: Grid) -> dict[str, Cost]:
+    """Returns the costs of a layer whose tokens ranks share, in either direction.
+
+    Queries, keys and values go from parts of tokens to heads, and the result of attention goes back
+    (Jacobs et al. 2023). Between pipeline ranks all ranks have all tokens.
+    """
+    group = grid.context
+    if group.size == 1 or not part.is_layer:
+        return {}
+    own = layout.computed_samples * part.input_bytes * (group.size - 1) / group.size
+    heads = own * layout.shares.split
+    cost = group.exchange((1 + 2 * grid.sent_keys) * heads) + group.exchange(heads)
+    if layout.pp > 1:
+        cost += group.gather(layout.computed_samples * layout.cp * part.input_bytes)
+    return {"context": cost}
+
+
+def _split_exchanges(
+    part: Part, layout: Layout, grid: Grid
+) -> tuple[dict[str, Cost], dict[str, Cost]]:
     group = grid.tensor
     if group.size == 1 or part.num_products == 0:
         return {}, {}
@@ -155,6 +180,7 @@ def step_time(
     hardware: Hardware,
     per_host: int,
     simulated: bool = True,
+    devices: Sequence[Hardware] = (),
 ) -> StepTime:
     """Estimates the seconds of a step.
 
@@ -165,10 +191,18 @@ def step_time(
         hardware: figures of the devices.
         per_host: devices of a host.
         simulated: run the schedule; otherwise return a lower bound, for a search.
+        devices: device of each pipeline rank; empty: `hardware`.
     """
-    different = {(stage.kinds, stage.calls): stage for stage in stages}
-    known = {kind: stage_time(one, layout, grid, hardware) for kind, one in different.items()}
-    times = [known[stage.kinds, stage.calls] for stage in stages]
+    devices = devices or (hardware,) * layout.pp
+
+    def kind(stage: Stage) -> tuple[object, ...]:
+        return stage.kinds, stage.calls, id(devices[stage.rank])
+
+    different = {kind(stage): stage for stage in stages}
+    known = {
+        key: stage_time(one, layout, grid, devices[one.rank]) for key, one in different.items()
+    }
+    times = [known[kind(stage)] for stage in stages]
     by_rank, elements = [0.0] * layout.pp, [0.0] * layout.pp
     for stage, time in zip(stages, times, strict=True):
         by_rank[stage.rank] += time.total
@@ -180,19 +214,13 @@ def step_time(
         pipeline = simulated_s(stages, times, layout, grid.next_stage.link)
     else:
         pipeline = layout.microbatches * most + (sum(by_rank) - most) / layout.chunks
-    moved = _UPDATE_BYTES + 2 * moment_bytes(layout.state_dtype)
-    one_update = moved / hardware.memory_bytes_per_s
-    if hardware.overheads is not None:
-        one_update = hardware.overheads.update_element_s
-    if layout.offloads_state:  # both directions at a time; copies take longer than the update
-        copied = moment_bytes(layout.state_dtype) / hardware.host_copy_bytes_per_s
-        one_update = one_update + copied if hardware.at_once else max(one_update, copied)
-    updated = one_update * max(elements) / layout.shard
+    pairs = zip(elements, devices, strict=True)
+    updated = max(own * _element_update_s(layout, device) for own, device in pairs) / layout.shard
     reduced = 0.0
-    for kind, stage in different.items():
+    for key, stage in different.items():
         seconds = sum(cost.seconds for cost in step_costs(stage, layout, grid))
         # Devices send while they compute; cores do not.
-        hidden = 0.0 if hardware.at_once else known[kind].backward + known[kind].weight
+        hidden = 0.0 if hardware.at_once else known[key].backward + known[key].weight
         reduced = max(reduced, seconds - hidden)
     shared = 0.0
     if hardware.at_once:
@@ -217,6 +245,19 @@ def step_time(
         shared=shared,
         busiest=by_rank.index(most),
     )
+
+
+def _element_update_s(layout: Layout, device: Hardware) -> float:
+    """Returns the seconds in which a device updates one element."""
+    moved = _UPDATE_BYTES + 2 * moment_bytes(layout.state_dtype)
+    seconds = moved / device.memory_bytes_per_s
+    if device.overheads is not None:
+        seconds = device.overheads.update_element_s
+    if not layout.offloads_state:
+        return seconds
+    # Both directions at a time; copies take longer than the update.
+    copied = moment_bytes(layout.state_dtype) / device.host_copy_bytes_per_s
+    return seconds + copied if device.at_once else max(seconds, copied)
 
 
 def sent_bytes(stages: Sequence[Stage], layout: Layout, grid: Grid) -> dict[str, float]:

@@ -131,6 +131,7 @@ class TracedModel:
             int(getattr(config, "num_attention_heads", 0) or 0),
             max((tensor_split.num_experts(module) for module in self.costs.modules), default=0),
             self._routed,
+            int(getattr(config, "num_key_value_heads", 0) or 0),
         )
 
     def cut(

@@ -8,9 +8,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
+from torch import Tensor
 
 from smp.data_parallel import BatchWeights
 from smp.model.engine import Engine
@@ -31,8 +32,19 @@ from smp.world.log import first_rank_log
 # because `smp/__init__.py` binds it last.
 
 
-class StepFunction:
-    """A function that runs once per microbatch.
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _outside_compiled(function: F) -> F:
+    """Returns a function that `torch.compile` does not follow."""
+    outside: Any = torch._disable_dynamo(function)
+    return cast(F, outside)
+
+
+class StepFunction(Generic[P, R]):
+    """A function that runs once per microbatch; it gives an ``R``.
 
     It is callable, but no descriptor: in a class body it stays a plain function and does not
     receive ``self``.
@@ -40,7 +52,7 @@ class StepFunction:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[P, Any],
         non_split_inputs: Iterable[str] | None,
         input_split_axes: Mapping[str, int] | None,
         detach_outputs: bool,
@@ -76,8 +88,8 @@ class StepFunction:
                     f"arguments {list(parameters)}"
                 )
 
-    @torch._disable_dynamo
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @_outside_compiled
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         current = runtime.current()
         if current.steps.running is None:
             preemption.before_step(current)
@@ -85,7 +97,8 @@ class StepFunction:
         try:
             current.wrapped.spread_written()
             # The models are kept until the step is over: garbage is collected at any time.
-            return self._run(current, current.wrapped.models, args, kwargs)
+            result: R = self._run(current, current.wrapped.models, args, kwargs)
+            return result
         except BaseException as error:  # sys.exit and Ctrl-C, too
             current.rank.report_raised(f"step '{self._name}'", error)
             raise
@@ -240,6 +253,41 @@ class _Known:
     shown: object = None
 
 
+class StepDecorator(Protocol):
+    """A decorator, which `smp.step` returns when it gets options."""
+
+    @overload
+    def __call__(self, function: Callable[P, Tensor], /) -> StepFunction[P, StepOutput]: ...
+    @overload
+    def __call__(
+        self, function: Callable[P, dict[str, Tensor]], /
+    ) -> StepFunction[P, dict[str, StepOutput]]: ...
+    @overload
+    def __call__(
+        self, function: Callable[P, tuple[Tensor, Tensor]], /
+    ) -> StepFunction[P, tuple[StepOutput, StepOutput]]: ...
+    @overload
+    def __call__(self, function: Callable[P, Any], /) -> StepFunction[P, Any]: ...
+
+
+@overload
+def step(function: Callable[P, Tensor], /) -> StepFunction[P, StepOutput]: ...
+@overload
+def step(function: Callable[P, dict[str, Tensor]], /) -> StepFunction[P, dict[str, StepOutput]]: ...
+@overload
+def step(
+    function: Callable[P, tuple[Tensor, Tensor]], /
+) -> StepFunction[P, tuple[StepOutput, StepOutput]]: ...
+@overload
+def step(function: Callable[P, Any], /) -> StepFunction[P, Any]: ...
+@overload
+def step(
+    *,
+    non_split_inputs: Iterable[str] | None = None,
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+    weight: str | Callable[..., Any] = "auto",
+) -> StepDecorator: ...
 def step(
     function: Callable[..., Any] | None = None,
     *,
@@ -299,7 +347,7 @@ def step(
         smp.PeerFailure: another rank has failed meanwhile.
     """
 
-    def decorate(decorated: Callable[..., Any]) -> StepFunction:
+    def decorate(decorated: Callable[..., Any]) -> StepFunction[..., Any]:
         return StepFunction(decorated, non_split_inputs, input_split_axes, detach_outputs, weight)
 
     return decorate if function is None else decorate(function)

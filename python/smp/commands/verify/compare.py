@@ -151,6 +151,11 @@ class Comparison:
                 f"microbatches before it agree: '{module.name}' or a module in it may keep "
                 "something from one microbatch to the next"
             )
+        elif module is not None and module.after is not None:
+            hints.append(
+                f"results from '{module.after}' to '{module.name}' are parts on each rank that are "
+                "not compared: one of these modules may differ"
+            )
         elif module is not None:
             hints.append(
                 f"what goes into '{module.name}' agrees: its code, or a mask or attribute that it "

@@ -10,9 +10,9 @@ from typing import Any
 from smp.commands.ending import BadUse
 
 #: Layouts of "all": every way to spread a model, and the pairs that meet in one world of four.
-ALL = ("pp2", "tp2", "dp2", "sdp2", "os2", "pp2tp2", "pp2dp2")
+ALL = ("pp2", "tp2", "cp2", "dp2", "sdp2", "os2", "pp2tp2", "pp2dp2")
 _MOST_PROCESSES = 16
-_TOKEN = re.compile(r"(pp|tp|ep|dp|sdp|os)([1-9][0-9]*)")
+_TOKEN = re.compile(r"(pp|tp|ep|cp|dp|sdp|os)([1-9][0-9]*)")
 _EXAMPLE = "expected degrees like pp2, tp2, dp2, sdp2, os2, ep2 or several of them (pp2dp2)"
 
 
@@ -22,8 +22,9 @@ class Layout:
 
     Attributes:
         name: name that the user wrote.
-        pp, tp, dp: pipeline, tensor and replica degree; ``dp`` counts replicas of a split model.
-        sdp: number of ranks over which parameters are sharded; divides ``dp``.
+        pp, tp, cp, dp: pipeline, tensor, context and replica degree; ``dp`` counts replicas of a
+            split model with batches of their own.
+        sdp: number of ranks over which parameters are sharded; divides ``cp * dp``.
         shards_state: optimizer state is sharded over the replicas.
         spreads_experts: experts are spread over the tensor-parallel ranks.
     """
@@ -31,6 +32,7 @@ class Layout:
     name: str
     pp: int = 1
     tp: int = 1
+    cp: int = 1
     dp: int = 1
     sdp: int = 1
     shards_state: bool = False
@@ -38,7 +40,7 @@ class Layout:
 
     @property
     def num_processes(self) -> int:
-        return self.pp * self.tp * self.dp
+        return self.pp * self.tp * self.cp * self.dp
 
     def configuration(self, given: Mapping[str, Any], is_exact: bool = False) -> dict[str, Any]:
         """Returns a configuration that replaces the script's own values.
@@ -52,7 +54,7 @@ class Layout:
             "pipeline_parallel_degree": self.pp,
             "tensor_parallel_degree": self.tp,
             "expert_parallel_degree": self.tp if self.spreads_experts else 1,
-            "context_parallel_degree": 1,
+            "context_parallel_degree": self.cp,
             "sharded_data_parallel_degree": self.sdp,
             "shard_optimizer_state": self.shards_state,
             "ddp": True,
@@ -88,7 +90,7 @@ def _parse(name: str) -> Layout:
     if len(degrees) < len(tokens):
         raise BadUse(f"--layouts: {name!r} gives a degree twice; {_EXAMPLE}")
     tp = degrees.get("ep", degrees.get("tp", 1))
-    sdp, shards = degrees.get("sdp", 1), degrees.get("os", 1)
+    cp, sdp, shards = (degrees.get(kind, 1) for kind in ("cp", "sdp", "os"))
     dp = degrees.get("dp", max(sdp, shards))
     if degrees.get("tp", tp) != tp:
         raise BadUse(f"--layouts: {name!r}: experts are spread over all tensor-parallel ranks")
@@ -96,13 +98,14 @@ def _parse(name: str) -> Layout:
         raise BadUse(
             f"--layouts: {name!r}: sdp shards the optimizer state already; give one of both"
         )
-    if dp % sdp != 0:
+    if cp * dp % sdp != 0:
         raise BadUse(
-            f"--layouts: {name!r}: parameters are sharded over a divisor of the {dp} replicas"
+            f"--layouts: {name!r}: parameters are sharded over a divisor of the {cp * dp} replicas"
         )
     if shards not in (1, dp):
         raise BadUse(f"--layouts: {name!r}: the optimizer state is sharded over all {dp} replicas")
-    layout = Layout(name, degrees.get("pp", 1), tp, dp, sdp, shards > 1, "ep" in degrees)
+    pp, spreads_experts = degrees.get("pp", 1), "ep" in degrees
+    layout = Layout(name, pp, tp, cp, dp, sdp, shards > 1, spreads_experts)
     if not 2 <= layout.num_processes <= _MOST_PROCESSES:
         raise BadUse(
             f"--layouts: {name!r} has {layout.num_processes} processes; 2 to {_MOST_PROCESSES} of "

@@ -106,12 +106,15 @@ class FirstModule:
         mb: number of the microbatch.
         place: words for the rank that ran it.
         text: the two sides in words.
+        after: first of the modules right before it whose results were not compared, as ranks have
+            parts of them; None: the module before it agrees.
     """
 
     name: str
     mb: int
     place: str
     text: str
+    after: str | None = None
 
 
 def differences(
@@ -218,12 +221,16 @@ def first_module(runs: Runs, one: Rows, limit: float) -> FirstModule | None:
             calls.setdefault((mb, name), []).append(own)
         for at, found in calls.items():
             known.setdefault(at, []).append((place, found))
+    after: str | None = None
     for (mb, name, number), expected in one.items():
+        are_parts = True
         for place, found in known.get((mb, name), []):
             worst = [_worst(own, expected) for own in found]
             if all(share > limit for share, _ in worst):
                 pair = worst[min(number, len(worst) - 1)][1]
-                return FirstModule(name or "(root)", mb, place, in_words(*pair))
+                return FirstModule(name or "(root)", mb, place, in_words(*pair), after)
+            are_parts &= all(pair is None for _, pair in worst)
+        after = (after or name or "(root)") if are_parts else None
     return None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import smp._C as _C
+from smp.modules.tracing import is_tracing
 from smp.observe.verification import first_step_verdict as judging
 from smp.observe.verification.comparison import Stage
 from smp.observe.verification.first_step_verdict import OneProcess, Seen
@@ -49,7 +50,7 @@ class FirstMicrobatch:
     ) -> None:
         self._rank, self._root = current.rank, root
         self._reason: str | None = None
-        self._recorder = ModuleRecorder(_first_microbatch)
+        self._recorder = ModuleRecorder(_recorded_microbatch)
         self._gradients: dict[str, Row | None] = {}
         self._reference = reference
         self._real = None if reference is None else RealCalls(root)
@@ -222,6 +223,10 @@ def _remove(parameter: nn.Parameter, handle: RemovableHandle, had_none: bool) ->
 
 def _first_microbatch() -> int | None:
     return 0 if _C.current_microbatch() == 0 else None
+
+
+def _recorded_microbatch() -> int | None:
+    return None if is_tracing() else _first_microbatch()
 
 
 def _outputs_of(calls: Sequence[Sequence[tuple[str, Row | None]]]) -> Stage:

@@ -5,6 +5,7 @@ See docs/design/verify.md.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from smp import data_parallel
 from smp.modules.materialize import is_placeholder
 from smp.modules.packed import is_packed
 from smp.observe.verification.first_microbatch import FirstMicrobatch
-from smp.observe.verification.first_step_verdict import Verdict, judge
+from smp.observe.verification.first_step_verdict import Seen, Verdict, judge, mean_of
 from smp.observe.verification.memory_needed import reason_not_to_fit
 from smp.observe.verification.recorder import is_compiled
 from smp.observe.verification.reference import Reference, draws_by_setting
@@ -73,6 +74,14 @@ class FirstStepCheck(StepObserver):
     @property
     def _takes_part(self) -> bool:
         """Returns whether this is the first replica; others do the same with other data."""
+        return self._current.rank.ranks["rdp"] == 0
+
+    @property
+    def _is_compared(self) -> bool:
+        """Returns whether this rank's results are compared.
+
+        Context-parallel peers compute results in parts with it; their gradients are added.
+        """
         return self._current.rank.ranks["rdp_cp"] == 0
 
     def before_placing(
@@ -94,7 +103,7 @@ class FirstStepCheck(StepObserver):
         keeps = self._takes_part or self._current.rank.sizes["tp"] > 1
         if self._is_driver and self._reason is None and keeps:
             self._kept = {p: p.data for p in self._root.parameters()}
-        if self._reason is None and self._takes_part:
+        if self._reason is None and self._is_compared:
             known = self._root.named_parameters() if self._is_driver else local
             self._made = {name: stamp(p) for name, p in known}
             self._made |= _stamps_of_state(self._root)
@@ -106,11 +115,9 @@ class FirstStepCheck(StepObserver):
             return "SMP_CHECK_FIRST_STEP is 0"
         if current.rank.sizes["pp"] == 1:
             return "there is one partition"
-        if current.rank.sizes["cp"] > 1:
-            return "sequences are split over ranks, and one replica is checked"
         if not shows_values:
             return "parameters are sharded over replicas"
-        if current.rank.config.orders_replicas and current.rank.sizes["rdp_cp"] > 1:
+        if current.rank.config.orders_replicas and current.rank.sizes["rdp"] > 1:
             return "the replicas do all in one order, and one of them is checked"
         if any(is_lazy(p) or p.is_meta for p in self._root.parameters()):
             return "values of the model are made when it is partitioned"
@@ -150,14 +157,19 @@ class FirstStepCheck(StepObserver):
             data_parallel.broadcast_from_first(self._current.rank, whole)
         if not self._takes_part:
             self._kept.clear()
-        else:
-            self._compare_makers()
+        self._compare_makers()
 
     def _stamps_now(self) -> list[Stamp]:
         return [stamp(t) for t in (*self._local.values(), *self._root.buffers())]
 
     def _compare_makers(self) -> None:
         """Ends the check if ranks drew values that differ from those of the whole model."""
+        name = self._made_otherwise() if self._is_compared else None
+        (name, *_) = comm.allgather(name, comm.CP_GROUP)
+        if name is not None:
+            self._end(f"inconclusive: ranks have made other values of '{name}'")
+
+    def _made_otherwise(self) -> str | None:
         ranks = self._current.rank.ranks
         told = comm.allgather((ranks["tp"], self._is_driver, self._made), comm.MP_GROUP)
         split = {n for n, p in self._root.named_parameters() if interval_of(p) is not None}
@@ -167,8 +179,8 @@ class FirstStepCheck(StepObserver):
             peers = [made for tp, driver, made in told if tp == tp_rank and not driver]
             name = _first([_other(counted, made) for made in peers])
             if is_driver and name is not None:
-                self._end(f"inconclusive: ranks have made other values of '{name}'")
-                return
+                return name
+        return None
 
     def _compare_replicas(self) -> None:
         own = {name: stamp(p) for name, p in self._local.items() if interval_of(p) is None}
@@ -201,12 +213,13 @@ class FirstStepCheck(StepObserver):
         elif not self._takes_part:
             self._end("off: the first replica is checked")
         else:
-            reason = _first(comm.allgather(self._doubt(), comm.MP_GROUP))
+            reason = _first(comm.allgather(self._doubt(), comm.CP_GROUP))
+            reason = _first(comm.allgather(reason, comm.MP_GROUP))
             if reason is not None:
                 self._end(f"inconclusive: {reason}")
                 return
             reference = None
-            if self._is_driver:
+            if self._is_driver:  # on all of them, as they fetch results in one order
                 device = self._current.rank.device
                 reference = Reference(self._root, self._modules, self._kept, device)
             watched = (self._root, self._modules, self._local, reference)
@@ -249,23 +262,17 @@ class FirstStepCheck(StepObserver):
         if watched is None:
             return
         watched.stop()
-        seen = comm.allgather(watched.seen(), comm.MP_GROUP)
-        verdict = judge(seen)
-        if verdict.difference is not None:
-            reasons, moved = zip(*comm.allgather(watched.again(), comm.MP_GROUP), strict=True)
-            reason = _first(reasons)
-            if reason is None:
-                verdict = judge(seen, moved)
-                if verdict == Verdict():
-                    reason = "one process makes as much of other last digits of its parameters"
-            if reason is not None:
-                verdict = Verdict(reason=reason)
+        own = mean_of(comm.allgather(watched.seen(), comm.CP_GROUP))
+        verdict = self._verdict(watched, own) if self._is_compared else None
+        (verdict, *_) = comm.allgather(verdict, comm.CP_GROUP)
+        assert verdict is not None
         if verdict.reason is not None:
             self._end(f"inconclusive: {verdict.reason}")
         elif verdict.difference is None:
             self._end("equal")
         else:
             self._end(f"differs: {verdict.difference}")
+            _wait_for_verdicts()
             raise FirstStepDifference(
                 f"{_C.rank_prefix()}the first training step of {self._label} does not compute what "
                 f"one process computes: {verdict.difference}. Training would go on with other "
@@ -273,6 +280,20 @@ class FirstStepCheck(StepObserver):
                 "caller (smp.set_partition, or smp.partition), or set SMP_CHECK_FIRST_STEP=0 to "
                 "train in spite of this; see docs/design/verify.md"
             )
+
+    def _verdict(self, watched: FirstMicrobatch, own: Seen) -> Verdict:
+        """Returns the verdict of the ranks of a replica. Collective over these."""
+        seen = comm.allgather(own, comm.MP_GROUP)
+        verdict = judge(seen)
+        if verdict.difference is None:
+            return verdict
+        reasons, moved = zip(*comm.allgather(watched.again(), comm.MP_GROUP), strict=True)
+        reason = _first(reasons)
+        if reason is None:
+            verdict = judge(seen, moved)
+            if verdict == Verdict():
+                reason = "one process makes as much of other last digits of its parameters"
+        return verdict if reason is None else Verdict(reason=reason)
 
     def model_closed(self, engine: Any) -> None:
         if engine.root is self._root and self.outcome is None:
@@ -297,6 +318,13 @@ class FirstStepCheck(StepObserver):
         self._root = nn.Module()  # the outcome outlives the model
         self._kept, self._local, self._modules, self._made = {}, {}, {}, {}
         self._watched = None
+
+
+def _wait_for_verdicts() -> None:
+    """Waits until all ranks of the replica have the verdict; the first error ends all waits."""
+    with contextlib.suppress(_C.PeerFailure):  # another rank was through, so all have it
+        comm.barrier(comm.MP_GROUP)
+        comm.barrier(comm.CP_GROUP)
 
 
 def _first(reasons: Sequence[str | None]) -> str | None:

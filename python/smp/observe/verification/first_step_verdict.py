@@ -115,6 +115,20 @@ def judge(seen: Sequence[Seen], moved: Sequence[OneProcess | None] = ()) -> Verd
     return Verdict()
 
 
+def mean_of(peers: Sequence[Seen]) -> Seen:
+    """Returns what the first of some ranks saw, with the mean of the gradients of all.
+
+    Args:
+        peers: observations of ranks that compute parts of the same samples.
+    """
+    first = replace(peers[0], reason=next((own.reason for own in peers if own.reason), None))
+    for name, value in first.gradients.items():
+        every = [own.gradients.get(name) for own in peers]
+        came = [value for value in every if value is not None]
+        first.gradients[name] = torch.stack(came).sum(0) / len(peers) if came else None
+    return first
+
+
 def agrees(first: OneProcess, second: OneProcess) -> bool:
     """Returns whether one process computes the same twice."""
     found = differences(second.stage, first.stage, Rule(first.limit))

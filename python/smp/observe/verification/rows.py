@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from smp.modules.late import LateTensor
 from smp.modules.packed import is_packed
 from smp.pipeline.remote_tensor import RemoteTensor
 
@@ -116,7 +117,7 @@ def _is_plain(value: Any) -> bool:
     """Returns whether a value is a tensor with values in this process that can be summed."""
     return (
         isinstance(value, Tensor)
-        and not isinstance(value, RemoteTensor)
+        and not isinstance(value, RemoteTensor | LateTensor)  # reading one communicates
         and value.layout is torch.strided
         and not (value.is_nested or value.is_quantized or value.is_meta)
         and not is_packed(value)
