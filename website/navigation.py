@@ -20,7 +20,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
               "examples/README.md"),
     "Use": ("docs/running.md", "docs/running_reference.md", "docs/losses.md", TIMELINE,
             "docs/planning.md", "docs/verifying.md", "docs/tensor_parallelism.md",
-            "docs/context_parallel.md", "docs/memory.md",
+            "docs/context_parallel.md", "docs/memory.md", "docs/quantized.md",
             "docs/checkpoints.md",
             "docs/slurm.md", "docs/kubernetes.md", "docs/aws.md", "docs/ray.md",
             "docs/security.md", "docs/debian.md"),

@@ -41,6 +41,8 @@ from smp.checkpoint.saving import StoppingSaver  # noqa: E402
 from smp.data_parallel import batch_slice  # noqa: E402
 from smp.initial.delay import delay_param_initialization  # noqa: E402
 from smp.initial.delay import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
+from smp.integrations.adapters import save_adapters  # noqa: E402
+from smp.integrations.quantization import quantize  # noqa: E402
 from smp.model import DistributedModel, is_tracing, whole_parameters  # noqa: E402
 from smp.observe import OBSERVERS  # noqa: E402
 from smp.observe.nonfinite import detect_nonfinite  # noqa: E402
@@ -208,6 +210,7 @@ __all__ = [
     "pp_size",
     "preemption",
     "preemption_requested",
+    "quantize",
     "rank",
     "rdp_barrier",
     "rdp_rank",
@@ -215,6 +218,7 @@ __all__ = [
     "recv_from",
     "resume_from_checkpoint",
     "save",
+    "save_adapters",
     "save_checkpoint",
     "save_partition",
     "schedule",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -277,6 +278,11 @@ preload()
 """
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is not None,
+    reason="torchao is installed, which transformers imports, and which asks CUDA for a device "
+    "meanwhile; requirements/test.txt leaves it out",
+)
 def test_the_process_that_ranks_are_forked_from_has_not_asked_cuda() -> None:
     env = tests_of.environment(os.environ)
     subprocess.run([sys.executable, "-c", ASKS_NOTHING], env=env, check=True, timeout=PATIENCE_S)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from smp.model import DistributedModel, engine_of
 from smp.model.parts import is_extra_state
+from smp.modules import packed
+from smp.modules.materialize import is_placeholder
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.precision.holdings import parameters_of
 from smp.storage.parts import ModelState, Stored, parts
@@ -26,6 +28,9 @@ OPTIMIZER = "optimizer/"
 def model_state(model: DistributedModel, rank: Rank) -> ModelState:
     """Returns a partitioned model's state on this rank. Waits for parameters that are in transfer.
 
+    Quantized weights are frozen, and the files that they were made of have them. The state has
+    their checksums.
+
     Args:
         model: the model.
         rank: rank of this process.
@@ -34,7 +39,15 @@ def model_state(model: DistributedModel, rank: Rank) -> ModelState:
     assert own is not None, "the model is not partitioned"
     own.storage.settle()
     state = own.root.state_dict(keep_vars=True)
-    return parts(own.storage, state, own.key_partitions(), is_extra_state, rank)
+    for key in packed.keys_in(own.root):
+        state.pop(key, None)
+    found = parts(own.storage, state, own.key_partitions(), is_extra_state, rank)
+    found.quantized = {
+        name: packed.digest(layer)
+        for name, layer, weight in packed.layers_in(own.root)
+        if not is_placeholder(weight)
+    }
+    return found
 
 
 def canonical_names(root: nn.Module) -> tuple[dict[int, str], dict[str, str]]:

@@ -58,7 +58,7 @@ def export(
 
     Raises:
         FileExistsError: the folder has safetensors files already.
-        ValueError: there is no model, or a family is unknown.
+        ValueError: there is no model, its weights are quantized, or a family is unknown.
     """
     if target.is_dir() and any(target.glob("*.safetensors*")):
         raise FileExistsError(f"{target} already has safetensors files; give another folder")
@@ -92,11 +92,17 @@ def tensors_of(
         keeps_tied: yield a tied tensor for each of its names, as a state dict has it.
 
     Raises:
-        ValueError: no model was saved.
+        ValueError: no model was saved, or its weights are quantized.
     """
     weights = _weights_of(reader.manifest, dtype is None, prefers_masters)
     if not weights:
         raise ValueError(f"{reader.folder} has no entries {_MODEL}...: no model was saved")
+    if reader.manifest.values.get("quantized"):
+        raise ValueError(
+            f"{reader.folder} lacks the quantized weights of its model, which checkpoints leave "
+            "out; write adapters by smp.save_adapters, and merge them into the model in full "
+            "precision"
+        )
     found = dict(_Translation(reader, weights, translate, dtype).results(keeps_tied))
     yield from found.items()
     if keeps_tied:

@@ -167,9 +167,12 @@ def fill_model(model: DistributedModel, folder: FolderReader, strict: bool, rank
     """Reads this rank's parts of a partitioned model. Not collective.
 
     Raises:
-        RuntimeError: names are missing or not expected, if ``strict``; shapes differ.
+        RuntimeError: names are missing or not expected, or quantized weights are others, if
+            ``strict``; shapes differ.
     """
     state, source = model_state(model, rank), Source(folder.manifest)
+    if strict:
+        _check_quantized(state.quantized, folder.manifest.values.get("quantized", {}))
     stored = match(model, state, source.shapes, source.aliases, strict, _TEXTS)
     with torch.no_grad():
         for name, held in state.held.items():
@@ -179,6 +182,19 @@ def fill_model(model: DistributedModel, folder: FolderReader, strict: bool, rank
     decoded = {key: decode(value, rank.device) for key, value in others.items()}
     set_extra_states(model.get_module(), decoded)
     state.storage.after_load()
+
+
+def _check_quantized(own: Mapping[str, str], saved: Mapping[str, str]) -> None:
+    """Raises a RuntimeError if a checkpoint was saved beside other quantized weights."""
+    others = [name for name, checksum in own.items() if saved.get(name, checksum) != checksum]
+    if others:
+        name = others[0]
+        raise RuntimeError(
+            f"{_C.rank_prefix()}the checkpoint was saved beside other quantized weights: those of "
+            f"{few(others)} differ, expected {saved[name]}, got {own[name]} for the first. Make "
+            "the model of the files that it was trained on, with the same quantization, or pass "
+            "strict=False if they differ by rounding (another kind of device or release)"
+        )
 
 
 def fill_held(held: Stored, stored: str, source: Source, folder: FolderReader) -> None:

@@ -99,18 +99,60 @@ def open_weights(path: Path) -> Weights:
     return Weights(_open_torch(path))
 
 
-def _open_index(path: Path) -> Weights:
+class WeightFiles:
+    """The tensors of a whole model in files, of which one is read at a time.
+
+    Args:
+        path: folder as in :func:`find_weights`, or a file.
+
+    Raises:
+        FileNotFoundError: the folder has no file with weights.
+        ValueError: a file is malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path if path.is_file() else find_weights(path, None)
+        files = {self.path}
+        if self.path.name.endswith(INDEX):
+            files = {self.path.with_name(name) for name in _weight_map(self.path).values()}
+        self._files = {name: file for file in sorted(files) for name in open_weights(file)}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor, mapped if the file allows it. Nothing else stays open."""
+        value = open_weights(self._files[name])[name]
+        assert isinstance(value, Tensor)
+        return value
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Returns the files by name of the tensor, as an index has them.
+
+    Raises:
+        ValueError: the index is malformed, or names files elsewhere.
+    """
     try:
         weight_map = given_files.parse_json(path.read_bytes())["weight_map"]
-        files = sorted(set(weight_map.values()))
-        if not all(isinstance(name, str) and _PLAIN_NAME.match(name) for name in files):
+        if not all(
+            isinstance(name, str) and _PLAIN_NAME.match(name) for name in weight_map.values()
+        ):
             raise ValueError("weight_map names files that are not in this folder")
-        if any(name.endswith(INDEX) for name in files):
+        if any(name.endswith(INDEX) for name in weight_map.values()):
             raise ValueError("weight_map names another index")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{_C.rank_prefix()}{path} is not an index of weights: {error}") from None
+    return dict(weight_map)
+
+
+def _open_index(path: Path) -> Weights:
+    weight_map = _weight_map(path)
     state = Weights({})
-    for name in files:
+    for name in sorted(set(weight_map.values())):
         held = open_weights(path.with_name(name))
         state.update({key: value for key, value in held.items() if weight_map.get(key) == name})
         state.mappings += held.mappings

@@ -181,6 +181,8 @@ class _Plan:
         if state.others:
             others = {key: encode(value, f"'{key}'") for key, value in state.others.items()}
             self.result.values["extra_state"] = others
+        if state.quantized:
+            self.result.values["quantized"] = state.quantized
 
     # ---- optimizer
 

@@ -17,6 +17,7 @@ from smp.checkpoint.store import names
 from smp.checkpoint.store.job import JobStore, store_of, stores_in_use
 from smp.checkpoint.whole_model import save_whole
 from smp.model import DistributedModel
+from smp.modules import packed
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.world import runtime
 from smp.world.roll_call import roll_call
@@ -235,6 +236,12 @@ def _problem(
         return f"num_kept_partial_checkpoints must be at least 1, got {num_kept}"
     if is_address and not partial:
         return "a store takes partial checkpoints; save the whole model to a folder"
+    weight = None if model is None or partial else packed.name_in(model.get_module())
+    if weight is not None:
+        return (
+            f"a whole model is written in full precision, and weights are quantized, {weight} for "
+            "one; use partial=True, whose files leave these out, or smp.save_adapters"
+        )
     if not blocking and not partial:
         return "blocking=False is for partial=True; the whole model needs all ranks to send it"
     models: list[DistributedModel | None] = [model]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import smp._C as _C
 from smp.data_parallel.batch_weights import num_batches
 from smp.data_parallel.comm_hook import CommHook, hooked
+from smp.modules import packed
 from smp.modules.training_dtypes import training_dtype
 from smp.tensor_parallel.sharding import PackedInterval, interval_of, placement_of, whole_shape
 from smp.world.rank import Rank
@@ -256,7 +257,7 @@ def broadcast_from_first(
     communicator = rank.comms.rdp_cp if is_of_slices else rank.comms.dp_cp
     assert communicator is not None
     _C.broadcast_coalesced(
-        list(tensors),
+        [part for tensor in tensors for part in packed.parts_of(tensor).values()],
         communicator,
         first,
         faults=rank.board,

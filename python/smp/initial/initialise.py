@@ -20,6 +20,7 @@ from smp.initial.creation_values import forget_draws, forget_writes, is_as_drawn
 from smp.initial.named_seeds import random_numbers
 from smp.initial.originals import Cut, cuts_of, distributed_in, forget_originals, in_place
 from smp.initial.own_code import Initialisation, Task, Unit, join_names, unset
+from smp.initial.sources import has_source, take_value
 from smp.modules.materialize import exchange
 
 _log = logging.getLogger("smp")
@@ -86,6 +87,11 @@ def initialise_delayed(
             replaced = distributed_in(root)
             theirs = {p for _, made in replaced for p in made.parameters()}
             cuts = cuts_of(root, is_wanted)
+            for parameter in list(dict.fromkeys((*root.parameters(), *cuts))):
+                if has_source(parameter) and (parameter in cuts or is_wanted(parameter)):
+                    take_value(parameter, device)
+                    finish(parameter)
+                    cuts.pop(parameter, None)
             with in_place(root) as original:
                 Initialisation(original, device, seeds, name).run(
                     Task(lambda p: p in cuts or (p not in theirs and is_wanted(p)), begin, finish)

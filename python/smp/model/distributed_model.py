@@ -33,6 +33,7 @@ from smp.modules.compiled import (
     request_of,
     take_compiled,
 )
+from smp.modules.tables import hold_packed
 from smp.modules.tracing import is_tracing as is_tracing
 from smp.modules.training_dtypes import plan_dtypes
 from smp.nn import DistributedModule
@@ -129,6 +130,7 @@ class DistributedModel(ModelViews):
         module, registrations = replace_marked(module, rank.device, tries_plans=tries_plans)
         fuse_heads(module, rank.config)
         convert_to_fp8(module, rank.config, rank.device)
+        hold_packed(module, rank.config.half_dtype)
         translators = [r.translators for r in registrations if r.translators is not None]
         module_manager.add(translators)
         if current.rank.config.fp16_params and current.rank.config.half_dtype is None:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp.initial.initialise import initialise_delayed
+from smp.initial.magnitudes import Magnitudes
+from smp.modules import packed
 from smp.modules.materialize import make_placeholder, make_real
 from smp.precision.script_writes import OwnPiece, own
 from smp.storage.protocol import Storage
@@ -91,7 +93,15 @@ class ModelParts:
             on_ready(parameter)
 
         names = {parameter: name for name, parameter in self.root.named_parameters()}
-        initialise_delayed(self.root, self.is_local_parameter, device, seed=seed, on_ready=note)
+        magnitudes = Magnitudes(self.root)
+        initialise_delayed(
+            self.root,
+            lambda p: self.is_local_parameter(p) and p not in magnitudes.late,
+            device,
+            seed=seed,
+            on_ready=lambda p: None if p in magnitudes.read else note(p),
+        )
+        magnitudes.make(self.is_local_parameter, note)
         for parameter, partition in self._parameter_partition.items():
             assert isinstance(parameter, nn.Parameter)
             if partition != self._pp_rank:
@@ -168,7 +178,7 @@ class ModelParts:
                     )
                 partitions[dot + name] = self._parameter_partition[parameter]
             partition = self._partition(prefix, module)
-            for name in module._buffers:
+            for name in (*module._buffers, *packed.keys_of_parts(module)):
                 partitions[dot + name] = partition
             partitions[dot + _EXTRA_STATE] = partition
         return partitions
@@ -247,9 +257,14 @@ class ModelParts:
         """
         result = self.compare(state, strict, sliced)
         partitions = self.key_partitions()
+        of_packed = packed.keys_in(self.root)
         with torch.no_grad():
             for key, value in _tensors_in(self.root.state_dict(keep_vars=True)).items():
                 if key not in state:
+                    continue
+                if key in of_packed:
+                    if partitions[key] == self._pp_rank:
+                        _check_equal(key, value, state[key])
                     continue
                 is_parameter = isinstance(value, nn.Parameter)
                 if not is_parameter or partitions[key] == self._pp_rank:
@@ -271,9 +286,10 @@ class ModelParts:
             problems.append(f"missing keys: {missing}")
         if strict and unexpected:
             problems.append(f"unexpected keys: {unexpected}")
+        of_packed = packed.keys_in(self.root)  # compared by `load`, where they have values
         for key, value in _tensors_in(own).items():
             given = state.get(key)
-            if not isinstance(given, Tensor):
+            if not isinstance(given, Tensor) or key in of_packed:
                 continue
             shape = list(value.shape) if sliced else sharding.whole_shape(value)
             if list(given.shape) != shape:
@@ -285,6 +301,21 @@ class ModelParts:
                 f"cannot load the state into {type(self.root).__name__}: " + "; ".join(problems)
             )
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _check_equal(key: str, own: Tensor, given: Tensor) -> None:
+    """Raises a ValueError if a state dict has another quantized weight than the model."""
+    ours, theirs = packed.parts_of(packed.detached(own)), packed.parts_of(given)
+    is_equal = ours.keys() == theirs.keys() and all(
+        torch.equal(part.cpu(), theirs[name].detach().cpu()) for name, part in ours.items()
+    )
+    if not is_equal:
+        raise ValueError(
+            f"{_C.rank_prefix()}'{key}' of the state dict differs from the quantized weight of the "
+            "model, which no state is loaded into: make the model of the files that the state was "
+            "trained on, with the same quantization, or load the entries of the adapters only "
+            "(strict=False)"
+        )
 
 
 def _why_absent(name: str, partition: int) -> str:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from smp.modules import packed
+
 
 def make_real(parameter: nn.Parameter, device: torch.device) -> None:
     """Moves a parameter of this rank to ``device``; shape, dtype and object stay.
@@ -25,7 +27,12 @@ def make_real(parameter: nn.Parameter, device: torch.device) -> None:
             "it is partitioned"
         )
     with torch.no_grad():
-        if parameter.device != device:
+        if packed.is_packed(parameter):
+            if any(part.device != device for part in packed.parts_of(parameter).values()):
+                packed.put(parameter, packed.mapped(parameter, lambda _, part: part.to(device)))
+        elif packed.waits_for_device(parameter):
+            parameter.to(device)
+        elif parameter.device != device:
             parameter.data = parameter.data.to(device)
         elif not parameter.data.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -44,14 +51,24 @@ def make_placeholder(parameter: nn.Parameter, device: torch.device, why: str) ->
         device: device of the placeholder.
         why: text of that error.
     """
+
+    def empty(part: Tensor) -> Tensor:
+        return _placeholder(part.dtype, device, part.shape, why)
+
+    def kept(name: str, part: Tensor) -> Tensor:
+        if not packed.is_table(name):
+            return empty(part)
+        return torch.zeros_like(part, device=device) if part.is_meta else part.to(device)
+
     with torch.no_grad():
-        value = _placeholder(parameter.dtype, device, parameter.shape, why)
-        if parameter.is_meta:
-            exchange(parameter, value)
-        else:
-            parameter.data = value
         parameter.grad = None
         setattr(parameter, _ABSENCE, why)
+        if packed.is_packed(parameter):
+            packed.put(parameter, packed.mapped(parameter, kept))
+        elif parameter.is_meta:
+            exchange(parameter, empty(parameter))
+        else:
+            parameter.data = empty(parameter)
 
 
 def _placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size, why: str) -> Tensor:
@@ -63,6 +80,8 @@ def _placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size, wh
 
 def is_placeholder(tensor: Tensor) -> bool:
     """Returns whether a tensor has no values on this rank."""
+    if packed.is_packed(tensor):
+        tensor = next(iter(packed.parts_of(tensor).values()))
     if tensor.numel() == 0 or tensor.is_meta or (tensor.numel() > 1 and any(tensor.stride())):
         return False
     try:
@@ -90,7 +109,7 @@ def memory_span(tensor: Tensor) -> tuple[int, int] | None:
 def plain_state(root: nn.Module) -> dict[str, Any]:
     """Returns ``root.state_dict()`` including placeholders, which scripts cannot get."""
     state = root.state_dict(keep_vars=True)
-    return {key: v.detach() if isinstance(v, Tensor) else v for key, v in state.items()}
+    return {key: packed.detached(v) if isinstance(v, Tensor) else v for key, v in state.items()}
 
 
 def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -100,8 +119,8 @@ def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         parameter: the parameter, whose object is kept. Its gradient is dropped.
         dtype: floating-point dtype.
     """
-    if parameter.dtype == dtype:
-        return
+    if parameter.dtype == dtype or packed.is_packed(parameter):
+        return  # layers with packed weights cast what they unpack
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if is_placeholder(parameter):
             why = getattr(parameter, _ABSENCE)

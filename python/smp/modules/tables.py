@@ -12,9 +12,11 @@ import sys
 from collections.abc import Callable, Hashable, ItemsView, Iterator, Mapping, ValuesView
 from typing import Any
 
+import torch
 from torch import nn
 
 import smp._C as _C
+from smp.modules import packed
 
 TABLES = ("_parameters", "_buffers")
 _SETS_ATTRIBUTE = nn.Module.__setattr__.__code__
@@ -90,6 +92,8 @@ class Table(dict[str, Any]):
         self.__class__ = self._plain
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if packed.is_same(value, dict.get(self, name)):
+            return  # PEFT moves quantized weights to the device that they are on
         context = None if self._swaps is None else self._swaps.context()
         if context is None or not dict.__contains__(self, name):
             super().__setitem__(name, value)
@@ -171,6 +175,28 @@ def table_of(module: nn.Module, key: str) -> Table | None:
     """Returns the parameters or buffers of a module if they are a `Table`, else None."""
     found = module.__dict__[key]
     return found if isinstance(found, Table) else None
+
+
+def hold_packed(root: nn.Module, half: torch.dtype | None) -> None:
+    """Makes modules with quantized weights keep their parameter objects when code moves them.
+
+    DoRA of PEFT writes ``weight.to(device)``, a new object with the same memory, into its base
+    layer in each forward on the CPU.
+
+    Args:
+        root: the user's model.
+        half: 16-bit dtype of training, or None.
+
+    Raises:
+        ValueError: see `packed.prepare`.
+    """
+    packed.prepare(root, half)
+    for module in root.modules():
+        plain = module.__dict__["_parameters"]
+        if not isinstance(plain, Table) and any(
+            p is not None and packed.is_packed(p) for p in plain.values()
+        ):
+            module.__dict__["_parameters"] = Table(plain)
 
 
 def keep_apart(module: nn.Module, path: str, swaps: Swaps) -> Callable[[], None]:

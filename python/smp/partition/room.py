@@ -11,6 +11,7 @@ from torch import nn
 
 from smp._device import device_module, is_accelerator
 from smp.config.schema import Config
+from smp.modules import packed
 from smp.modules.state_bytes import MASTER_BYTES
 
 # The rest is for what the estimate leaves out: workspaces, fragments, the program itself.
@@ -33,18 +34,28 @@ def device_room_bytes(device: torch.device, local_size: int) -> int:
 def state_factor(parameters: Iterable[nn.Parameter], config: Config, shard_size: int) -> float:
     """Returns bytes of a parameter with gradient and Adam's state, per parameter byte; at least 1.
 
+    Quantized weights have neither.
+
     Args:
         parameters: parameters of the model, before they are cast.
         config: configuration, with the precision of training and what is sharded.
         shard_size: number of ranks that hold one copy of the state together.
     """
-    num_elements = num_bytes = 0
+    num_elements = trained_bytes = packed_bytes = 0
     for parameter in parameters:
+        if packed.is_packed(parameter):
+            packed_bytes += packed.num_bytes(parameter)
+            continue
         num_elements += parameter.numel()
-        num_bytes += parameter.numel() * parameter.element_size()
+        trained_bytes += parameter.numel() * parameter.element_size()
     if num_elements == 0:
-        return 4.0
-    size = num_bytes / num_elements
+        return 1.0 if packed_bytes else 4.0
+    factor = _trained_factor(trained_bytes / num_elements, config, shard_size)
+    return (packed_bytes + factor * trained_bytes) / (packed_bytes + trained_bytes)
+
+
+def _trained_factor(size: float, config: Config, shard_size: int) -> float:
+    """Returns the factor for parameters of `size` bytes each; frozen ones count like others."""
     # In one dtype: parameter, gradient and two moments in the type of the parameter.
     whole, shared = size, 3 * size
     if config.half_dtype is not None:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import smp._C as _C
 from smp._device import device_module, forked_generators, is_accelerator
+from smp.modules import packed
 from smp.modules.module_writes import ModuleWrites
 from smp.modules.tracing import tracing
 from smp.partition import trace_flops
@@ -346,6 +347,9 @@ def moved(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    if packed.is_packed(tensor):
+        like: Tensor = packed.mapped(tensor, lambda _, part: empty_like(part, device))
+        return like
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -355,6 +359,9 @@ def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
+    if packed.is_packed(tensor):
+        parts_moved: Tensor = packed.mapped(tensor, lambda _, part: part.to(device))
+        return parts_moved
     moved = tensor.detach().to(device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(moved, requires_grad=tensor.requires_grad)

@@ -149,6 +149,24 @@ def _matrix_vector(a: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel()
 
 
+def _gemm_4bit(a: Tensor, _: Tensor, shape: Sequence[int], *__: Any, **___: Any) -> int:
+    return 2 * a.numel() * shape[0]
+
+
+def _int8_scaled_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * a.numel() * b.shape[0]
+
+
+def _int8_mixed_scaled_mm(a: Tensor, _: Tensor, b: Tensor, *__: Any, **___: Any) -> int:
+    return 2 * a.numel() * b.shape[0]
+
+
+# Products of bitsandbytes, which registers its operators when it is imported.
+_OF_BITSANDBYTES: dict[str, Callable[..., int]] = {
+    "bitsandbytes::gemm_4bit": _gemm_4bit,
+    "bitsandbytes::int8_scaled_mm": _int8_scaled_mm,
+    "bitsandbytes::int8_mixed_scaled_mm": _int8_mixed_scaled_mm,
+}
 _OWN_FORMULAS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _flash_attention_for_cpu,
     aten.mkldnn_rnn_layer: _mkldnn_rnn_layer,
@@ -166,7 +184,7 @@ _ATTENTION_BACKWARD = 2.5
 
 def _formula(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
     packet = func._overloadpacket
-    own = _OWN_FORMULAS.get(packet)
+    own = _OWN_FORMULAS.get(packet) or _OF_BITSANDBYTES.get(func._schema.name)
     if own is not None:
         return float(own(*args, **kwargs))
     known = flop_registry.get(packet)

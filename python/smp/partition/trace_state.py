@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smp.modules import packed
 from smp.modules.operators import memory_of, written_tensors
 
 
@@ -24,12 +25,15 @@ class KeptData:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         tensors = {id(t): t for _, t in _tensors_of(modules)}
-        self._kept = [(t, t.data, t.requires_grad) for t in tensors.values()]
+        # Wrappers of several tensors have no memory of their own, and nothing writes to the parts.
+        self._kept = [
+            (t, None if packed.is_wrapper(t) else t.data, t.requires_grad) for t in tensors.values()
+        ]
 
     def restore(self) -> None:
         """Undoes ``module.to(dtype)``, ``parameter.data = ...`` and ``requires_grad_``."""
         for tensor, before, requires_grad in self._kept:
-            if not _is_same_memory(tensor, before):
+            if before is not None and not _is_same_memory(tensor, before):
                 tensor.data = before
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
@@ -46,7 +50,9 @@ class KeptValues(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         tensors = [t for _, t in _tensors_of(modules) if isinstance(t, nn.Parameter)]
         self._tensors = {
-            memory_of(t): t for t in tensors if t.layout == torch.strided and not t.is_meta
+            memory_of(t): t
+            for t in tensors
+            if t.layout == torch.strided and not t.is_meta and not packed.is_wrapper(t)
         }
         self._copies: list[tuple[Tensor, Tensor]] = []
 

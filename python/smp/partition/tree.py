@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import smp._C as _C
+from smp.modules import packed
 from smp.modules.module_writes import ModuleWrites
 from smp.partition.costs import Trace
 from smp.tensor_parallel import regions, sharding
@@ -212,7 +213,7 @@ def _bytes_of(parameter: nn.Parameter) -> int:
     Their parts may differ in size, and all ranks have to decide alike.
     """
     if sharding.interval_of(parameter) is None:
-        return parameter.numel() * parameter.element_size()
+        return packed.num_bytes(parameter)
     whole = math.prod(sharding.whole_shape(parameter)) * parameter.element_size()
     return whole // regions.size()
 
@@ -316,6 +317,8 @@ def kind_of(module: nn.Module) -> _C.NodeKind:
     if isinstance(module, torch.jit.ScriptModule | READS_CHILDREN):
         return _C.NodeKind.INDIVISIBLE
     if parametrize.is_parametrized(module) or getattr(module, "is_indivisible", False) is True:
+        return _C.NodeKind.INDIVISIBLE
+    if packed.has_adapters(module):
         return _C.NodeKind.INDIVISIBLE
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return _C.NodeKind.LIST

@@ -50,6 +50,7 @@ class Weights:
         near: trained elements whose moments are on the device in any layout.
         largest: elements of the largest tensor.
         units: elements of the two largest layers, without those in small tensors.
+        packed_bytes: bytes of quantized weights, which have no elements here.
     """
 
     elements: float
@@ -59,6 +60,7 @@ class Weights:
     near: float = 0.0
     largest: float = 0.0
     units: float = 0.0
+    packed_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,14 @@ def _held(content: Content, layout: Layout, kept: int) -> RankBytes:
 
 def weights_of(content: Content, layout: Layout) -> Weights:
     """Returns the parameters that a rank computes with."""
-    elements = trained = wide = small = near = largest = 0.0
+    elements = trained = wide = small = near = largest = packed_bytes = 0.0
     units: list[float] = []
     for part, count in (*content.kinds, *((part, 1) for part in content.tail)):
         unit = 0.0
         for weight in part.weights:
             own = weight.on(layout.shares)
             elements += count * own
+            packed_bytes += count * weight.packed_bytes
             trained += count * own * weight.is_trained
             wide += count * own * weight.is_wide
             if own / layout.shard < state_bytes.LEAST_AWAY_ELEMENTS:
@@ -118,7 +121,7 @@ def weights_of(content: Content, layout: Layout) -> Weights:
                 unit += own
         units += [unit] * min(count, 2)
     most = sum(sorted(units, reverse=True)[:2])
-    return Weights(elements, trained, wide, small, near, largest, most)
+    return Weights(elements, trained, wide, small, near, largest, most, packed_bytes)
 
 
 def activations_of(content: Content, weights: Weights, layout: Layout, kept: int) -> Activations:
@@ -158,6 +161,7 @@ def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> Ra
     masters = max(0.0, weights.trained - wide) if width < 4 else 0.0
     moments, digits = moment_bytes(layout.state_dtype), MASTER_BYTES[layout.masters]
     away = (weights.trained - weights.near) / size if layout.offloads_state else 0.0
+    computed = (width * weights.elements + (4 - width) * wide) / (size if cuts else 1)
     # FP32 values of the tensors that a rank owns, and their gradients in an update.
     owned = 4 * weights.trained / size if layout.has_owners and size * layout.tp > 1 else 0.0
     gradients = 0.0 if layout.drops_gradients else 4 * weights.trained / size
@@ -169,7 +173,7 @@ def rank_bytes(weights: Weights, activations: Activations, layout: Layout) -> Ra
         )  # one is filled while another is summed
         buckets = min(times * max(cap, 4 * weights.largest), 4 * weights.trained)
     backward_ends = RankBytes(
-        parameters=(width * weights.elements + (4 - width) * wide) / (size if cuts else 1),
+        parameters=computed + weights.packed_bytes,
         gradients=gradients,
         optimizer=(moments * weights.trained + digits * masters) / size - moments * away + owned,
         activations=0.0,

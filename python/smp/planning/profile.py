@@ -43,12 +43,17 @@ class Amount:
 
 
 class Weight(NamedTuple):
-    """A parameter: its elements, and whether it is divided, has 32 bits, and is trained."""
+    """A parameter: its elements, and whether it is divided, has 32 bits, and is trained.
+
+    A quantized weight is whole on its rank and has no elements, only bytes, which no precision or
+    sharding changes.
+    """
 
     elements: int
     is_split: bool
     is_wide: bool = False
     is_trained: bool = True
+    packed_bytes: int = 0
 
     def on(self, shares: Shares) -> float:
         """Returns the elements on one rank."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smp.modules import packed
 from smp.modules.training_dtypes import plan_dtypes
 from smp.partition.costs import Trace
 from smp.partition.trace import trace
@@ -224,6 +225,10 @@ class TracedModel:
         for parameter, module in holders.items():
             if first_place[parameter] < place:
                 tied += parameter.numel()
+                continue
+            if packed.is_packed(parameter):
+                num_bytes = packed.num_bytes(parameter)
+                weights.append(Weight(0, False, is_trained=False, packed_bytes=num_bytes))
                 continue
             is_split = tensor_split.has_split_parameters(module)
             is_wide = parameter.dtype == torch.float32

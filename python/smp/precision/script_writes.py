@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import smp._C as _C
 from smp._torch_releases import optimize_together
+from smp.modules import packed
 from smp.modules.materialize import is_placeholder
 from smp.modules.operators import written_tensors
 from smp.modules.watching import watch
@@ -86,7 +87,11 @@ def own(parameter: nn.Parameter, part: OwnPiece) -> None:
     Args:
         parameter: parameter that stays the same object and changes its class.
         part: part of it on this rank.
+
+    Quantized weights are frozen, and keep the class that their layers ask for.
     """
+    if packed.is_packed(parameter):
+        return
     setattr(parameter, _OWN, part)
     if not isinstance(parameter, ScriptParameter):
         parameter.__class__ = ScriptParameter

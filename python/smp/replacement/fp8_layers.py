@@ -12,6 +12,7 @@ from torch import nn
 import smp._C as _C
 from smp._device import fp8_problem
 from smp.config.schema import Config
+from smp.modules import packed
 from smp.nn.conv1d import conv1d_class
 from smp.nn.fp8 import Fp8Linear
 from smp.nn.linear import ColumnLinear, DistributedLinear, RowLinear
@@ -105,6 +106,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _problem_of(layer: nn.Module) -> str | None:
     """Returns why a layer cannot have 8-bit operands, or None."""
+    weight = _weight(layer)
+    if weight is not None and packed.is_packed(weight):
+        return "with quantized weights"
     extents = _extents(layer)
     if extents is None:
         return "of classes of their own"

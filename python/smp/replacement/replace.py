@@ -13,6 +13,7 @@ from torch import nn
 
 import smp._C as _C
 from smp.initial.delay import on_meta
+from smp.modules import packed
 from smp.nn import huggingface
 from smp.nn.conv1d import is_conv1d
 from smp.nn.experts import HoldsExperts
@@ -219,6 +220,12 @@ class _Replacement:
             return Declined(
                 f"it has adapters of PEFT inside, {adapter} for one, which its distributed form "
                 "would not have; parts of it without adapters may be distributed"
+            )
+        weight = packed.name_in(module)
+        if weight is not None:
+            return Declined(
+                f"it has quantized weights inside, {weight} for one, which its distributed form "
+                "would not have; parts of it in full precision may be distributed"
             )
         problem = registration.problem_in and registration.problem_in(module, around)
         if problem is not None:

@@ -87,6 +87,8 @@ class ModelState:
         others: further state of this rank's modules (``get_extra_state``).
         names: canonical names by ``id`` of the parameter, for all ranks' parameters, and of the
             tensors that an optimizer updates on this rank in their place.
+        quantized: checksums of this rank's quantized weights, by name of the layer; they are in no
+            other field.
     """
 
     storage: Storage
@@ -95,6 +97,7 @@ class ModelState:
     held: dict[str, Stored] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
+    quantized: dict[str, str] = field(default_factory=dict)
 
     @property
     def aliases(self) -> dict[str, str]:

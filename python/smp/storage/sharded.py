@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import smp._C as _C
 from smp.data_parallel.reduction import broadcast_from_first, shards_of_gradients
+from smp.modules import packed
 from smp.modules.training_dtypes import TrainingDtypes
 from smp.precision.holdings import Holding, attach, holding_of, load_value, reload_masters
 from smp.precision.script_writes import OwnPiece, disown, own
@@ -68,9 +69,10 @@ class ShardedParameters:
         rank = self._rank
         half = rank.config.half_dtype
         dtypes = plan_castable(self._root, half)
-        # Parameters without elements cannot be cut.
-        empty = [(name, p) for name, p in local if p.numel() == 0]
-        local = [(name, p) for name, p in local if p.numel() > 0]
+        # Parameters without elements cannot be cut, and quantized weights have several tensors.
+        uncut = [(name, p) for name, p in local if p.numel() == 0 or packed.is_packed(p)]
+        kept = {p for _, p in uncut}
+        local = [(name, p) for name, p in local if p not in kept]
         ranks = list(rank.groups["shard"])
         cutter = Cutter(
             local,
@@ -97,14 +99,14 @@ class ShardedParameters:
             master = shard.master if has_copy else None
             own(parameter, OwnPiece(name, shard.begin, shard.piece, master, self.after_load))
         if dtypes is not None:
-            self._cast_rest(empty, dtypes)
+            self._cast_rest(uncut, dtypes)
         self.store = self._make_store()
         self._undo = gathering.install(self.store, self.plan, self._root)
         load_kept()
 
-    def _cast_rest(self, empty: Sequence[tuple[str, nn.Parameter]], dtypes: TrainingDtypes) -> None:
-        """Casts tensors without shards: empty parameters, those of other ranks, buffers."""
-        for name, parameter in empty:
+    def _cast_rest(self, uncut: Sequence[tuple[str, nn.Parameter]], dtypes: TrainingDtypes) -> None:
+        """Casts tensors without shards: parameters, those of other ranks, buffers."""
+        for name, parameter in uncut:
             if parameter.requires_grad and parameter.is_floating_point():
                 self.holdings[parameter] = cast_with_master(
                     name, parameter, dtypes.of(parameter), self._rank.config.has_masters
@@ -253,7 +255,7 @@ class ShardedParameters:
                     whole[value] = tensor if keep else tensor.new_empty(0)
                 value = tensor
             elif isinstance(value, Tensor):
-                value = value.detach()
+                value = packed.detached(value)
             if keep:
                 result[key] = value
         return result
@@ -286,9 +288,9 @@ def _take(rank: Rank, parameter: nn.Parameter, cutter: Cutter) -> None:
     Args:
         parameter: real parameter, on the device of this process.
     """
-    if parameter in cutter:  # parameters without elements are not
-        kind = "dp_cp" if interval_of(parameter) is None else "rdp_cp"
-        broadcast_from_first(rank, [parameter], kind)
+    kind = "dp_cp" if interval_of(parameter) is None else "rdp_cp"
+    broadcast_from_first(rank, [parameter], kind)
+    if parameter in cutter:  # parameters without elements and packed ones are not
         cutter.cut(parameter)
 
 

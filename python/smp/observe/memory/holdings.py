@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smp.modules.packed import parts_of
 from smp.precision.holdings import holding_of
 
 KINDS = ("parameters", "gathered units", "gradients", "optimizer state")
@@ -50,8 +51,9 @@ class _Counter:
         self._seen_tensors: set[tuple[int, int]] = set()
 
     def add(self, kind: str, module: str, tensors: Iterable[Tensor | None]) -> None:
-        for tensor in tensors:
-            if tensor is None or tensor.device.type != self._device.type:
+        parts = (part for t in tensors if t is not None for part in parts_of(t).values())
+        for tensor in parts:
+            if tensor.device.type != self._device.type:
                 continue
             try:
                 storage = tensor.untyped_storage()

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 import smp._C as _C
 from smp import data_parallel
 from smp.modules.materialize import is_placeholder
+from smp.modules.packed import is_packed
 from smp.observe.verification.first_microbatch import FirstMicrobatch
 from smp.observe.verification.first_step_verdict import Seen, Verdict, judge, mean_of
 from smp.observe.verification.memory_needed import reason_not_to_fit
@@ -120,6 +121,8 @@ class FirstStepCheck(StepObserver):
             return "the replicas do all in one order, and one of them is checked"
         if any(is_lazy(p) or p.is_meta for p in self._root.parameters()):
             return "values of the model are made when it is partitioned"
+        if any(map(is_packed, self._root.parameters())):
+            return "weights are quantized, and the whole model is on no rank"
         if any(map(is_placeholder, self._root.parameters())):
             return "an earlier wrapper has partitioned the model"
         if setting == "auto" and self._is_driver:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from smp.modules.late import LateTensor
+from smp.modules.packed import is_packed
 from smp.pipeline.remote_tensor import RemoteTensor
 
 SIZE = 256
@@ -119,6 +120,7 @@ def _is_plain(value: Any) -> bool:
         and not isinstance(value, RemoteTensor | LateTensor)  # reading one communicates
         and value.layout is torch.strided
         and not (value.is_nested or value.is_quantized or value.is_meta)
+        and not is_packed(value)
         and not torch._C._functorch.is_functorch_wrapped_tensor(value)
     )
 
