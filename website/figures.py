@@ -152,7 +152,11 @@ def _head(lines: Sequence[Line]) -> str:
 
 
 def _long_sequences(lines: Sequence[Line]) -> str:
-    rows = [_ratio(line, f"{line['config']['tokens']} tokens") for line in lines]
+    words = {1: "heads", 2: "ring"}
+    rows = []
+    for line in lines:
+        config = line["config"]
+        rows.append(_ratio(line, f"{config['tokens']} tokens, {words[config['ring']]}"))
     return ratio_chart(rows, "time of a step on two ranks / time of one process")
 
 
@@ -271,8 +275,8 @@ FIGURES = (
            "A Qwen3 of one layer with 32768 words on two ranks.",
            _ratios_of("planned_head"), _head),
     Figure("Sequences that two ranks share", "context_parallel_epyc2_202611",
-           "A Llama of four layers with one sequence, against one process on each rank.",
-           lambda line: line["contender"] == "smp", _long_sequences, repeats="6 and 4"),
+           "A Llama with one sequence, by heads and around rings, against one process on each rank.",
+           lambda line: line["contender"] == "smp", _long_sequences, repeats="6, 4, 3 and 2"),
     Figure("Experts over two ranks", "experts_epyc2_202611",
            "A Mixtral of two layers with eight experts, three runs.",
            _ratios_of("experts"), _experts),
