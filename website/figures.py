@@ -275,7 +275,7 @@ FIGURES = (
            "A Qwen3 of one layer with 32768 words on two ranks.",
            _ratios_of("planned_head"), _head),
     Figure("Sequences that two ranks share", "context_parallel_epyc2_202611",
-           "A Llama with one sequence, by heads and around rings, against one process on each rank.",
+           "A Llama with one sequence, by heads or around rings, against one process on each.",
            lambda line: line["contender"] == "smp", _long_sequences, repeats="6, 4, 3 and 2"),
     Figure("Experts over two ranks", "experts_epyc2_202611",
            "A Mixtral of two layers with eight experts, three runs.",
