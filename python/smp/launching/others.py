@@ -79,7 +79,12 @@ def _print(rank: int, stream: str, lines: Sequence[bytes]) -> None:
     """Writes lines of a rank to the streams of this process, which a notebook shows in its cell."""
     to = sys.stdout if stream == "out" else sys.stderr
     text = "".join(f"[{rank}] {line.decode(errors='replace')}\n" for line in lines)
-    to.write(text)
+    # Below the text, in which a line of `print` in another thread may have no end yet.
+    below = getattr(to, "buffer", None)
+    if below is None:
+        to.write(text)
+    else:
+        below.write(text.encode(errors="replace"))
     to.flush()
 
 
