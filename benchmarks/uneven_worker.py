@@ -28,9 +28,9 @@ class Pace(torch.autograd.Function):
     """Passes a tensor on after the time of a device of the rank's speed; backward takes twice."""
 
     seconds = 0.0
-    """Of a layer's forward on this rank."""
+    """Seconds of a layer's forward on this rank."""
     late = 0.0
-    """By how much earlier waits were too long, which later ones make up for."""
+    """Seconds by which earlier waits were too long, which later ones make up for."""
 
     @staticmethod
     def wait(seconds: float) -> None:

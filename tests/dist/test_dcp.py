@@ -149,6 +149,13 @@ def resume(rank: int, config: dict[str, Any], folder: str) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.state_dict().items()}
 
 
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compares parameters in the names of one rank."""
+    assert found
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
 def ckpt(*arguments: object) -> int:
     parser = argparse.ArgumentParser()
     cli.add_parser(parser.add_subparsers())
@@ -175,8 +182,7 @@ def test_fsdp_goes_on_as_the_job_does(
     assert ckpt("export", tmp_path / "smp", tmp_path / "dcp", "--format", "dcp") == 0
     for found in pool.run(2, resume_by_fsdp, str(tmp_path / "dcp"), is_flat):
         assert found.keys() == expected.keys() and "head.weight" in found
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+        check_equal(expected, found)
 
 
 def test_a_folder_with_files_is_left_alone(pool: Pool, tmp_path: Path, capsys: Any) -> None:
@@ -203,12 +209,10 @@ def test_a_job_goes_on_as_fsdp_does(
     target = tmp_path / "imported_partial"
     assert ckpt("import", tmp_path / "dcp", target, "--optimizer-key", "optim") == 0
     for found in pool.run(size, resume, config, str(tmp_path)):
-        for name, value in found.items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=name)
+        check_equal(found, expected)
     assert ckpt("export", target, tmp_path / "again", "--format", "dcp") == 0
     for found in pool.run(2, resume_by_fsdp, str(tmp_path / "again"), is_flat):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+        check_equal(expected, found)
 
 
 def test_a_model_alone_without_a_key_is_read(pool: Pool, tmp_path: Path, capsys: Any) -> None:
@@ -229,10 +233,35 @@ class Harmful:
 
 def test_code_in_metadata_does_not_run(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "dcp").mkdir()
-    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    metadata = tmp_path / "dcp" / ".metadata"
+    metadata.write_bytes(pickle.dumps(Harmful()))
     assert ckpt("import", tmp_path / "dcp", tmp_path / "new") == 1
     found = capsys.readouterr()
     assert "code ran" not in found.out and "it names builtins.print" in found.err
-    (tmp_path / "dcp" / ".metadata").unlink()
+    # A module of the list has imported `os`.
+    module, name = "torch.distributed.checkpoint.metadata", "os.getcwd"
+    words = b"".join(b"\x8c" + bytes([len(w)]) + w.encode() for w in (module, name))
+    metadata.write_bytes(b"\x80\x04" + words + b"\x93)R.")
+    assert ckpt("import", tmp_path / "dcp", tmp_path / "new") == 1
+    assert f"it names {module}.{name}" in capsys.readouterr().err
+    metadata.unlink()
     assert ckpt("import", tmp_path / "dcp", tmp_path / "new") == 1
     assert "has no file .metadata" in capsys.readouterr().err
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path, capsys: Any) -> None:
+    checkpoint.save({"model": make().state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (file,) = (tmp_path / "dcp").glob("*.distcp")
+    file.unlink()
+    assert ckpt("import", tmp_path / "dcp", tmp_path / "new") == 1
+    assert "cannot be read as data: FileNotFoundError" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_options_of_another_form_are_errors(pool: Pool, tmp_path: Path, capsys: Any) -> None:
+    pool.run(2, train_and_save, {"pipeline_parallel_degree": 2}, str(tmp_path / "smp"))
+    words = ("export", tmp_path / "smp", tmp_path / "new")
+    assert ckpt(*words, "--format", "dcp", "--max-shard-size", "1MB") == 1
+    assert "--max-shard-size is for --format hf" in capsys.readouterr().err
+    assert ckpt(*words, "--without-optimizer") == 1
+    assert "--without-optimizer is for --format dcp" in capsys.readouterr().err

@@ -10,26 +10,14 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from smp.planning.hardware import Hardware, Link
 from smp.planning.layout import Layout
 from smp.planning.run_cuts import View
 from smp.planning.search import Job, predict, search
 from smp.planning.step_time import sent_bytes
 from tests.dist.pool import Pool
+from tests.made_up_hardware import MADE_UP
 
 TOKENS, WIDTH, SAMPLES = 64, 64, 2
-CPU = Hardware(
-    name="made up",
-    source="made up",
-    flops={"fp32": 1e10},
-    product_share=1.0,
-    memory_bytes=10**9,
-    memory_bytes_per_s=1e10,
-    inside=Link(1e9, 1e-5),
-    between=Link(1e9, 1e-5),
-    host_copy_bytes_per_s=1e10,
-    at_once=4,
-)
 
 
 def make_model(key_heads: int) -> nn.Module:
@@ -51,8 +39,8 @@ def job_of(key_heads: int, num_ranks: int) -> Job:
     ids = torch.zeros(1, TOKENS, dtype=torch.long)
     with torch.device("meta"):
         model = make_model(key_heads)
-    view = View.of(model, ((), {"input_ids": ids, "labels": ids}), CPU, "fp32")
-    return Job(view, CPU, num_ranks, num_ranks, CPU.memory_bytes, SAMPLES, "fp32")
+    view = View.of(model, ((), {"input_ids": ids, "labels": ids}), MADE_UP, "fp32")
+    return Job(view, MADE_UP, num_ranks, num_ranks, MADE_UP.memory_bytes, SAMPLES, "fp32")
 
 
 def run(rank: int, key_heads: int, config: dict[str, Any]) -> tuple[int, int, int]:

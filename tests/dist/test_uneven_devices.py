@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.planning.hardware import Hardware, Link
 from smp.planning.kinds import Kinds
 from smp.planning.layout import Layout
 from smp.planning.run_cuts import View
 from smp.planning.search import Job, predict
 from tests.dist.pool import Pool
 from tests.harness import assert_near, train_step_of, wholes
+from tests.made_up_hardware import MADE_UP
 
 WIDTH, CLASSES, BATCH, STEPS = 8, 5, 12, 3
 Config = dict[str, Any]
@@ -180,18 +180,7 @@ def test_each_rank_keeps_its_own_memory_limit(pool: Pool) -> None:
     assert text == other and "the model does not fit" in text and "pp_rank" in text
 
 
-SLOW = Hardware(
-    name="slow",
-    source="made up",
-    flops={"fp32": 1e10},
-    product_share=1.0,
-    memory_bytes=10**9,
-    memory_bytes_per_s=1e10,
-    inside=Link(1e9, 1e-5),
-    between=Link(1e9, 1e-5),
-    host_copy_bytes_per_s=1e10,
-    at_once=3,
-)
+SLOW = replace(MADE_UP, name="slow", at_once=3)
 
 
 def stack() -> nn.Module:

@@ -18,7 +18,7 @@ from smp.config.processes import check_world
 from smp.config.schema import Config
 from smp.planning import kinds
 from smp.planning.estimate import estimate
-from smp.planning.hardware import Hardware, Link
+from smp.planning.hardware import Link
 from smp.planning.kinds import Kinds
 from smp.planning.layout import Layout
 from smp.planning.profile import Amount, ModelProfile, Part, Weight
@@ -26,19 +26,17 @@ from smp.planning.run_cuts import Run, View
 from smp.planning.search import USABLE, Job, predict, search
 from smp.planning.stages import Stage, cut
 from smp.planning.step_time import step_time
+from tests.made_up_hardware import MADE_UP
 
 HERE = "tests.unit.test_planning_kinds"
 SHAPE = GptShape(12, 64, 4, 128, 16)
-SLOW = Hardware(
+SLOW = replace(
+    MADE_UP,
     name="slow",
-    source="made up",
     flops={"fp32": 1e12},
-    product_share=1.0,
-    memory_bytes=10**9,
     memory_bytes_per_s=1e15,
     inside=Link(1e13, 1e-9),
     between=Link(1e13, 1e-9),
-    host_copy_bytes_per_s=1e10,
     at_once=8,
 )
 FAST = replace(SLOW, name="fast", flops={"fp32": 2e12}, memory_bytes_per_s=2e15)

@@ -55,9 +55,8 @@ def add_parser(subparsers: Any) -> None:
     command.add_argument(
         "--max-shard-size",
         type=_argument(exporting.parse_bytes),
-        default="5GB",
         metavar="SIZE",
-        help="default: 5GB",
+        help="of a file of hf; default: 5GB",
     )
     command.add_argument(
         "--format",
@@ -79,7 +78,10 @@ def add_parser(subparsers: Any) -> None:
         "the checkpoint",
     )
 
-    command = _command(commands, "import", _import, "read a folder of torch.distributed.checkpoint")
+    text = "read a folder of torch.distributed.checkpoint"
+    command = commands.add_parser("import", help=text, description=text)
+    command.set_defaults(execute=lambda arguments: _guarded(_import, arguments))
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="what FSDP2 has saved")
     command.add_argument("target", type=Path, metavar="TARGET", help="folder to write")
     for what in ("model", "optimizer"):
         command.add_argument(
@@ -296,7 +298,12 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     found = _checkpoint(arguments.folder, arguments.tag)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-    if arguments.format == "dcp":
+    is_dcp, size = arguments.format == "dcp", arguments.max_shard_size
+    if is_dcp and size is not None:
+        raise ValueError("--max-shard-size is for --format hf; leave it out")
+    if arguments.without_optimizer and not is_dcp:
+        raise ValueError("--without-optimizer is for --format dcp; hf has no optimizer")
+    if is_dcp:
         dcp = importlib.import_module("smp.checkpoint.dcp")  # takes a second to import
         with_optimizer = not arguments.without_optimizer
         files = dcp.export(
@@ -304,7 +311,7 @@ def _export(arguments: argparse.Namespace) -> int:
         )
     else:
         files = exporting.export(
-            found.path, arguments.target, arguments.max_shard_size, dtype, arguments.registrations
+            found.path, arguments.target, size or 5 * 10**9, dtype, arguments.registrations
         )
     for file in files:
         print(f"{file}  {bytes_text(file.stat().st_size)}")
@@ -314,7 +321,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _import(arguments: argparse.Namespace) -> int:
     dcp = importlib.import_module("smp.checkpoint.dcp_import")
     manifest = dcp.import_folder(
-        Path(arguments.folder), arguments.target, arguments.model_key, arguments.optimizer_key
+        arguments.folder, arguments.target, arguments.model_key, arguments.optimizer_key
     )
     for name, record in manifest.files.items():
         print(f"{arguments.target / name}  {bytes_text(record.num_bytes)}")

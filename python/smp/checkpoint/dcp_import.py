@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    FileSystemReader,
+)
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -28,26 +32,34 @@ from smp.checkpoint.resharding import FILE_OF_KIND
 from smp.checkpoint.values import encode
 from smp.tensor_parallel.parts import Part
 
-#: Modules and names of what pickled metadata consists of.
+#: Names of what pickled metadata consists of, by module. Others, and attributes of these, may run
+#: code.
 _KNOWN = {
-    "torch": None,
-    "torch.distributed.checkpoint.metadata": None,
+    "torch": {"Size", "strided", "contiguous_format", "preserve_format", "memory_format"},
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
 }
-_OF_TORCH = {"Size", "strided", "contiguous_format", "preserve_format", "memory_format"}
 
 
 class _Unpickler(pickle.Unpickler):
     """An unpickler that refuses classes and functions which metadata does not consist of."""
 
     def find_class(self, module: str, name: str) -> Any:
-        allowed = _KNOWN.get(module, set())
-        is_data = name in _OF_TORCH or isinstance(getattr(torch, name, None), torch.dtype)
-        if (module == "torch" and not is_data) or (allowed is not None and name not in allowed):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
 
@@ -147,7 +159,13 @@ class _Source:
         is_tensor = isinstance(about, TensorStorageMetadata)
         into = torch.empty(about.size, dtype=about.properties.dtype) if is_tensor else None
         state = {key: into}
-        dcp.load(state, storage_reader=_Reader(self._folder), planner=_Planner(), no_dist=True)
+        try:
+            dcp.load(state, storage_reader=_Reader(self._folder), planner=_Planner(), no_dist=True)
+        except CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            raise ValueError(
+                f"{self._folder}: '{key}' cannot be read as data: {type(first).__name__}: {first}"
+            ) from None
         return state[key]
 
     def _below(self, key: str) -> Iterator[tuple[str, str]]:

@@ -80,7 +80,7 @@ def launch(main: Callable[..., Any], n: int, *args: Any) -> Any:
         if is_script:
             return _run_all(partial(main, *args), n, _command_of_script(), meeting)
         command = _command_of_function(main, args, meeting)
-        # As on the other ranks, variables of the kernel's context are not set.
+        # Variables of the kernel's context are not set, as they are not on other ranks.
         return _run_all(partial(Context().run, main, *args), n, command, meeting)
 
 
