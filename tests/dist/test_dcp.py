@@ -164,16 +164,16 @@ def ckpt(*arguments: object) -> int:
     return status
 
 
-@pytest.mark.parametrize(
-    ("size", "config", "is_flat"),
-    [
-        (2, {"pipeline_parallel_degree": 2}, False),
-        (2, {"pipeline_parallel_degree": 2}, True),
-        (2, {"sharded_data_parallel_degree": 2, "ddp": True, "sdp_gradient_clipping": 0.0}, True),
-        (4, {"pipeline_parallel_degree": 2, "shard_optimizer_state": True, "ddp": True}, False),
-    ],
-    ids=str,
-)
+#: number of processes, configuration of the job, and form of the optimizer's state in FSDP2
+LAYOUTS: list[tuple[int, dict[str, Any], bool]] = [
+    (2, {"pipeline_parallel_degree": 2}, False),
+    (2, {"pipeline_parallel_degree": 2}, True),
+    (2, {"sharded_data_parallel_degree": 2, "ddp": True, "sdp_gradient_clipping": 0.0}, True),
+    (4, {"pipeline_parallel_degree": 2, "shard_optimizer_state": True, "ddp": True}, False),
+]
+
+
+@pytest.mark.parametrize(("size", "config", "is_flat"), LAYOUTS, ids=str)
 @pytest.mark.sample(keep=2)
 def test_fsdp_goes_on_as_the_job_does(
     pool: Pool, tmp_path: Path, size: int, config: dict[str, Any], is_flat: bool
@@ -192,15 +192,7 @@ def test_a_folder_with_files_is_left_alone(pool: Pool, tmp_path: Path, capsys: A
     assert "is not empty; give a new folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("size", "config", "is_flat"),
-    [
-        (2, {"pipeline_parallel_degree": 2}, False),
-        (2, {"sharded_data_parallel_degree": 2, "ddp": True, "sdp_gradient_clipping": 0.0}, True),
-        (4, {"pipeline_parallel_degree": 2, "shard_optimizer_state": True, "ddp": True}, True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("size", "config", "is_flat"), LAYOUTS, ids=str)
 @pytest.mark.sample(keep=2)
 def test_a_job_goes_on_as_fsdp_does(
     pool: Pool, tmp_path: Path, size: int, config: dict[str, Any], is_flat: bool
