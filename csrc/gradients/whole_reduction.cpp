@@ -1,9 +1,10 @@
 #include "csrc/gradients/whole_reduction.h"
 
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 
 #include <utility>
+
+#include "csrc/memory/host_pages.h"
 
 namespace smp::gradients {
 
@@ -22,7 +23,7 @@ WholeReduction::WholeReduction(const ShardedBucket& plan,
   if (pool_) {
     pool_->expect(flat_numel_, plan.accumulation_dtype);
   } else {
-    bucket_.attach(at::zeros({flat_numel_}, options_));
+    bucket_.attach(memory::zeros_in_pages(flat_numel_, options_));
   }
 }
 

@@ -1,6 +1,7 @@
 #include "csrc/memory/host_pages.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <sys/mman.h>
 
 #include <cerrno>
@@ -54,6 +55,24 @@ void delete_mapping(void* mapping) {
   unmap_pages(owned->begin, owned->num_bytes);
 }
 
+int64_t bytes_of(int64_t numel, const at::TensorOptions& options) {
+  return numel * static_cast<int64_t>(options.dtype().itemsize());
+}
+
+bool has_own_pages(int64_t numel, const at::TensorOptions& options) {
+  return options.device().is_cpu() &&
+         bytes_of(numel, options) >= kOwnPagesBytes;
+}
+
+// Returns a tensor in new pages, which are zeros.
+at::Tensor in_pages(int64_t numel, const at::TensorOptions& options) {
+  const int64_t num_bytes = bytes_of(numel, options);
+  at::Storage storage(at::Storage::use_byte_size_t(), num_bytes,
+                      take_pages(num_bytes), c10::GetAllocator(at::kCPU),
+                      /*resizable=*/true);
+  return at::empty({0}, options).set_(std::move(storage), 0, {numel});
+}
+
 }  // namespace
 
 void* map_pages(int64_t num_bytes) {
@@ -73,15 +92,13 @@ at::DataPtr take_pages(int64_t num_bytes) {
 }
 
 at::Tensor empty_in_pages(int64_t numel, const at::TensorOptions& options) {
-  const auto num_bytes =
-      numel * static_cast<int64_t>(options.dtype().itemsize());
-  if (!options.device().is_cpu() || num_bytes < kOwnPagesBytes) {
-    return at::empty({numel}, options);
-  }
-  at::Storage storage(at::Storage::use_byte_size_t(), num_bytes,
-                      take_pages(num_bytes), c10::GetAllocator(at::kCPU),
-                      /*resizable=*/true);
-  return at::empty({0}, options).set_(std::move(storage), 0, {numel});
+  return has_own_pages(numel, options) ? in_pages(numel, options)
+                                       : at::empty({numel}, options);
+}
+
+at::Tensor zeros_in_pages(int64_t numel, const at::TensorOptions& options) {
+  return has_own_pages(numel, options) ? in_pages(numel, options)
+                                       : at::zeros({numel}, options);
 }
 
 }  // namespace smp::memory

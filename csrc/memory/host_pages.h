@@ -28,4 +28,8 @@ at::DataPtr take_pages(int64_t num_bytes);
 /// tensors that come and go in each step, and use no memory in between.
 at::Tensor empty_in_pages(int64_t numel, const at::TensorOptions& options);
 
+/// Returns a tensor of one dim with zeros, in memory as `empty_in_pages` uses
+/// it. On the host the system gives it large memory on the first write.
+at::Tensor zeros_in_pages(int64_t numel, const at::TensorOptions& options);
+
 }  // namespace smp::memory

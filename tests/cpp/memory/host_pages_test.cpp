@@ -53,6 +53,22 @@ TEST(HostPages, small_tensors_are_ordinary_ones) {
   EXPECT_TRUE(large.is_contiguous());
 }
 
+TEST(HostPages, zeros_take_memory_when_they_are_written) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "the sanitizer has memory of its own for each page";
+#endif
+  const int64_t before = resident_bytes();
+  const at::Tensor zeros = zeros_in_pages(16 * kMiB, at::kFloat);
+  EXPECT_LT(resident_bytes() - before, kMiB);
+  std::memset(zeros.mutable_data_ptr(), 1, zeros.nbytes() / 2);
+  EXPECT_GT(resident_bytes() - before, 31 * kMiB);
+  const float* const values = zeros.const_data_ptr<float>();
+  EXPECT_EQ(values[zeros.numel() - 1], 0);
+  const at::Tensor small = zeros_in_pages(100, at::kDouble);
+  EXPECT_EQ(small.scalar_type(), at::kDouble);
+  EXPECT_EQ(small.const_data_ptr<double>()[99], 0);
+}
+
 TEST(HostPages, more_than_there_is_raises) {
   EXPECT_THROW(take_pages(int64_t{1} << 60), Error);
 }
