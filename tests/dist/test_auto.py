@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,22 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 import smp
 from smp.automatic import ready
 from smp.automatic.sources import Pretrained
+from smp.planning.run_cuts import View
+from smp.planning.search import USABLE, Job
 from tests.dist.pool import Pool
 from tests.harness import Layers, labelled_loss, samples_of, square_loss, train_step_of, wholes
+from tests.made_up_hardware import MADE_UP
 from tests.reference.hugging_face import POSITIONS, VOCABULARY, family
+from tests.unit.test_planning_kept import least_peak
 
 SAMPLES = 8
 STEPS = 3
+LAYERS = 8
 Record = dict[str, Any]
 
 
@@ -145,6 +152,50 @@ def test_modules_train_as_in_one_process_in_double(
         expected = plain(family("gpt2").build().double().train(), ids_of, token_loss)
     assert_equal(records, expected, 1e-10)
     assert degrees is None or {record["degrees"] for record in records} == {degrees}
+
+
+def counted(rank: int, arguments: dict[str, Any]) -> Record:
+    """Trains, and counts the calls of each layer's forward in the steps of this rank."""
+    model = family("gpt2").build(n_layer=LAYERS).double().train()
+    names = {module: name.removesuffix(".mlp") for name, module in model.named_modules()}
+    calls: Counter[str] = Counter()
+    whole = GPT2MLP.forward
+
+    def forward(module: Any, *given: Any) -> Any:
+        if module in names:  # a plan has a model of its own
+            calls[names[module]] += 1
+        return whole(module, *given)
+
+    GPT2MLP.forward = forward
+    try:
+        return {**run(rank, model, {"seq": POSITIONS, **arguments}, ids_of, token_loss),
+                "calls": calls}  # fmt: skip
+    finally:
+        GPT2MLP.forward = whole
+
+
+def test_layers_keep_their_activations_as_far_as_there_is_room(pool: Pool, tmp_path: Path) -> None:
+    # Many samples of a narrow model: activations decide.
+    file = tmp_path / "auto.json"
+    config = {"pipeline_parallel_degree": 2, "microbatches": 2}
+    call = {"input_ids": torch.zeros(1, POSITIONS, dtype=torch.long)}
+    with torch.device("meta"):
+        model = family("gpt2").build(n_layer=LAYERS).train()
+    view = View.of(model, ((), call), MADE_UP, "fp32")
+    job = Job(view, MADE_UP, 2, 2, 10**12, SAMPLES, "fp32", fixed=config)
+    plain_peak, again_peak = (least_peak(job, checkpoints) for checkpoints in (False, True))
+    memory = int((plain_peak + again_peak) / 2 / USABLE)
+    arguments = {"config": config, "memory": memory, "file": str(file)}
+    records = pool.run(2, counted, arguments)
+    expected = plain(family("gpt2").build(n_layer=LAYERS).double().train(), ids_of, token_loss)
+    assert_equal(records, expected, 1e-10)
+    again = json.loads(file.read_text())["plan"]["checkpoint_layers"]
+    assert 0 < len(again) < LAYERS
+    for record in records:
+        more = config["microbatches"] * STEPS
+        own = {name: number for name, number in record["calls"].items() if number >= more}
+        once = {number - more * (name in again) for name, number in own.items()}
+        assert len(once) == 1, record["calls"]
 
 
 @pytest.mark.sample(keep=2)

@@ -106,9 +106,9 @@ class Choice:
         return dict(self.plan["config"])
 
     @property
-    def checkpoints(self) -> bool:
-        """Returns whether each repeated layer is checkpointed."""
-        return bool(self.plan["checkpoint_layers"])
+    def checkpoints(self) -> list[str]:
+        """Returns the names of layers that are checkpointed."""
+        return list(self.plan["checkpoint_layers"])
 
     def peak_bytes(self, pp_rank: int) -> float:
         """Returns the predicted peak of a rank."""

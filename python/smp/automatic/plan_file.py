@@ -12,7 +12,7 @@ from smp.commands.printing import bytes_text
 from smp.config import given_files
 from smp.config.schema import Config
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def write(path: str, choice: Choice) -> None:

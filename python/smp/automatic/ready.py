@@ -21,7 +21,6 @@ from smp.config.kinds import to_bytes
 from smp.config.sources import LAUNCHER_VARIABLE
 from smp.model import DistributedModel
 from smp.optim.distributed_optimizer import DistributedOptimizer
-from smp.planning.traced_model import repeated_layers
 from smp.replacement import set_tensor_parallelism
 from smp.world import runtime
 from smp.world.rank import Rank
@@ -202,9 +201,8 @@ def _made(
     if rank.sizes["tp"] > 1:
         set_tensor_parallelism(module)
     model = DistributedModel(module)
-    if choice.checkpoints:
-        for layer in repeated_layers(model.get_module()):
-            set_activation_checkpointing(layer)
+    for name in choice.checkpoints:
+        set_activation_checkpointing(model.get_module().get_submodule(name))
     source.load(model)
 
     def make() -> DistributedOptimizer:

@@ -246,7 +246,7 @@ def facts(job: Job, plan: Plan) -> dict[str, Any]:
             {**asdict(held), "peak": held.peak, "room": room, "microbatch_s": seconds}
             for held, room, seconds in zip(plan.held, plan.rooms, plan.rank_seconds(), strict=True)
         ],
-        "checkpoint_layers": layout.checkpoints,
+        "checkpoint_layers": _again(job, layout),
         "samples_per_microbatch": layout.microbatch,
         "samples_per_rank": layout.microbatch * layout.microbatches,
         "config": {**layout.config(), **job.keys},
@@ -311,8 +311,15 @@ def _ranks(job: Job, plan: Plan) -> Table:
 
 def _print_config(job: Job, layout: Layout, indent: int | None = None) -> None:
     print(json.dumps({**layout.config(), **job.keys}, indent=indent))
-    if layout.checkpoints:
-        print("and smp.set_activation_checkpointing on each layer")
+    if again := _again(job, layout):
+        which = f"{len(again)} layers: {', '.join(again)}" if layout.kept_layers else "each layer"
+        print(f"and smp.set_activation_checkpointing on {which}")
+
+
+def _again(job: Job, layout: Layout) -> list[str]:
+    """Returns the names of the layers that are computed again."""
+    layers = job.layers(layout) if layout.checkpoints else []
+    return [name for name in layers if name not in layout.kept_layers]
 
 
 def layout_texts(layouts: Sequence[Layout]) -> list[str]:

@@ -14,7 +14,7 @@ from smp.config.schema import Config
 from smp.data_parallel import DEFAULT_MB, bucket_cap_bytes
 from smp.partition.decide import kept_by
 from smp.partition.fastest import StepShape
-from smp.planning.profile import Shares
+from smp.planning.profile import Part, Shares
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Layout:
         schedule: name of a policy.
         chunks: stages per rank.
         active: microbatches in flight.
-        checkpoints: each repeated layer is computed again.
+        checkpoints: each repeated layer is computed again, unless `Part.is_kept`.
         offload: inputs of checkpoints are copied to host memory.
         in_memory: activations between split layers of tensor parallelism are cut as well.
         placement: axes from slow to fast.
@@ -49,6 +49,7 @@ class Layout:
         share: samples that a replica reads over the mean of all replicas.
         device_speeds: speeds of the devices, by global rank; empty: all are alike.
         memory_limits: most bytes of each pipeline rank; empty: the run finds out.
+        kept_layers: names of layers that are not computed again, with `checkpoints`.
     """
 
     pp: int = 1
@@ -80,6 +81,7 @@ class Layout:
     share: float = 1.0
     device_speeds: tuple[float, ...] = ()
     memory_limits: tuple[int, ...] = ()
+    kept_layers: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -182,6 +184,10 @@ class Layout:
         """Returns the configuration of `smp.init`: keys that differ from the defaults."""
         return {key: value for key, value in self._keys().items() if value is not None}
 
+    def repeats(self, part: Part) -> bool:
+        """Returns whether a backward computes a part again."""
+        return self.checkpoints and part.is_layer and not part.is_kept
+
     def has(self, values: Mapping[str, Any]) -> bool:
         """Returns whether the configuration of the layout has some values, given or default."""
         own = Config.from_dict(self.config())
@@ -226,7 +232,8 @@ class Layout:
         if self.pp > 1:
             words.append(self.schedule + (f" {self.chunks}" if self.chunks > 1 else ""))
         if self.checkpoints:
-            words.append("ckpt+offload" if self.offload else "ckpt")
+            kept = f" but {len(self.kept_layers)} layers" if self.kept_layers else ""
+            words.append(("ckpt+offload" if self.offload else "ckpt") + kept)
         return ", ".join(words)
 
 

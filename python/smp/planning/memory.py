@@ -135,7 +135,7 @@ def activations_of(content: Content, weights: Weights, layout: Layout, kept: int
         own = part.kept.on(shares)
         if layout.spreads_experts:
             own -= part.routed_kept * (shares.whole - shares.split)
-        if layout.checkpoints and part.is_layer:
+        if layout.repeats(part):
             again = max(again, samples * own)
             own = min(own, part.input_bytes * shares.whole)
             largest_input = max(largest_input, samples * own)

@@ -70,6 +70,7 @@ class Part:
     Attributes:
         name: name of the first module.
         is_layer: the part is a repeated layer, which checkpoints are put around.
+        is_kept: activations are kept, also where other layers are computed again.
         weights: parameters that no earlier part has.
         forward, backward: work.
         kept: bytes of activations.
@@ -94,6 +95,7 @@ class Part:
     num_products: int = 0
     num_mixtures: int = 0
     routed_kept: float = 0.0
+    is_kept: bool = False
 
     @property
     def elements(self) -> int:

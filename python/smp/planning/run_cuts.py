@@ -25,6 +25,7 @@ from smp.partition.together import without_cuts
 from smp.partition.trace import trace
 from smp.partition.tree import build_tree
 from smp.planning.hardware import Hardware
+from smp.planning.kept_layers import marked
 from smp.planning.kinds import Kinds
 from smp.planning.layout import Layout
 from smp.planning.profile import ModelProfile
@@ -32,7 +33,7 @@ from smp.planning.stages import Stage, of_parts
 from smp.planning.traced_model import (
     TracedModel,
     computing_in,
-    repeated_layers,
+    layers_again,
 )
 from smp.world.log import first_rank_log
 
@@ -49,6 +50,7 @@ class Run:
         given: keys of the configuration that were set explicitly.
         num_ranks: number of processes.
         checkpoints: each repeated layer is computed again in backward.
+        kept_layers: names of layers that are not.
         rooms: bytes of memory that the partition may take, by pipeline rank; empty: not known.
         device: type of device, which decides bucket sizes.
         state_dtype: storage of the optimizer's moments.
@@ -63,6 +65,7 @@ class Run:
     device: str = "cpu"
     state_dtype: str = "fp32"
     kinds: Kinds | None = None
+    kept_layers: tuple[str, ...] = ()
 
     @cached_property
     def layout(self) -> Layout:
@@ -119,8 +122,8 @@ def decided(root: nn.Module, traced: Trace, run: Run) -> Decision:
     )
     if decision.decided_by != "auto":
         return decision
-    whole = repeated_layers(root) if run.checkpoints else ()
-    return without_cuts(root, traced, whole, fastest, decision)
+    again = layers_again(root, run.kept_layers) if run.checkpoints else {}
+    return without_cuts(root, traced, again.values(), fastest, decision)
 
 
 def scaled(model: TracedModel, traced: Trace, layout: Layout) -> Trace:
@@ -217,10 +220,11 @@ class RunCuts:
             layout.checkpoints,
             rooms,
             layout.device,
+            kept_layers=layout.kept_layers,
         )
         with _silent():
             decision = decided(self._model.root, scaled(self._model, self._costs, layout), run)
-        return stages_of(self._model, decision)
+        return marked(stages_of(self._model, decision), layout.kept_layers, layout.pp)
 
 
 @contextmanager

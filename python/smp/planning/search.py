@@ -11,6 +11,7 @@ from typing import Any
 import smp._C as _C
 from smp.planning.groups import Grid
 from smp.planning.hardware import Hardware
+from smp.planning.kept_layers import marked, most_kept
 from smp.planning.kinds import Kinds
 from smp.planning.layout import Layout
 from smp.planning.memory import RankBytes, held_by_rank, peak_bytes
@@ -75,6 +76,10 @@ class Job:
     def view(self, tp: int) -> View:
         """Returns the model that counts with `tp` tensor-parallel ranks."""
         return self.whole if tp == 1 or self.split is None else self.split
+
+    def layers(self, layout: Layout) -> list[str]:
+        """Returns the names of the repeated layers."""
+        return [part.name for part in self.view(layout.tp).profile.chain if part.is_layer]
 
     @property
     def usable_bytes(self) -> float:
@@ -223,12 +228,33 @@ def predict(job: Job, layout: Layout, simulated: bool = True) -> Plan:
     Raises:
         ValueError: the model cannot be cut into the stages of the layout.
     """
-    view, layout = job.view(layout.tp), job.of_kinds(layout)
-    if view.cuts is None or layout.pp == 1:
-        stages = _cuts(job, layout)
-    else:
-        stages = view.cuts.stages(layout, tuple(map(int, job.rooms(layout))))
-    return _planned(job, layout, stages, simulated)
+    layout = job.of_kinds(layout)
+    return _planned(job, layout, _stages(job, layout), simulated)
+
+
+def _stages(job: Job, layout: Layout) -> list[Stage]:
+    view = job.view(layout.tp)
+    if view.cuts is not None and layout.pp > 1:
+        return view.cuts.stages(layout, tuple(map(int, job.rooms(layout))))
+    return marked(_cuts(job, layout), layout.kept_layers, layout.pp)
+
+
+def _keeping_more(job: Job, plan: Plan) -> Plan:
+    """Returns a plan that computes fewer layers again, as far as each rank has room."""
+
+    def filled(stages: Sequence[Stage]) -> list[float]:
+        contents = contents_of(stages, plan.layout.pp, plan.layout.chunks)
+        held, rooms = _held(job, plan.layout, contents)
+        return [own.peak / room for own, room in zip(held, rooms, strict=True)]
+
+    layers = job.layers(plan.layout)
+    kept = most_kept(plan.stages, layers, plan.layout, filled)
+    if len(kept) in (0, len(layers)):
+        return plan  # a layout without checkpoints is another candidate
+    layout = replace(plan.layout, kept_layers=kept)
+    # A run cuts layers that keep their activations, so its partition may be another one.
+    found = _planned(job, layout, _stages(job, layout), simulated=True)
+    return found if found.filled <= 1 and found.time.total < plan.time.total else plan
 
 
 def _planned(job: Job, layout: Layout, stages: Sequence[Stage], simulated: bool) -> Plan:
@@ -239,7 +265,7 @@ def _planned(job: Job, layout: Layout, stages: Sequence[Stage], simulated: bool)
 
 def _cuts(job: Job, layout: Layout) -> list[Stage]:
     def weight(part: Part) -> float:
-        runs = 2 if layout.checkpoints and part.is_layer else 1
+        runs = 1 + layout.repeats(part)
         return runs * part.forward.on(layout.shares) + part.backward.on(layout.shares)
 
     speeds = [device.rate(layout.precision) for device in job.devices(layout)]
@@ -341,7 +367,7 @@ def _best(job: Job, fitting: Sequence[tuple[float, Layout]]) -> list[Plan]:
         except ValueError:  # a run has no such partition
             continue
         if plan.filled <= 1:
-            simulated.append(plan)
+            simulated.append(_keeping_more(job, plan) if layout.checkpoints else plan)
             most = min(most, _SKEW * bound_s)
     return sorted(simulated, key=lambda plan: (plan.time.total, plan.peak_bytes))
 

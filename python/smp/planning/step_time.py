@@ -54,7 +54,7 @@ def stage_time(stage: Stage, layout: Layout, grid: Grid, hardware: Hardware) -> 
         own = many * part.forward.on(layout.shares) / rate
         forward += own
         backward += many * part.backward.on(layout.shares) / rate
-        repeats = layout.checkpoints and part.is_layer
+        repeats = layout.repeats(part)
         ahead, back = exchanges(part, layout, grid)
         for cost in ahead.values():
             exchanged += cost * count
@@ -78,8 +78,8 @@ def stage_time(stage: Stage, layout: Layout, grid: Grid, hardware: Hardware) -> 
     gathered_ahead = max(0.0, gather.seconds - beside * ahead_s)
     gathered_back = max(0.0, gather.seconds + scatter.seconds - beside * back_s)
     copied_ahead, copied_back = (max(0.0, copies - beside * work) for work in (ahead_s, back_s))
-    # The backward of a checkpoint is not cut in two.
-    weight = 0.0 if layout.checkpoints else backward / 2
+    # A backward with a checkpoint is not cut in two.
+    weight = 0.0 if again else backward / 2
     return StageTime(
         forward=ahead_s + max(gathered_ahead, copied_ahead),
         backward=back_s - weight + max(gathered_back, copied_back),
@@ -267,7 +267,7 @@ def sent_bytes(stages: Sequence[Stage], layout: Layout, grid: Grid) -> dict[str,
         sent = ranks[stage.rank]
         for part, count in stage.kinds:
             ahead, back = exchanges(part, layout, grid)
-            repeats = 1 + (layout.checkpoints and part.is_layer)
+            repeats = 1 + layout.repeats(part)
             for kind in ahead:
                 one = ahead[kind] * repeats + back[kind]
                 sent[kind] += layout.microbatches * count * one.num_bytes

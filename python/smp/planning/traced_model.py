@@ -57,6 +57,13 @@ def repeated_layers(root: nn.Module) -> list[nn.Module]:
     return found
 
 
+def layers_again(root: nn.Module, kept: Collection[str]) -> dict[str, nn.Module]:
+    """Returns the repeated layers by name, without those whose activations are kept."""
+    names = {module: name for name, module in root.named_modules()}
+    named = {names[layer]: layer for layer in repeated_layers(root)}
+    return {name: layer for name, layer in named.items() if name not in kept}
+
+
 def _layer_inputs(traced: Trace, layers: Sequence[nn.Module]) -> dict[nn.Module, int]:
     """Returns the bytes of the tensors with gradients that come into each layer."""
     index_of = {module: idx for idx, module in enumerate(traced.modules)}
