@@ -26,6 +26,11 @@ _GROUPED = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 16,
 }  # fmt: skip
 
+_T5 = {
+    "vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2,
+    "num_heads": 4, "relative_attention_num_buckets": 8, "decoder_start_token_id": 0,
+}  # fmt: skip
+
 # Grouped products take no float64 where casts are lifted.
 _EXPERTS = {**_GROUPED, "num_hidden_layers": 2, "experts_implementation": "eager"}
 
@@ -79,6 +84,12 @@ PLANNED_FAMILIES: dict[str, Maker] = {
         "Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig",
         moe_num_experts=4, moe_k=2, moe_intermediate_size=10, moe_layer_start_index=1,
         moe_num_shared_experts=1, **_EXPERTS,
+    ),
+    # Plans of ours: biases of positions by head; in the second family each layer has its own.
+    "t5": _make("T5ForConditionalGeneration", "T5Config", **_T5),
+    "umt5": _make(
+        "UMT5ForConditionalGeneration", "UMT5Config",
+        feed_forward_proj="gated-gelu", **_T5 | {"num_heads": 8},
     ),
     # Latent attention is split.
     "deepseek_v2": _make(

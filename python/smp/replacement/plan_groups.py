@@ -52,8 +52,9 @@ def decide_groups(state: SplitState, is_tried: bool) -> dict[str, plans.Group]:
         counterpart = "rows that it feeds" if state.words[path] == plans.COLUMN else "columns"
         state.report.left[path] = f"there are no {counterpart} in the modules around it"
     kept = {}
+    handed_on = _problems_of_biases(state, found.groups)
     for path, group in found.groups.items():
-        problem = _problem_of(state, group)
+        problem = handed_on.get(type(state.modules[path])) or _problem_of(state, group)
         if problem is None:
             try:
                 _cut_group(state, path, group, is_tried)
@@ -64,6 +65,26 @@ def decide_groups(state: SplitState, is_tried: bool) -> dict[str, plans.Group]:
         for part in (*group.columns, *group.rows):
             state.report.left[part] = problem
     return kept
+
+
+def _problems_of_biases(
+    state: SplitState, groups: Mapping[str, plans.Group]
+) -> dict[type[nn.Module], str]:
+    """Returns the classes of attention that cannot be split because of a bias for each head.
+
+    Layers hand such a bias on to each other, so all of a class are split or none.
+    """
+    found = {}
+    for path in groups:
+        for name, module in state.modules[path].named_children():
+            if state.words.get(plans.join(path, f"{name}.weight")) != plans.ROW:
+                continue
+            problem = problem_in(module, nn.Embedding)
+            if problem is None and state.layout.has_own_batches:
+                problem = "has a bias for each head of all ranks' samples; use prescaled_batch"
+            if problem is not None:
+                found[type(state.modules[path])] = f"the table '{plans.join(path, name)}' {problem}"
+    return found
 
 
 def _problem_of(state: SplitState, group: plans.Group) -> str | None:
@@ -160,22 +181,40 @@ def _hint(state: SplitState, column: str, rows: Mapping[str, int]) -> str:
 
 
 def _cut_by_heads(state: SplitState, path: str, heads: plan_sizes.Heads, shares: Shares) -> None:
-    """Cuts parameters of attention itself that have the same number of elements for each head."""
-    owner = state.modules[path]
-    dims = {}
-    for name, parameter in owner._parameters.items():
-        own = plans.join(path, name)
-        if parameter is None or state.words.get(own) != plans.COLUMN:
-            continue
-        if parameter.shape[0] % heads.queries:
-            raise CannotCut(
-                f"has {parameter.shape[0]} elements in '{own}', which are not those of "
-                f"{heads.queries} heads"
-            )
-        unit = parameter.shape[0] // heads.queries
-        dims[name] = Dim(0, tuple(unit * n for n in shares.queries))
+    """Cuts parameters that have the same number of elements for each head.
+
+    They are those of attention itself, and those of tables in it, such as T5's, which hold a bias
+    for each distance and head.
+    """
+    for name, module in state.modules[path].named_children():
+        if isinstance(module, nn.Embedding):
+            dims = _dims_by_heads(state, plans.join(path, name), plans.ROW, heads, shares)
+            if dims:
+                state.cuts[plans.join(path, name)] = NewForm(_same_class, dims)
+                state.owners[path]["_smp_has_bias"] = True
+    dims = _dims_by_heads(state, path, plans.COLUMN, heads, shares)
     if dims:
         state.cuts[path] = NewForm(_same_class, dims, is_joined=True)
+
+
+def _dims_by_heads(
+    state: SplitState, path: str, word: str, heads: plan_sizes.Heads, shares: Shares
+) -> dict[str, Dim]:
+    """Returns the cuts of a module's own parameters that have a word: columns 0, rows -1."""
+    dims = {}
+    for name, parameter in state.modules[path]._parameters.items():
+        own = plans.join(path, name)
+        if parameter is None or state.words.get(own) != word:
+            continue
+        dim = 0 if word == plans.COLUMN else parameter.dim() - 1
+        if parameter.shape[dim] % heads.queries:
+            raise CannotCut(
+                f"has {parameter.shape[dim]} elements in '{own}', which are not those of "
+                f"{heads.queries} heads"
+            )
+        unit = parameter.shape[dim] // heads.queries
+        dims[name] = Dim(dim, tuple(unit * n for n in shares.queries))
+    return dims
 
 
 def _sum_norms(state: SplitState, path: str, units: set[int]) -> None:

@@ -13,6 +13,7 @@ from smp.nn import layout as layouts
 from smp.nn.planned.head import PlannedHead, hand_out_whole
 from smp.nn.planned.masks import agree_on_masks
 from smp.replacement import plans
+from smp.replacement.family_plans import PLANS
 from smp.replacement.marks import Mark, mark_of
 from smp.replacement.plan_adapters import is_adapted
 from smp.replacement.plan_cuts import Report, is_model, output_head
@@ -32,7 +33,7 @@ class PlanOf:
 
     Attributes:
         plan: words by path, checked.
-        is_own: True if transformers gave the plan, False if the user did.
+        is_own: True if transformers or this library has the plan, False if the user gave it.
     """
 
     plan: Mapping[str, str]
@@ -67,8 +68,10 @@ def plan_of(
 
 
 def _own_plan(module: nn.Module) -> Mapping[str, str] | None:
-    """Returns the plan that transformers gives for a model, or None."""
-    return (getattr(module, "_tp_plan", None) or None) if is_model(module) else None
+    """Returns the plan that transformers gives for a model, or else we, or None."""
+    if not is_model(module):
+        return None
+    return getattr(module, "_tp_plan", None) or PLANS.get(type(module).__name__)
 
 
 def stays_out(root_mark: Mark | None, module: nn.Module) -> str | None:

@@ -57,7 +57,7 @@ def apply_plan(
     trials = {path: _trial_of(state, path, groups) if is_tried else None for path in blocks}
     for path in groups:
         for name, value in state.owners.get(path, {}).items():
-            if name != "_smp_heads":
+            if not name.startswith("_smp_"):
                 setattr(state.modules[path], name, value)
     for path in sorted(blocks):
         _make_block(state, path, trials[path])
@@ -71,7 +71,7 @@ def _trial_of(state: SplitState, block: str, groups: Mapping[str, plans.Group]) 
         path.removeprefix(block).removeprefix("."): {
             name: state.modules[path].__dict__[name]
             for name in state.owners.get(path, {})
-            if name != "_smp_heads"
+            if not name.startswith("_smp_")
         }
         for path in inside
     }
@@ -158,6 +158,7 @@ def _make_block(state: SplitState, path: str, trial: Trial | None) -> None:
         _smp_layout=state.layout,
         _smp_name=f"{state.prefix}{path}" or "(root)",
         _smp_heads=state.owners.get(path, {}).get("_smp_heads"),
+        _smp_has_bias=state.owners.get(path, {}).get("_smp_has_bias", False),
         _smp_trial=trial,
         _smp_whole_gradients=WholeGradients(
             [

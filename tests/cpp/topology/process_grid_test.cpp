@@ -88,6 +88,25 @@ TEST(ProcessGrid, WithoutContextRanksKindsOfParametersAreThoseOfBatches) {
   }
 }
 
+// Three hosts of eight: tensor-parallel groups of `cluster` and pipelines of
+// `TPD` stay together; the other axis crosses hosts.
+TEST(ProcessGrid, SixStagesOfFourTensorRanksFillTwentyFour) {
+  using Ranks = std::vector<int>;
+  const ProcessGrid near(24, 6, 4, 1, "cluster");
+  EXPECT_EQ(near.placement(), "DPT");
+  EXPECT_EQ(near.group(GroupKind::kTp, 13), (Ranks{12, 13, 14, 15}));
+  EXPECT_EQ(near.group(GroupKind::kPp, 13), (Ranks{1, 5, 9, 13, 17, 21}));
+  EXPECT_EQ(near.group(GroupKind::kRdp, 13), (Ranks{13}));
+  EXPECT_EQ(near.group(GroupKind::kDp, 13), (Ranks{12, 13, 14, 15}));
+  EXPECT_EQ(near.group(GroupKind::kMp, 13).size(), 24u);
+  EXPECT_EQ(near.describe(13), "pp 3 tp 1 rdp 0");
+  const ProcessGrid far(24, 6, 4, 1, "spread");
+  EXPECT_EQ(far.placement(), "TPD");
+  EXPECT_EQ(far.group(GroupKind::kTp, 13), (Ranks{1, 7, 13, 19}));
+  EXPECT_EQ(far.group(GroupKind::kPp, 13), (Ranks{12, 13, 14, 15, 16, 17}));
+  EXPECT_EQ(far.describe(13), "pp 1 tp 2 rdp 0");
+}
+
 /// Checks that each rank is in exactly one group of a kind, at its place.
 void expect_partition(const ProcessGrid& grid, GroupKind kind) {
   std::set<int> seen;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class PlannedBlock(DistributedModule):
         _smp_layout: layout of the model.
         _smp_name: name of the block in the model.
         _smp_heads: numbers of query heads of this rank and of all ranks, for attention.
+        _smp_has_bias: a table inside has a bias for each of these heads, which is a result.
         _smp_rates: places of dropout rates inside, or None before the first search.
         _smp_sums_late: whether rows inside may leave their sums to code that reads them, because
             ranks have own batches and none has hooks there; None before ranks agreed on it.
@@ -45,6 +46,7 @@ class PlannedBlock(DistributedModule):
     _smp_layout: Layout
     _smp_name: str
     _smp_heads: tuple[int, int] | None = None
+    _smp_has_bias: bool = False
     _smp_rates: list[tuple[nn.Module, str]] | None = None
     _smp_sums_late: bool | None = None
     _smp_whole_gradients: WholeGradients | None = None
@@ -98,7 +100,9 @@ def _run(
     with call_of_block(call), drawing, masks:
         output = inner(*args, **kwargs)
     if block._smp_heads is not None:
-        output = _without_weights(output, *block._smp_heads)
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        num_own, num_all = block._smp_heads
+        output = _without_weights(output, num_own, num_all, given, block._smp_has_bias)
     if layout.has_own_batches:
         output = regions.in_layer(
             block._smp_name, borders.leave, layout, block._smp_name, output, num_samples
@@ -115,14 +119,23 @@ def _sums_late(block: Any) -> bool:
     return bool(block._smp_sums_late)
 
 
-def _without_weights(output: Any, num_own: int, num_all: int) -> Any:
-    """Returns attention's output without weights if this rank's heads are not all heads."""
+def _without_weights(
+    output: Any, num_own: int, num_all: int, given: Sequence[Tensor], has_bias: bool
+) -> Any:
+    """Returns attention's output without weights if this rank's heads are not all heads.
+
+    A bias for own heads stays, which later blocks read: an argument that is handed on, or the
+    first such tensor of a block that makes one.
+    """
     if type(output) is not tuple or num_own == num_all:
         return output
-    return output[:1] + tuple(
-        None if isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] == num_own else x
-        for x in output[1:]
-    )
+    kept = list(output[:1])
+    for x in output[1:]:
+        is_of_heads = isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] == num_own
+        if is_of_heads and not any(x is one for one in given):
+            x, has_bias = (x, False) if has_bias else (None, False)
+        kept.append(x)
+    return tuple(kept)
 
 
 def _drawing(block: Any, given: tuple[Any, ...]) -> Any:
