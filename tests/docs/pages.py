@@ -3,7 +3,7 @@
 ``<!-- run: 2; with: gptj -->`` stands on the line above a block (invisible when it is rendered):
 
 * ``run: N``: a Python script for N processes, or a diff of such scripts;
-  ``run: N, M``: first with N processes, then with M;
+  ``run: N, M``: first with N processes, then with M (of a diff: the old script with N);
 * ``continues``: goes on where the block before ended, in the same script;
 * ``file: NAME``: is also saved under this name, where later commands of the page find it;
 * ``with: NAME``: ``tests/docs/setup/NAME.py`` has the names that the block leaves out, and may have

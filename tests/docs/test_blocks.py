@@ -61,16 +61,16 @@ class Page:
         self._output = "".join(self._start(first, "\n".join(lines), size) for size in sizes)
 
     def _run_diff(self, block: Block) -> None:
-        """Runs both scripts of a diff, the old one in one process, and compares their losses."""
-        before = "".join(_side(block.source, "-"))
-        after = "".join(_side(block.source, "+"))
+        """Runs both scripts of a diff, by default the old one alone, and compares their losses."""
+        *others, size = map(int, block.marks["run"].split(","))
+        sizes = (*others, size) if others else (1, size)
         results = [
-            self._start(block, text, size)
-            for text, size in ((before, 1), (after, int(block.marks["run"])))
+            self._start(block, "".join(_side(block.source, sign)), number)
+            for sign, number in zip("-+", sizes, strict=True)
         ]
         losses = [re.findall(r"loss (\S+)", text) for text in results]
-        assert len(losses[0]) == 1 and len(losses[1]) == int(block.marks["run"])
-        for loss in losses[1]:
+        assert tuple(map(len, losses)) == sizes
+        for loss in losses[0] + losses[1]:
             assert float(loss) == pytest.approx(float(losses[0][0]), rel=1e-5)
         self._output = results[1]
 
