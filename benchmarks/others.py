@@ -222,7 +222,7 @@ def measure(contender: str, packages: str | None) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         + [f"--nproc-per-node={ranks}", __file__, contender],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=300,
+        env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{contender} failed:\n{done.stderr[-3000:]}")

@@ -16,7 +16,8 @@ FIGURES = "benchmarks/results/figures.md"
 _SECTIONS: dict[str, tuple[str, ...]] = {
     "Start": ("README.md", "docs/README.md", "docs/quickstart.md", "docs/installing.md",
               "docs/gpus.md", "docs/auto.md", "docs/notebooks.md",
-              "docs/gallery.md", "docs/finetune_gptj.md", "docs/from_others.md", "docs/migration.md", "docs/trainer.md",
+              "docs/gallery.md", "docs/finetune_gptj.md", "docs/from_others.md",
+              "docs/migration.md", "docs/trainer.md",
               "examples/README.md"),
     "Use": ("docs/running.md", "docs/running_reference.md", "docs/losses.md", TIMELINE,
             "docs/planning.md", "docs/verifying.md", "docs/tensor_parallelism.md",

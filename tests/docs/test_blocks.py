@@ -11,6 +11,7 @@ import pytest
 from smp.config.schema import Config
 from tests.dist.pool import Pool
 from tests.dist.processes import run_ranks
+from tests.dist.test_torch_group import free_port
 from tests.docs import commands
 from tests.docs.pages import PAGES, Block, blocks_of, missing_lines
 
@@ -65,7 +66,7 @@ class Page:
         *others, size = map(int, block.marks["run"].split(","))
         sizes = (*others, size) if others else (1, size)
         results = [
-            self._start(block, "".join(_side(block.source, sign)), number)
+            self._start(block, "".join(_side(block.source, sign)), number, sign == "-")
             for sign, number in zip("-+", sizes, strict=True)
         ]
         losses = [re.findall(r"loss (\S+)", text) for text in results]
@@ -74,7 +75,10 @@ class Page:
             assert float(loss) == pytest.approx(float(losses[0][0]), rel=1e-5)
         self._output = results[1]
 
-    def _start(self, block: Block, source: str, size: int) -> str:
+    def _start(self, block: Block, source: str, size: int, is_plain: bool = False) -> str:
+        env = {"OMP_NUM_THREADS": "1"}
+        if is_plain:  # as torchrun sets them
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         setup = block.marks.get("with")
         prefix = f"import os; os.chdir({str(self._folder)!r})"
         suffix = ""
@@ -88,7 +92,7 @@ class Page:
         # The first line of a script is that of a fence, or above it.
         body = source.removeprefix("\n") if source.startswith("\n") else source
         script.write_text(f"{prefix}\n{body}{suffix}")
-        ended = run_ranks(self._pool, script, size, env={"OMP_NUM_THREADS": "1"})
+        ended = run_ranks(self._pool, script, size, env=env)
         status = int(block.marks.get("ends", 0))
         failed = sorted((r for r in ended if r.returncode != status), key=lambda rank: rank.time)
         assert not failed, (
