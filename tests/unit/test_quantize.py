@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from smp_cli.main import main
 from torch import Tensor, nn
 
 import smp
@@ -21,6 +23,8 @@ from smp.planning.estimate import estimate
 from smp.planning.run_cuts import Run
 from smp.replacement.fp8_layers import choose_layers
 from tests.clients import quantized_training as training
+from tests.conftest import REPO
+from tests.docs.pages import blocks_of
 
 pytest.importorskip("peft")
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -407,3 +411,19 @@ def test_packed_weights_have_no_state() -> None:
     num_packed, num_bytes = packed.num_bytes(layer.weight), 4 * (128 * 64 + 64)
     expected = (num_packed + 4 * num_bytes) / (num_packed + num_bytes)
     assert state_factor([*linear.parameters(), layer.weight], config, 1) == expected
+
+
+@pytest.mark.sample(keep=0)
+def test_command_counts_a_large_packed_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = blocks_of(REPO / "docs" / "gallery.md")
+    source = next(block for block in page if block.marks.get("file") == "big_quantized.py")
+    command = next(block for block in page if "big_quantized:model" in block.source)
+    printed = page[page.index(command) + 1].source
+    (tmp_path / "big_quantized.py").write_text(source.source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = shlex.split(command.source.replace("\\\n", " "))
+    assert words[0] == "smp" and main(words[1:]) == 0
+    assert capsys.readouterr().out.split() == printed.split()

@@ -203,11 +203,12 @@ def _why_unreachable() -> str | None:
 
 
 def _call_of_huggingface(name: str, module: nn.Module) -> Callable[[int, int | None], Call]:
-    """Returns a function that makes arguments of the model."""
+    """Returns a function that makes arguments of the model, or of the one below its adapters."""
     config: Any = module.config
-    known = inspect.signature(module.forward).parameters
+    own: Any = getattr(module, "get_base_model", lambda: module)()
+    known = inspect.signature(own.forward).parameters
     longest = getattr(config, "max_position_embeddings", None)
-    kind = type(module).__name__
+    kind = type(own).__name__
 
     def tokens(batch: int, seq: int | None) -> Call:
         length = seq or min(longest or _MOST_TOKENS, _MOST_TOKENS)

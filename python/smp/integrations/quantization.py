@@ -314,15 +314,16 @@ def _by_bitsandbytes(
 ) -> nn.Parameter:
     own = {"module": layer} if "quant_type" in options else {}
     made: Any = kind(value.contiguous(), requires_grad=False, **options, **own)
-    if value.is_meta:
-        # bitsandbytes keeps a table of the first device that it quantizes on, for all others.
-        importlib.import_module("bitsandbytes.functional").quantize_blockwise(torch.zeros(1))
-    made = made._quantize(value.device)
+    with torch.device("cpu"):  # where tables are made; a model of a plan is made on the meta device
+        if value.is_meta:
+            # bitsandbytes keeps a table of the first device that it quantizes on, for all others.
+            importlib.import_module("bitsandbytes.functional").quantize_blockwise(torch.zeros(1))
+        made = made._quantize(value.device)
     if value.is_meta:
         made.__deepcopy__ = functools.partial(_copied, made)
         state = getattr(made, "quant_state", None)
         if state is not None and state.offset is not None:
-            state.offset = torch.zeros(())  # state dicts read the number
+            state.offset = torch.zeros((), device="cpu")  # state dicts read the number
     packed_weight: nn.Parameter = made
     return packed_weight
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,6 +53,12 @@ def num_bytes(tensor: Tensor) -> int:
     """Returns the bytes of all values of a tensor, wherever they are."""
     parts = (tensor,) if type(tensor) in (Tensor, nn.Parameter) else parts_of(tensor).values()
     return sum(part.numel() * part.element_size() for part in parts)
+
+
+def num_elements(tensor: Tensor) -> int:
+    """Returns the number of values that a tensor holds, packed or not."""
+    shape = getattr(getattr(tensor, "quant_state", None), "shape", None)
+    return tensor.numel() if shape is None else math.prod(shape)
 
 
 def detached(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from smp.config.processes import check_world
+from smp.modules import packed
 from smp.partition.decision import Decision
 from smp.planning.layout import Layout
 from smp.planning.memory import RankBytes, activations_of, rank_bytes, weights_of
@@ -75,7 +76,7 @@ def estimate(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], run: 
     contents = contents_of(stages_of(model, decision), layout.pp, decision.num_chunks)
     content_of = {rank: content for content in contents for rank in content.ranks}
     stages = tuple(_stage(rank, content_of[rank], run) for rank in range(layout.pp))
-    return Estimate(sum(p.numel() for p in root.parameters()), stages, decision)
+    return Estimate(sum(map(packed.num_elements, root.parameters())), stages, decision)
 
 
 def _stage(pp_rank: int, content: Content, run: Run) -> StageEstimate:
