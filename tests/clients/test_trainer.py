@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from tests.dist.pool import Pool
+from tests.dist.processes import launch
 from tests.reference.tolerances import half_loss_tolerance
 
 LOGGED = 1.01e-4  # losses are logged with four digits
@@ -196,6 +199,20 @@ def test_trainer_splits_tensors(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(2, train, job)
     check_same(results, expected)
     assert results[0]["num_split"] > 0
+
+
+@pytest.mark.sample(keep=0)
+def test_accelerate_launches_the_ranks(pool: Pool, tmp_path: Path) -> None:
+    (expected,) = pool.run(1, train, Job(str(tmp_path / "one"), batch=8, drops_labels=True))
+    folder = tmp_path / "four"
+    words = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=4", "--num_machines=1"]
+    words += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+    script = Path(__file__).parent / "scripts" / "launched_trainer.py"
+    ended = launch([sys.executable, "-m", *words, str(script), str(folder), json.dumps(PIPELINE)])
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    results = [json.loads((folder / f"result_{rank}.json").read_text()) for rank in range(4)]
+    check_same(results, expected)
+    assert all(result["num_local"] > 0 for result in results), "each has a part"
 
 
 @pytest.mark.sample(keep=0)

@@ -23,7 +23,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "context_parallel/regions.py": frozenset({"group"}),
     "data_parallel/batch_shares.py": frozenset({"batch_slice"}),
     "integrations/accelerator.py": frozenset({"SMPAccelerator.__init__", "distributed_optimizer"}),
-    "integrations/trainer.py": frozenset({"SMPTrainer.__init__"}),
+    "integrations/trainer.py": frozenset({"SMPTrainerMixin.__init__"}),
     "launching/first_rank.py": frozenset({"_leave"}),
     "model/distributed_model.py": frozenset({"DistributedModel.__init__"}),
     "nn/layout.py": frozenset({"current"}),

@@ -57,7 +57,8 @@ class SMPAccelerator(Accelerator):
     _checks_launch: ClassVar[bool] = True
 
     def __init__(self, **kwargs: Any) -> None:
-        self._rank = runtime.current().rank
+        current = runtime.current()
+        self._rank, self._steps = current.rank, current.steps
         config = self._rank.config
         wanted = kwargs.pop("mixed_precision", None)
         configured = "fp16" if config.fp16 else "bf16" if config.bf16 else "no"
@@ -82,6 +83,11 @@ class SMPAccelerator(Accelerator):
     @property
     def _replicas(self) -> _Group:
         return _Group(self._rank)
+
+    @property
+    def replica_group(self) -> comm.CommGroup:
+        """Group of the ranks that work on different batches."""
+        return self._replicas.kind
 
     @property
     def num_processes(self) -> int:
@@ -131,7 +137,7 @@ class SMPAccelerator(Accelerator):
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> DistributedModel:
+    ) -> nn.Module:
         """Wraps a model; smp decides its placement."""
         if not isinstance(model, DistributedModel):
             model = DistributedModel(model)

@@ -2,14 +2,15 @@
 
 Methods of ``Trainer`` are overridden; none is patched. The loss is that of ``compute_loss``, run
 per microbatch. So users' losses, label smoothing and the count of tokens over accumulated batches
-work as before.
+work as before. The mixin overrides them for any subclass, also for trainers of TRL.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 import smp._C as _C
 from smp import checkpoint
-from smp.integrations import adapters
+from smp.integrations import adapters, trainer_trl
 from smp.integrations.accelerator import (
     DYNAMIC_LOSS_ARGS,
     SMPAccelerator,
@@ -27,6 +28,7 @@ from smp.integrations.accelerator import (
     distributed_optimizer,
     whole_state_dict,
 )
+from smp.integrations.trainer_batches import PAIRS, joined_outputs, num_samples, restored, to_cut
 from smp.model import DistributedModel
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.step import step
@@ -41,45 +43,112 @@ _OPTIMIZER = "optimizer.pt"  # file of a Trainer in one process
 class _Accelerator(SMPAccelerator):
     _checks_launch = False
 
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Wraps a model that is trained; a reference is wrapped where it is first called."""
+        if evaluation_mode:
+            return model
+        return super().prepare_model(model, device_placement)
 
-class SMPTrainer(Trainer):
-    """A ``Trainer`` for a `DistributedModel`; `smp.init` is called before its arguments are made.
+    def gather(self, tensor: Any) -> Any:
+        """Gathers over the replicas; a microbatch keeps its own, as steps are no meeting points."""
+        if self._steps.running is None:
+            return super().gather(tensor)
+        return pytree.tree_map_only(Tensor, lambda t: t if t.dim() else t[None], tensor)
 
-    Batch sizes of the arguments are those of a replica. 16-bit training follows the configuration
-    of smp. Checkpoints hold the model in Hugging Face's format, and beside it a checkpoint of smp
-    (``smp_partial``) from which training can resume with any layout.
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        if self._steps.running is None:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        return self.gather(input_data)
+
+
+if TYPE_CHECKING:
+
+    class _Base(Trainer):
+        pass
+
+else:
+    _Base = object
+
+
+class SMPTrainerMixin(_Base):
+    """Lets a subclass of ``Trainer`` train a `DistributedModel`.
+
+    Name it before the trainer: ``class T(SMPTrainerMixin, MyTrainer)``. The trainer's own
+    ``compute_loss`` runs once per microbatch, its ``training_step`` and ``prediction_step`` do not
+    run. Trainers of TRL may be its ``SFTTrainer`` and ``DPOTrainer``.
+
+    `smp.init` is called before the arguments of the trainer are made. Batch sizes of the arguments
+    are those of a replica. 16-bit training follows the configuration of smp. Checkpoints hold the
+    model in Hugging Face's format, and beside it a checkpoint of smp (``smp_partial``) from which
+    training can resume with any layout.
 
     Args:
-        args, kwargs: arguments of ``Trainer``. The model is the plain one; modules marked with
+        args, kwargs: arguments of the trainer. The model is the plain one; modules marked with
             `smp.tensor_parallelism` are replaced when it is wrapped.
 
     Raises:
         RuntimeError: Accelerate does not see the processes of the job.
-        ValueError: the model is wrapped already, or the arguments ask for 16 bits and the
-            configuration of smp does not.
+        TypeError: a class does not name the mixin first, or derives from a trainer of TRL that is
+            not supported.
+        ValueError: the model is wrapped already, the arguments ask for 16 bits and the
+            configuration of smp does not, or for what smp does not do.
     """
 
     accelerator: Any
     model_wrapped: Any
     optimizer: Any
+    ref_model: Any  # of DPO
 
     #: options of the loss scale in fp16, by default those of ``torch.amp.GradScaler``
     dynamic_loss_args: ClassVar[dict[str, Any]] = DYNAMIC_LOSS_ARGS
 
+    _batches_per_epoch: int | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        others = [base for base in order if not issubclass(base, SMPTrainerMixin)]
+        first = next((base for base in others if issubclass(base, Trainer)), None)
+        if first is not None and order.index(first) < order.index(SMPTrainerMixin):
+            raise TypeError(
+                f"class {cls.__name__}: SMPTrainerMixin comes after {first.__name__}, whose "
+                "methods it has to override; name it first: class "
+                f"{cls.__name__}(SMPTrainerMixin, {first.__name__})"
+            )
+        trainer_trl.check_class(cls)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        config = runtime.current().rank.config
+        if not isinstance(self, Trainer):
+            raise TypeError(
+                f"{type(self).__name__} has no Trainer behind SMPTrainerMixin; write class "
+                f"{type(self).__name__}(SMPTrainerMixin, Trainer)"
+            )
+        self._config = runtime.current().rank.config
         super().__init__(*args, **kwargs)
+
+    def _check_arguments(self) -> None:
         if isinstance(self.model, DistributedModel):
             raise ValueError(
-                f"{_C.rank_prefix()}SMPTrainer wraps the model itself; give it the plain one"
+                f"{_C.rank_prefix()}{type(self).__name__} wraps the model itself; give it the "
+                "plain one"
             )
         for key in ("fp16", "bf16"):
-            if getattr(self.args, key) and not getattr(config, key):
+            if getattr(self.args, key) and not getattr(self._config, key):
                 raise ValueError(
                     f"smp config: {key}=False: the TrainingArguments ask for {key}; set {key}: "
                     "True in the configuration of smp.init"
                 )
-        self._batches_per_epoch: int | None = None
+        if self.args.parallelism_config is not None:
+            self._refuse_engine("parallelism_config")
+        trainer_trl.check_options(self)
+
+    def _refuse_engine(self, name: str) -> None:
+        raise ValueError(
+            f"{_C.rank_prefix()}{type(self).__name__}: {name} of the arguments or of accelerate's "
+            "configuration cannot be used together with smp; set the layout in smp.init instead"
+        )
 
     # ---- preparing
 
@@ -88,7 +157,10 @@ class SMPTrainer(Trainer):
         return arguments | {"mixed_precision": "no"}
 
     def create_accelerator_and_postprocess(self) -> None:
+        self._check_arguments()
         super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            self._refuse_engine("deepspeed" if self.is_deepspeed_enabled else "fsdp")
         plain = self.accelerator
         if self.args.distributed_state is not None:  # else transformers reads ranks from smp
             check_launch(self.args.distributed_state)
@@ -122,6 +194,7 @@ class SMPTrainer(Trainer):
             self.model_wrapped = DistributedModel(
                 self.model, backward_passes_per_step=passes if is_even else 1
             )
+            trainer_trl.check_model(self, self.model_wrapped)
         wrapped: DistributedModel = self.model_wrapped
         return wrapped
 
@@ -136,17 +209,20 @@ class SMPTrainer(Trainer):
     # ---- steps
 
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         model.train()
         inputs = self._prepare_inputs(inputs)
-        divisor = (
-            1
-            if self._divides_itself(num_items_in_batch)
-            else (self.current_gradient_accumulation_steps)
-        )
-        size = _batch_size(inputs)
-        loss = _train(self, model, inputs, num_items_in_batch, size, divisor)
+        divisor = 1
+        if not self._divides_itself(num_items_in_batch):
+            divisor = self.current_gradient_accumulation_steps
+        is_dpo = trainer_trl.is_dpo(self)
+        if is_dpo:
+            inputs = self._with_references(inputs)
+        cut, size = self._to_cut(inputs), num_samples(inputs)
+        with trainer_trl.collecting_metrics(self), _references_if(self, is_dpo):
+            loss, found = _train(self, model, cut, num_items_in_batch, size, divisor)
+        trainer_trl.add_metrics(self, found, inputs, self.accelerator.replica_group)
         mean: Tensor = loss.reduce_mean()
         return mean.detach().to(self.args.device)
 
@@ -162,20 +238,29 @@ class SMPTrainer(Trainer):
         returns_loss = inputs.get("return_loss")
         if returns_loss is None:
             returns_loss = self.can_return_loss
-        has_loss = has_labels or (not names and bool(returns_loss))
+        is_dpo = trainer_trl.is_dpo(self)
+        has_loss = is_dpo or has_labels or (not names and bool(returns_loss))
         inputs = self._prepare_inputs(inputs)
         if ignore_keys is None:
             config = getattr(self.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         items = self._get_num_items_in_batch([inputs], self.args.device) if has_loss else None
         ignored = None if prediction_loss_only else tuple(ignore_keys)
-        size = _batch_size(inputs)
-        with torch.no_grad():
-            loss, outputs = _predict(self, model, inputs, items, size, has_loss, ignored)
+        if is_dpo:
+            inputs = self._with_references(inputs)
+        cut, size = self._to_cut(inputs), num_samples(inputs)
+        with (
+            torch.no_grad(),
+            trainer_trl.collecting_metrics(self),
+            _references_if(self, is_dpo),
+        ):
+            loss, outputs, found = _predict(self, model, cut, items, size, has_loss, ignored)
+        trainer_trl.add_metrics(self, found, inputs, self.accelerator.replica_group)
         mean = loss.reduce_mean().detach() if has_loss else None
         if prediction_loss_only:
             return mean, None, None
-        logits = _concat(outputs)
+        logits = _concat(outputs, cut)
+        names = ["input_ids"] if is_dpo else names
         labels = tuple(inputs.get(name) for name in names) if has_loss else None
         if labels is not None and len(labels) == 1:
             labels = labels[0]
@@ -187,6 +272,51 @@ class SMPTrainer(Trainer):
             return bool(self.loss_is_scaled_for_ga)
         counts = self.model_accepts_loss_kwargs and num_items is not None
         return counts or self.compute_loss_func is not None
+
+    def _to_cut(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        is_dpo = trainer_trl.is_dpo(self)
+        return to_cut(inputs, self._config.microbatches, has_pairs=is_dpo)
+
+    # ---- references of DPO
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """Returns log-probabilities of the chosen and rejected sequences under the reference.
+
+        Collective over the ranks of a replica. The reference is the trainer's reference model,
+        else `model` with the adapters of the reference.
+
+        Args:
+            model: model of TRL; the distributed one is used instead.
+            inputs: batch of pairs.
+        """
+        own = self.ref_model
+        if own is not None and not isinstance(own, DistributedModel):
+            own = self.ref_model = DistributedModel(own.requires_grad_(False))
+        reference = self._wrap_model(self.model) if own is None else own
+        cut = self._to_cut(inputs)
+        with trainer_trl.showing_reference(self, reference):
+            if own is None and not reference.partitioned:
+                # The policy is laid out for the adapters that are trained, not for the reference's.
+                _reference(self, reference, cut)
+            with trainer_trl.reference_adapters(self, own):
+                chosen, rejected = _reference(self, reference, cut)
+        return chosen.concat(), rejected.concat()
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        trainer_trl.check_data_set(self, dataset, name)
+        return super()._precompute_ref_logps(dataset, name, batch_size)  # type: ignore[misc]
+
+    def _own_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        return super().compute_ref_log_probs(model, inputs)  # type: ignore[misc]
+
+    def _with_references(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Returns a batch of pairs with log-probabilities of the reference."""
+        names = ("ref_chosen_logps", "ref_rejected_logps")
+        if names[0] in inputs:
+            return inputs
+        with torch.no_grad():
+            found = self.compute_ref_log_probs(self.model, inputs)
+        return inputs | dict(zip(names, found, strict=True))
 
     # ---- checkpoints
 
@@ -224,9 +354,11 @@ class SMPTrainer(Trainer):
         if adapters.is_adapted(self.model):
             adapters.load(wrapped, self.model, folder)
         elif _has_own(folder):
-            checkpoint.resume_from_checkpoint(folder, _TAG, load_optimizer=False)
+            checkpoint.resume_from_checkpoint(folder, _TAG, load_optimizer=False, model=wrapped)
         else:
-            checkpoint.resume_from_checkpoint(folder, partial=False, load_optimizer=False)
+            checkpoint.resume_from_checkpoint(
+                folder, partial=False, load_optimizer=False, model=wrapped
+            )
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
         """Loads both; the schedule exists already, and loaded values of groups replace its own."""
@@ -235,7 +367,10 @@ class SMPTrainer(Trainer):
         whole = Path(folder, _OPTIMIZER)
         if _has_own(folder):
             is_adapted = adapters.is_adapted(self.model)
-            checkpoint.resume_from_checkpoint(folder, _TAG, strict=not is_adapted)
+            checkpoint.resume_from_checkpoint(
+                folder, _TAG, strict=not is_adapted, model=self.model_wrapped,
+                optimizer=self.optimizer,
+            )  # fmt: skip
         elif whole.is_file():
             state = torch.load(whole, map_location="cpu", mmap=True, weights_only=True)
             self.optimizer.load_state_dict(state)
@@ -244,13 +379,23 @@ class SMPTrainer(Trainer):
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
 
+class SMPTrainer(SMPTrainerMixin, Trainer):
+    """A ``Trainer`` for a `DistributedModel`; see `SMPTrainerMixin`."""
+
+
+def _references_if(
+    trainer: SMPTrainerMixin, is_dpo: bool
+) -> contextlib.AbstractContextManager[None]:
+    return trainer_trl.given_references(trainer) if is_dpo else contextlib.nullcontext()
+
+
 def _has_own(folder: str) -> bool:
     """Returns whether the folder has a checkpoint of smp beside the model."""
     return Path(folder, f"{_TAG}_partial").is_dir()
 
 
 def _weight(
-    trainer: SMPTrainer,
+    trainer: SMPTrainerMixin,
     model: DistributedModel,
     inputs: dict[str, Any],
     num_items: Any,
@@ -262,58 +407,79 @@ def _weight(
     A loss that is divided by a number of tokens is a sum: the weight is the microbatch's share of
     the batch's samples. Other losses are means: the weight is the number of labels or samples.
     """
+    inputs = restored(inputs)
     if num_items is not None and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
-        return _batch_size(inputs) / size
+        return num_samples(inputs) / size
     rule, labels = rule_of(model.get_module()), inputs.get("labels")
     if rule is None or not isinstance(labels, Tensor) or labels.is_floating_point():
-        return _batch_size(inputs)
+        return num_samples(inputs)
     return rule.count(labels)
 
 
-@step(non_split_inputs=["num_items"], weight=_weight)  # type: ignore[untyped-decorator]
+_AXES = {f"inputs.{PAIRS}": 0}
+
+
+@step(non_split_inputs=["num_items"], input_split_axes=_AXES, weight=_weight)  # type: ignore[untyped-decorator]
 def _train(
-    trainer: SMPTrainer,
+    trainer: SMPTrainerMixin,
     model: DistributedModel,
     inputs: dict[str, Any],
     num_items: Any,
     size: int,
     divisor: int,
-) -> Tensor:
+) -> tuple[Tensor, trainer_trl.Found | None]:
     """Runs forward and backward of one microbatch out of a batch of ``size`` samples."""
+    inputs = restored(inputs)
     items = _share(num_items, inputs, size)
     with trainer.compute_loss_context_manager():
-        loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+        loss: Tensor = trainer.compute_loss(model, dict(inputs), num_items_in_batch=items)
+    found = trainer_trl.take_metrics(trainer, inputs)
     loss = loss / divisor
     model.backward(loss)
-    return loss
+    return loss, found
 
 
-@step(non_split_inputs=["num_items"], weight=_weight)  # type: ignore[untyped-decorator]
+@step(non_split_inputs=["num_items"], input_split_axes=_AXES, weight=_weight)  # type: ignore[untyped-decorator]
 def _predict(
-    trainer: SMPTrainer,
+    trainer: SMPTrainerMixin,
     model: nn.Module,
     inputs: dict[str, Any],
     num_items: Any,
     size: int,
     has_loss: bool,
     ignored: tuple[str, ...] | None,
-) -> tuple[Tensor | None, Any]:
-    """Returns loss and outputs for metrics of one microbatch; no outputs if ``ignored`` is None."""
-    loss = None
+) -> tuple[Tensor | None, Any, trainer_trl.Found | None]:
+    """Returns loss, outputs and metrics of one microbatch; no outputs if ``ignored`` is None."""
+    inputs = restored(inputs)
+    items = _share(num_items, inputs, size)
     with trainer.compute_loss_context_manager():
-        if has_loss:
-            items = _share(num_items, inputs, size)
-            loss, outputs = trainer.compute_loss(
-                model, inputs, return_outputs=True, num_items_in_batch=items
-            )
+        if not has_loss:
+            loss, outputs, found = None, model(**inputs), None
+        elif ignored is None:
+            loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=items)
+            return loss, None, trainer_trl.take_metrics(trainer, inputs)
         else:
-            outputs = model(**inputs)
+            loss, outputs = trainer.compute_loss(
+                model, dict(inputs), return_outputs=True, num_items_in_batch=items
+            )
+            found = trainer_trl.take_metrics(trainer, inputs)
     if ignored is None:
-        return loss, None
+        return loss, None, found
     if isinstance(outputs, dict):
         left_out = {*ignored, "loss"} if has_loss else set(ignored)
-        return loss, tuple(value for key, value in outputs.items() if key not in left_out)
-    return loss, tuple(outputs[1:] if has_loss else outputs)
+        kept = tuple(value for key, value in outputs.items() if key not in left_out)
+        return loss, kept, found
+    return loss, tuple(outputs[1:] if has_loss else outputs), found
+
+
+@step(input_split_axes=_AXES, weight="samples")  # type: ignore[untyped-decorator]
+def _reference(
+    trainer: SMPTrainerMixin, model: nn.Module, inputs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Returns log-probabilities of the reference for one microbatch of pairs."""
+    with torch.no_grad():
+        chosen, rejected = trainer._own_ref_log_probs(model, restored(inputs))
+    return chosen, rejected
 
 
 def _share(num_items: Any, inputs: dict[str, Any], size: int) -> Any:
@@ -322,16 +488,14 @@ def _share(num_items: Any, inputs: dict[str, Any], size: int) -> Any:
     So the mean over microbatches is divided by all tokens. Models that take the number and do not
     use it have means, which stay means.
     """
-    return None if num_items is None else num_items * (_batch_size(inputs) / size)
+    return None if num_items is None else num_items * (num_samples(inputs) / size)
 
 
-def _batch_size(inputs: dict[str, Any]) -> int:
-    leaves = (leaf for value in inputs.values() for leaf in pytree.tree_leaves(value))
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
-
-
-def _concat(outputs: Any) -> Any:
-    """Concatenates outputs of all microbatches."""
+def _concat(outputs: Any, cut: dict[str, Any]) -> Any:
+    """Concatenates outputs of all microbatches of a batch."""
     return pytree.tree_map_only(
-        StepOutput, lambda o: o.concat(), outputs, is_leaf=lambda o: isinstance(o, StepOutput)
+        StepOutput,
+        lambda o: joined_outputs(o.outputs, cut),
+        outputs,
+        is_leaf=lambda o: isinstance(o, StepOutput),
     )
