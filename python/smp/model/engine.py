@@ -324,6 +324,18 @@ class Engine:
             self.storage = self.parts.storage = self.parts.storage.make_real()
         self.state.make_whole(self.parts, state)
 
+    def join_groups(self) -> None:
+        """Joins the groups of the ranks that go on after a failure; values stay. Collective."""
+        assert self.partitioning.decision is not None
+        if self.pipeline is not None:
+            look_at = self.pipeline.modules.look_at
+            self.pipeline.disconnect()
+            self.pipeline = PipelinePlace(
+                self._current, self.idx, self._root, self.partitioning.decision
+            )
+            self.pipeline.modules.look_at = look_at
+        self.lay_out_gradients()
+
     # ---- steps
 
     def begin_step(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from smp.data_parallel import BatchWeights
 from smp.model.engine import Engine
-from smp.step import microbatch
+from smp.step import going_on, microbatch
 from smp.step.batches import Batch, TrainedStep
 from smp.step.bodies import Bodies, BodiesOfRanks, MicrobatchRunner
 from smp.step.cutting import Cutting
@@ -102,7 +102,10 @@ class StepFunction(Generic[P, R]):
         try:
             current.wrapped.spread_written()
             # The models are kept until the step is over: garbage is collected at any time.
-            result: R = self._run(current, current.wrapped.models, args, kwargs)
+            models = current.wrapped.models
+            result: R = going_on.run(
+                current, self._name, lambda: self._run(current, models, args, kwargs)
+            )
             return result
         except BaseException as error:  # sys.exit and Ctrl-C, too
             current.rank.report_raised(f"step '{self._name}'", error)
