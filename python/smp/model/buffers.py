@@ -38,6 +38,16 @@ class ReplicaBuffers:
         """True if a training step that begins now broadcasts buffers."""
         return self._broadcasts and self._rank.sizes["dp_cp"] > 1 and self._root.training
 
+    @property
+    def marks(self) -> tuple[int, frozenset[str]]:
+        """The number of steps, and the names of written buffers; equal on all replicas."""
+        return self._num_steps, frozenset(self._written)
+
+    @marks.setter
+    def marks(self, marks: tuple[int, frozenset[str]]) -> None:
+        self._num_steps, written = marks
+        self._written = set(written)
+
     def begin_step(self, first: int, ends: bool) -> None:
         """Broadcasts all buffers. Collective over the replicas.
 

@@ -79,21 +79,20 @@ def on_resize(callback: Callable[[Resized], None]) -> None:
     current.on_resize.append(callback)
 
 
-def run(current: runtime.Runtime, name: str, call: Callable[[], _T]) -> _T:
+def run(current: runtime.Runtime, name: str, has_run: bool, call: Callable[[], _T]) -> _T:
     """Runs a call of a step function; runs it again after a failure, if ranks go on then.
 
     Args:
         current: the runtime.
         name: name of the step function, for errors.
+        has_run: whether the function has returned before, with gradients enabled as now.
         call: runs the step once.
 
     Raises:
         PeerFailure: a rank has failed, and the others cannot go on.
         SystemExit: the others go on without this rank.
     """
-    if current.survivors is None:
-        return call()
-    start = _Start(current)
+    start = _Start(current, has_run)
     while (survivors := current.survivors) is not None:
         done: list[_T] = []
         try:
@@ -164,8 +163,10 @@ def _go_on(current: runtime.Runtime, decision: Decision) -> None:
 class _Start:
     """The state at the beginning of a step, as far as the step changes it."""
 
-    def __init__(self, current: runtime.Runtime) -> None:
+    def __init__(self, current: runtime.Runtime, has_run: bool) -> None:
         self._current, steps = current, current.steps
+        self._has_run = has_run
+        self._engine_marks = [(engine, engine.marks) for engine in self._engines()]
         self._counts = (steps.num_begun, steps.num_finished, steps.num_passes)
         self._marks = (steps.has_trained, steps.has_gradients, steps.missed_at)
         self._partitioned = set(current.wrapped.partitioned)
@@ -186,8 +187,11 @@ class _Start:
     def refuse_lost(self, name: str, error: BaseException) -> None:
         """Raises the failure if the state at the beginning cannot be restored."""
         reason = None
-        if self._current.wrapped.partitioned != self._partitioned or not self._partitioned:
-            reason = "it is the first step, in which models are laid out on their ranks"
+        if not self._has_run or self._current.wrapped.partitioned != self._partitioned:
+            reason = (
+                "it is the first call of this function, in which models are laid out on their "
+                "ranks and checked"
+            )
         elif self._marks[1]:
             reason = (
                 "gradients of an earlier step were not used by an optimizer of smp yet, and are "
@@ -204,6 +208,8 @@ class _Start:
         steps = self._current.steps
         steps.num_begun, steps.num_finished, steps.num_passes = self._counts
         steps.has_trained, steps.has_gradients, steps.missed_at = self._marks
+        for engine, marks in self._engine_marks:
+            engine.restore_marks(marks)
         self._random.restore()
         random.setstate(self._python)
         if self._numpy is not None:
@@ -212,6 +218,8 @@ class _Start:
             for buffer, value in self._buffers:
                 buffer.copy_(value)
         if torch.is_grad_enabled():
+            for optimizer in self._current.wrapped.optimizers:
+                optimizer._drop_gradients()
             for engine in self._engines():
                 for parameter in engine.root.parameters():
                     parameter.grad = master_of(parameter).grad = None

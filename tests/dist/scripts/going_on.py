@@ -38,8 +38,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config", type=json.loads, default={})
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--die", action="append", default=[])
-    parser.add_argument("--folder", type=Path, help="of the checkpoint to save or to resume")
-    parser.add_argument("--save-after", type=int, default=-1, help="number of steps")
+    parser.add_argument("--resume", type=Path, help="folder of the checkpoint to begin with")
+    parser.add_argument("--save", type=Path, help="folder of a checkpoint after the last step")
     parser.add_argument("--reads", default="", help="replicas of the first job, by replica")
     parser.add_argument("--step-s", type=float, default=0.0, help="time between two steps")
     parser.add_argument("--norm", action="store_true", help="adds running statistics")
@@ -103,11 +103,11 @@ class Job:
         self.model = smp.DistributedModel(nn.Sequential(*layers))
         self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(self.model.parameters(), 0.01))
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
-        if args.folder is not None and args.save_after < 0:
-            content = smp.resume_from_checkpoint(args.folder)
+        if args.resume is not None:
+            content = smp.resume_from_checkpoint(args.resume)
             self.step = content["step"]
             self.schedule.load_state_dict(content["schedule"])
-        self.resized: list[tuple[int, int]] = []
+        self.resized: list[dict[str, Any]] = []
         if smp.state.cfg.on_failure == "shrink":
             smp.on_resize(self.note)
         self.optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
@@ -121,7 +121,14 @@ class Job:
         self.train_step = train_step
 
     def note(self, resized: Any) -> None:
-        self.resized.append((resized.dp_size_before, resized.dp_size))
+        assert (smp.dp_size(), smp.size()) == (resized.dp_size, len(smp.get_world_group()))
+        self.resized.append(
+            {
+                "step": self.step,
+                "sizes": [resized.dp_size_before, resized.dp_size],
+                "lost": resized.lost,
+            }
+        )
         say(f"RESIZED {time.monotonic()} {json.dumps(resized.seconds)}")
         self.at("resize")
 
@@ -152,16 +159,14 @@ class Job:
     def run(self) -> None:
         while self.step < self.args.steps:
             self.train()
-            if self.step == self.args.save_after:
-                content = {"step": self.step, "schedule": self.schedule.state_dict()}
-                smp.save_checkpoint(
-                    self.args.folder,
-                    tag="saved",
-                    model=self.model,
-                    optimizer=self.optimizer,
-                    user_content=content,
-                )
-                return
+        if self.args.save is not None:
+            smp.save_checkpoint(
+                self.args.save,
+                tag="saved",
+                model=self.model,
+                optimizer=self.optimizer,
+                user_content={"step": self.step, "schedule": self.schedule.state_dict()},
+            )
 
     def digest(self) -> str:
         state = self.optimizer.local_state_dict(gather_if_shard=False)["state"]

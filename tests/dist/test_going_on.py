@@ -1,0 +1,140 @@
+"""Ranks are lost, and the others go on as a job that resumes from the step before.
+
+With `SMP_GRID=all` 200 ranks are killed at random times (`SMP_NUM_KILLS` sets another number).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.pool import Pool
+from tests.dist.processes import REPO, Ended, launch, run_ranks, start_ranks, wait_for_ranks
+
+pytestmark = pytest.mark.waits
+
+SCRIPT = REPO / "tests" / "dist" / "scripts" / "going_on.py"
+ALL = os.environ.get("SMP_GRID") == "all"
+NUM_KILLS = int(os.environ.get("SMP_NUM_KILLS", "200" if ALL else "12"))
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of a job, and what else its configuration has."""
+
+    pp: int = 1
+    tp: int = 1
+    dp: int = 2
+    keys: tuple[tuple[str, object], ...] = ()
+    flags: tuple[str, ...] = ()
+
+    @property
+    def per_replica(self) -> int:
+        return self.pp * self.tp
+
+    def argv(self, **keys: object) -> list[str]:
+        config = {"pipeline_parallel_degree": self.pp, "tensor_parallel_degree": self.tp}
+        return [f"--config={json.dumps({**config, **dict(self.keys), **keys})}", *self.flags]
+
+
+def words(results: list[Ended]) -> str:
+    return "\n".join(f"rank {r.rank} ({r.returncode}):\n{r.output}" for r in results)
+
+
+def result_of(ended: Ended) -> dict[str, Any]:
+    found = re.search(r"RESULT (\{.*\})", ended.output)
+    assert found and ended.returncode == 0, f"rank {ended.rank}:\n{ended.output}"
+    result: dict[str, Any] = json.loads(found[1])
+    return result
+
+
+def losses_of(ended: Ended) -> dict[int, str]:
+    found = re.findall(r"STEP (\d+) (.*)", ended.output)
+    assert len(found) == len(dict(found)), f"a step ran twice:\n{ended.output}"
+    return {int(step): losses for step, losses in found}
+
+
+def check_as_resumed(
+    pool: Pool, folder: Path, layout: Layout, ended: list[Ended], steps: int = STEPS
+) -> list[dict[str, Any]]:
+    """Compares a job that has lost ranks with jobs that resume on its later layouts.
+
+    Returns:
+        what the ranks that went on have noted about each loss.
+    """
+    kept = [rank for rank in ended if "RESULT " in rank.output]
+    assert kept, words(ended)
+    results = [result_of(rank) for rank in kept]
+    resizes: list[dict[str, Any]] = results[0]["resized"]
+    assert resizes and all(result["resized"] == resizes for result in results), words(ended)
+    replicas, per = list(range(layout.dp)), layout.per_replica
+    begins = [0, *(resize["step"] for resize in resizes)]
+    for number, (begin, end) in enumerate(zip(begins, [*begins[1:], steps], strict=True)):
+        if number:
+            lost = {rank // per for rank in resizes[number - 1]["lost"]}
+            assert lost < set(replicas), "whole replicas are lost"
+            replicas = [replica for replica in replicas if replica not in lost]
+        argv = [f"--steps={end}", f"--reads={','.join(map(str, replicas))}"]
+        argv += [f"--resume={folder}/{number}"] * (begin > 0)
+        argv += [f"--save={folder}/{number + 1}"] * (0 < end < steps)
+        if begin == end == 0:
+            continue
+        alike = run_ranks(pool, SCRIPT, per * len(replicas), [*layout.argv(), *argv])
+        assert not any(rank.returncode for rank in alike), words(alike)
+        for rank in kept:
+            own = alike[replicas.index(rank.rank // per) * per + rank.rank % per]
+            for step in range(begin, end):
+                assert losses_of(rank)[step] == losses_of(own)[step], f"{step}: {words([rank, own])}"
+    assert len(kept) == per * len(replicas), words(ended)
+    for result in results:
+        expected = result_of(alike[result["rank"]])
+        assert result["digest"] == expected["digest"] and result["rate"] == expected["rate"]
+    return resizes
+
+
+def run_and_lose(
+    pool: Pool, layout: Layout, *deaths: str, env: dict[str, str] | None = None
+) -> list[Ended]:
+    """Runs a job in which ranks die, as given by `RANK:PLACE:STEP`."""
+    argv = [*layout.argv(on_failure="shrink"), f"--steps={STEPS}"]
+    argv += [f"--die={death}" for death in deaths]
+    ended = run_ranks(pool, SCRIPT, layout.per_replica * layout.dp, argv, env=env)
+    for death in deaths:
+        assert "AT " in ended[int(death.split(":")[0])].output, f"{death}: {words(ended)}"
+    return ended
+
+
+PP2_DP2 = Layout(pp=2)
+PLACES = (
+    "forward", "backward", "sum", "summed", "confirm", "confirmed", "clip", "optimizer", "between",
+    "raise",
+)  # fmt: skip
+
+
+@pytest.mark.sample(keep=3)
+@pytest.mark.parametrize(
+    ("place", "victim"), [(place, (number * 3 + 3) % 4) for number, place in enumerate(PLACES)]
+)
+def test_others_go_on_as_a_job_that_resumes_on_their_layout(
+    pool: Pool, tmp_path: Path, place: str, victim: int
+) -> None:
+    ended = run_and_lose(pool, PP2_DP2, f"{victim}:{place}:2")
+    assert ended[victim].returncode == (1 if place == "raise" else -signal.SIGKILL)
+    [resize] = check_as_resumed(pool, tmp_path, PP2_DP2, ended)
+    late = place in ("confirmed", "clip", "optimizer", "between")
+    # A rank that has entered the confirmation may have told the others or not.
+    assert resize["step"] in ((2, 3) if place == "confirm" else (2 + late,))
+    assert resize["sizes"] == [2, 1]
+    assert sorted(resize["lost"]) == [2 * (victim // 2), 2 * (victim // 2) + 1]
