@@ -1,18 +1,10 @@
-"""Ranks are lost, and the others go on as a job that resumes from the step before.
-
-With `SMP_GRID=all` 200 ranks are killed at random times (`SMP_NUM_KILLS` sets another number).
-"""
+"""Ranks are lost, and the others go on as a job that resumes from the step before."""
 
 from __future__ import annotations
 
 import json
-import os
-import random
 import re
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +12,11 @@ from typing import Any
 import pytest
 
 from tests.dist.pool import Pool
-from tests.dist.processes import REPO, Ended, launch, run_ranks, start_ranks, wait_for_ranks
+from tests.dist.processes import REPO, Ended, run_ranks
 
 pytestmark = pytest.mark.waits
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "going_on.py"
-ALL = os.environ.get("SMP_GRID") == "all"
-NUM_KILLS = int(os.environ.get("SMP_NUM_KILLS", "200" if ALL else "12"))
 STEPS = 6
 
 
@@ -86,11 +76,11 @@ def check_as_resumed(
             lost = {rank // per for rank in resizes[number - 1]["lost"]}
             assert lost < set(replicas), "whole replicas are lost"
             replicas = [replica for replica in replicas if replica not in lost]
+        if begin == end:
+            continue  # several were lost in one step
         argv = [f"--steps={end}", f"--reads={','.join(map(str, replicas))}"]
-        argv += [f"--resume={folder}/{number}"] * (begin > 0)
-        argv += [f"--save={folder}/{number + 1}"] * (0 < end < steps)
-        if begin == end == 0:
-            continue
+        argv += [f"--resume={folder}/{begin}"] * (begin > 0)
+        argv += [f"--save={folder}/{end}"] * (end < steps)
         alike = run_ranks(pool, SCRIPT, per * len(replicas), [*layout.argv(), *argv])
         assert not any(rank.returncode for rank in alike), words(alike)
         for rank in kept:
@@ -138,3 +128,34 @@ def test_others_go_on_as_a_job_that_resumes_on_their_layout(
     assert resize["step"] in ((2, 3) if place == "confirm" else (2 + late,))
     assert resize["sizes"] == [2, 1]
     assert sorted(resize["lost"]) == [2 * (victim // 2), 2 * (victim // 2) + 1]
+
+
+@pytest.mark.sample(keep=2)
+@pytest.mark.parametrize(
+    ("layout", "deaths"),
+    [
+        (Layout(tp=2), ["1:backward:2"]),
+        (Layout(dp=3), ["0:forward:1", "2:sum:3"]),
+        (Layout(pp=2, dp=3), ["0:sum:2", "5:confirm:2"]),
+        (Layout(pp=2, dp=3), ["3:forward:2", "4:resize:2"]),
+        (Layout(pp=2, dp=3), ["2:optimizer:1", "1:backward:4"]),
+        (Layout(pp=2, flags=("--norm",)), ["0:backward:3"]),
+        (Layout(pp=2, keys=(("fp16", True),)), ["0:clip:3"]),
+        (Layout(pp=2, keys=(("bf16", True),)), ["3:summed:3"]),
+    ],
+    ids=lambda value: repr(value).replace("Layout", ""),
+)
+def test_layouts_lose_whole_replicas(
+    pool: Pool, tmp_path: Path, layout: Layout, deaths: list[str]
+) -> None:
+    ended = run_and_lose(pool, layout, *deaths)
+    resizes = check_as_resumed(pool, tmp_path, layout, ended)
+    broken = {int(death.split(":")[0]) // layout.per_replica for death in deaths}
+    lost = {rank // layout.per_replica for resize in resizes for rank in resize["lost"]}
+    assert lost == broken
+
+
+@pytest.mark.parametrize("settings", [{"SMP_TRANSPORT": "tcp"}, {"SMP_SHM": "0"}], ids=str)
+def test_transports_lose_rank_0(pool: Pool, tmp_path: Path, settings: dict[str, str]) -> None:
+    ended = run_and_lose(pool, PP2_DP2, "0:backward:2", env=settings)
+    check_as_resumed(pool, tmp_path, PP2_DP2, ended)

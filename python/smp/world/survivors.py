@@ -62,7 +62,8 @@ class Survivors:
     """
 
     def __init__(self, store: dist.Store, rank: Rank, connections: Connections) -> None:
-        self._store, self._own = store, rank.global_rank
+        self._store = dist.PrefixStore("survivors", store)
+        self._own = rank.global_rank
         self._grid, self._needed = rank.grid, list(rank.groups["mp"])
         self._everyone = list(rank.groups["world"])
         self._connections, self._board = connections, connections.board
