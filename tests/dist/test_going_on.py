@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.dist.pool import Pool
-from tests.dist.processes import REPO, Ended, run_ranks
+from tests.dist.processes import REPO, Ended, launch, run_ranks
 
 pytestmark = pytest.mark.waits
 
@@ -159,3 +160,21 @@ def test_layouts_lose_whole_replicas(
 def test_transports_lose_rank_0(pool: Pool, tmp_path: Path, settings: dict[str, str]) -> None:
     ended = run_and_lose(pool, PP2_DP2, "0:backward:2", env=settings)
     check_as_resumed(pool, tmp_path, PP2_DP2, ended)
+
+
+def test_smp_run_lets_the_others_go_on_and_ends_with_0() -> None:
+    argv = [*PP2_DP2.argv(on_failure="shrink"), f"--steps={STEPS}", "--die=1:backward:2"]
+    job = launch([sys.executable, "-m", "smp_cli", "run", "-n", "4", str(SCRIPT), *argv])
+    assert job.returncode == 0, job.stdout
+    assert "smp run: rank 1 was killed by SIGKILL; the ranks [" in job.stdout, job.stdout
+    assert "smp run: the job has finished without the ranks [0, 1], which it has lost" in job.stdout
+    assert "dp_size 2 -> 1 (agree " in job.stdout
+    assert len(re.findall(r"RESULT ", job.stdout)) == 2
+
+
+def test_smp_run_ends_with_the_status_of_the_culprit_if_no_replica_is_whole() -> None:
+    argv = [*PP2_DP2.argv(on_failure="shrink"), f"--steps={STEPS}"]
+    argv += ["--die=1:backward:2", "--die=3:backward:3"]
+    job = launch([sys.executable, "-m", "smp_cli", "run", "-n", "4", str(SCRIPT), *argv])
+    assert job.returncode == 128 + signal.SIGKILL, job.stdout
+    assert "smp run: rank 3 was killed by SIGKILL" in job.stdout, job.stdout

@@ -158,6 +158,8 @@ class Runtime:
     def _watch_for_failures(self, store: dist.Store) -> None:
         connections = self.rank.connections
         assert connections is not None
+        if self.rank.global_rank == 0:
+            failure.note_given_up([])
         self.survivors = Survivors(store, self.rank, connections)
 
     def _show_connections(self) -> None:
