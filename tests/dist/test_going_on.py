@@ -1,11 +1,17 @@
-"""Ranks are lost, and the others go on as a job that resumes from the step before."""
+"""Ranks are lost, and the others go on as a job that resumes from the step before.
+
+With `SMP_GRID=all` 200 ranks are killed at random times (`SMP_NUM_KILLS` sets another number).
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +19,15 @@ from typing import Any
 import pytest
 
 from tests.dist.pool import Pool
-from tests.dist.processes import REPO, Ended, launch, run_ranks
+from tests.dist.processes import REPO, Ended, launch, run_ranks, start_ranks, wait_for_ranks
+from tests.patience import wait_until
 
 pytestmark = pytest.mark.waits
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "going_on.py"
-STEPS = 6
+ALL = os.environ.get("SMP_GRID") == "all"
+NUM_KILLS = int(os.environ.get("SMP_NUM_KILLS", "200" if ALL else "8"))
+STEPS, MANY_STEPS = 6, 60
 
 
 @dataclass(frozen=True)
@@ -178,3 +187,45 @@ def test_smp_run_ends_with_the_status_of_the_culprit_if_no_replica_is_whole() ->
     job = launch([sys.executable, "-m", "smp_cli", "run", "-n", "4", str(SCRIPT), *argv])
     assert job.returncode == 128 + signal.SIGKILL, job.stdout
     assert "smp run: rank 3 was killed by SIGKILL" in job.stdout, job.stdout
+
+
+def test_a_loss_in_a_collective_call_of_the_script_ends_all_and_is_named(pool: Pool) -> None:
+    layout = Layout(pp=2, flags=("--barrier",))
+    ended = run_and_lose(pool, layout, "3:barrier:2")
+    for rank in ended[:3]:
+        assert not rank.hung and rank.returncode not in (0, None), words(ended)
+        assert "global_rank 3 (pp 1 tp 0 rdp 1) died" in rank.output, rank.output
+
+
+def test_a_loss_in_the_first_step_ends_all_with_the_reason(pool: Pool) -> None:
+    ended = run_and_lose(pool, PP2_DP2, "3:forward:0")
+    for rank in ended[:2]:
+        assert not rank.hung and rank.returncode not in (0, None), words(ended)
+        assert "because it is the first call of this function" in rank.output, rank.output
+
+
+RANDOM_LAYOUTS = (Layout(pp=2), Layout(pp=2, dp=3), Layout(dp=3), Layout(tp=2), Layout(pp=3))
+
+
+@pytest.mark.sample(keep=1)
+@pytest.mark.parametrize("index", range(NUM_KILLS))
+def test_random_kills_lose_nothing(pool: Pool, tmp_path: Path, index: int) -> None:
+    dice = random.Random(1000 * int(os.environ["SMP_GRID_SEED"]) + index)
+    layout = RANDOM_LAYOUTS[index % len(RANDOM_LAYOUTS)]
+    num_ranks = layout.per_replica * layout.dp
+    victim = dice.randrange(num_ranks)
+    argv = [*layout.argv(on_failure="shrink"), f"--steps={MANY_STEPS}", "--step-s=0.03"]
+    job = start_ranks(pool, SCRIPT, num_ranks, argv)
+    log = job.folder / f"rank{victim}.log"
+    wait_until(
+        lambda: log.exists() and "STEP 0 " in log.read_text(),
+        log.read_text,
+        lambda: pool.zygote().ended(job.pids[victim]) is None,
+        pause_s=0.01,
+    )
+    time.sleep(dice.uniform(0.0, 1.0))
+    pool.zygote().kill(job.pids[victim])
+    ended = wait_for_ranks(pool, job)
+    assert ended[victim].returncode == -signal.SIGKILL, "it was killed before its end"
+    [resize] = check_as_resumed(pool, tmp_path, layout, ended, MANY_STEPS)
+    assert victim in resize["lost"] and len(resize["lost"]) == layout.per_replica

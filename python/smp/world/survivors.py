@@ -26,7 +26,7 @@ _PULSE_S = 0.5
 # A rank without a pulse for so long has died as well, or is stopped.
 _SILENT_S = 10.0
 # Time in which ranks that do not need the lost one finish what they do together between steps.
-_HOLD_S = 30.0
+_HOLD_S = 10.0
 # Failures of one rank; others concern all ranks.
 _KINDS = ("raised", "died", "unreachable", "stuck")
 _DECISION = "decision"

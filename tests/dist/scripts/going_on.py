@@ -6,7 +6,7 @@ hexadecimal. The data depend on the step and the replica at the start alone.
 ``--die RANK:PLACE:STEP`` (several times) ends a rank in step STEP, counted from 0: in the forward
 or backward of its module (``forward``, ``backward``), before gradients are summed (``sum``), before
 or after the ranks confirm the step (``confirm``, ``confirmed``), while the norm of the gradients is
-computed (``clip``), in the update (``optimizer``), after it (``between``); ``raise`` raises an
+computed (``clip``), before a barrier of the script (``barrier``), in the update (``optimizer``), after it (``between``); ``raise`` raises an
 exception in the forward; ``resize`` dies when it is told that others have died. It prints ``AT
 <monotonic time>`` before.
 """
@@ -42,6 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, help="folder of a checkpoint after the last step")
     parser.add_argument("--reads", default="", help="replicas of the first job, by replica")
     parser.add_argument("--step-s", type=float, default=0.0, help="time between two steps")
+    parser.add_argument("--barrier", action="store_true", help="has a barrier between steps")
     parser.add_argument("--norm", action="store_true", help="adds running statistics")
     return parser.parse_args()
 
@@ -144,6 +145,9 @@ class Job:
         generator = torch.Generator().manual_seed(self.step + 100 * self.replica)
         x = torch.randn(ROWS, WIDTH, generator=generator)
         losses = self.train_step(x).outputs
+        self.at("barrier")
+        if self.args.barrier:
+            smp.barrier()
         if self.place == "clip" and self.step == self.fatal_step:
             die()
         smp.clip_grad_norm_(self.model.parameters(), 0.05)
