@@ -96,7 +96,9 @@ def check_as_resumed(
         for rank in kept:
             own = alike[replicas.index(rank.rank // per) * per + rank.rank % per]
             for step in range(begin, end):
-                assert losses_of(rank)[step] == losses_of(own)[step], f"{step}: {words([rank, own])}"
+                assert losses_of(rank)[step] == losses_of(own)[step], (
+                    f"{step}: {words([rank, own])}"
+                )
     assert len(kept) == per * len(replicas), words(ended)
     for result in results:
         expected = result_of(alike[result["rank"]])

@@ -223,4 +223,3 @@ class _Start:
             for engine in self._engines():
                 for parameter in engine.root.parameters():
                     parameter.grad = master_of(parameter).grad = None
-

@@ -4,11 +4,12 @@ Prints ``STEP <step> <losses of the microbatches>`` and at the end ``RESULT <jso
 hexadecimal. The data depend on the step and the replica at the start alone.
 
 ``--die RANK:PLACE:STEP`` (several times) ends a rank in step STEP, counted from 0: in the forward
-or backward of its module (``forward``, ``backward``), before gradients are summed (``sum``), before
-or after the ranks confirm the step (``confirm``, ``confirmed``), while the norm of the gradients is
-computed (``clip``), before a barrier of the script (``barrier``), in the update (``optimizer``), after it (``between``); ``raise`` raises an
-exception in the forward; ``resize`` dies when it is told that others have died. It prints ``AT
-<monotonic time>`` before.
+or backward of its module (``forward``, ``backward``), before or after gradients are summed
+(``sum``, ``summed``), before or after the ranks confirm the step (``confirm``, ``confirmed``),
+before a barrier of the script (``barrier``), before the norm of the gradients is computed
+(``clip``), in the update (``optimizer``), after it (``between``); ``raise`` raises an exception in
+the forward; ``resize`` dies when it is told that others have died. It prints ``AT <monotonic
+time>`` before.
 """
 
 from __future__ import annotations
