@@ -1,4 +1,4 @@
-"""Which ranks go on after others were lost, and where none can."""
+"""Ranks that go on after others were lost, and jobs in which none can."""
 
 from __future__ import annotations
 

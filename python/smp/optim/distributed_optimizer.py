@@ -201,10 +201,6 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._runtime.steps.refuse_inside("optimizer.zero_grad", "in front of")
         if set_grads_to_None is not None:
             set_to_none = set_grads_to_None
-        self._drop_gradients(set_to_none)
-
-    def _drop_gradients(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of all parameters; the next ones are new."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self._gradients_used(self._engines())
 

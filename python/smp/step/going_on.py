@@ -218,8 +218,8 @@ class _Start:
             for buffer, value in self._buffers:
                 buffer.copy_(value)
         if torch.is_grad_enabled():
-            for optimizer in self._current.wrapped.optimizers:
-                optimizer._drop_gradients()
             for engine in self._engines():
                 for parameter in engine.root.parameters():
                     parameter.grad = master_of(parameter).grad = None
+            for optimizer in self._current.wrapped.optimizers:
+                optimizer._gradients_used(optimizer._engines())

@@ -190,7 +190,7 @@ class Runtime:
     def regroup(self, kept: Sequence[int]) -> None:
         """Connects the ranks that go on after a failure, in place of all. Collective over them.
 
-        Models and optimizers stay; what uses groups has to be made anew by its owner.
+        Models and optimizers stay; their owners lay out again what uses groups.
 
         Args:
             kept: present global ranks, index = global rank from now on; this rank is among them.
@@ -269,7 +269,7 @@ class Runtime:
 
 @dataclass
 class _Met:
-    """What the ranks of a world of several know of each other.
+    """The hellos of ranks that have met, and what connects them.
 
     Attributes:
         store: keys of this init.

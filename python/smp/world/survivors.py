@@ -21,7 +21,7 @@ from smp.world.connections import Connections
 from smp.world.rank import Rank
 from smp.world.shrinking import lasting_ranks
 
-_LOOK_S = 0.02
+_LOOK_S, _LOOK_FOR_FAULTS_S = 0.02, 0.1
 _PULSE_S = 0.5
 # A rank without a pulse for so long has died as well, or is stopped.
 _SILENT_S = 10.0
@@ -37,7 +37,7 @@ class Decision:
     """The ranks that go on.
 
     Attributes:
-        kept: their present global ranks, index = global rank from now on.
+        kept: present global ranks, index = global rank from now on.
         reason: the failure, in words.
     """
 
@@ -124,7 +124,7 @@ class Survivors:
         while True:
             if self._store.check([_DECISION]):
                 return self._taken(Decision(**json.loads(self._store.get(_DECISION))))
-            if any(int(text.split()[0]) > self.num_done for text in self._pulses(seen, began_s)):
+            if any(int(text.split()[0]) > self.num_done for text in self._pulses(seen)):
                 return None
             fault = self._board.known_fault()
             assert fault is not None
@@ -164,7 +164,7 @@ class Survivors:
         key = f"stopped/{rank}"
         return self._store.check([key]) and int(self._store.get(key)) == self.num_done
 
-    def _pulses(self, seen: dict[int, tuple[bytes, float]], began_s: float) -> list[bytes]:
+    def _pulses(self, seen: dict[int, tuple[bytes, float]]) -> list[bytes]:
         """Returns the newest pulse of each rank, and notes when it came."""
         for rank in self._everyone:
             key = f"pulse/{rank}"
@@ -183,9 +183,10 @@ class Survivors:
     def _watch(self) -> None:
         """Sends pulses after a failure, wherever the script is, with the number of works done."""
         number, sent, next_s = 0, -1, 0.0
+        while self._board.known_fault() is None:
+            if self._is_over.wait(_LOOK_FOR_FAULTS_S):
+                return
         while not self._is_over.wait(_LOOK_S):
-            if self._board.known_fault() is None:
-                continue
             num_done, now_s = self.num_done, time.monotonic()
             if num_done != sent or now_s >= next_s:
                 number, sent, next_s = number + 1, num_done, now_s + _PULSE_S
