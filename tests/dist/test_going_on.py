@@ -206,6 +206,35 @@ def test_a_loss_in_the_first_step_ends_all_with_the_reason(pool: Pool) -> None:
         assert "because it is the first call of this function" in rank.output, rank.output
 
 
+@pytest.mark.sample(keep=0)
+def test_an_error_of_all_ranks_ends_all(pool: Pool) -> None:
+    deaths = [f"--die={rank}:raise:2" for rank in range(4)]
+    ended = run_ranks(pool, SCRIPT, 4, [*PP2_DP2.argv(on_failure="shrink"), *deaths])
+    assert any("ZeroDivisionError: the layer broke" in rank.output for rank in ended), words(ended)
+    assert any(rank.returncode == 1 for rank in ended), words(ended)
+    for rank in ended:
+        assert not rank.hung and "RESULT" not in rank.output, words(ended)
+
+
+def test_a_rank_that_was_stopped_for_too_long_is_refused_when_it_comes_back(
+    pool: Pool, tmp_path: Path
+) -> None:
+    argv = [*PP2_DP2.argv(on_failure="shrink"), f"--steps={STEPS}", "--die=1:stop:2"]
+    job = start_ranks(pool, SCRIPT, 4, argv, env={"SMP_HANG_S": "1"})
+    logs = [job.folder / f"rank{rank}.log" for rank in (2, 3)]
+    wait_until(
+        lambda: all(log.exists() and "RESULT " in log.read_text() for log in logs),
+        lambda: "\n".join(log.read_text() for log in logs),
+    )
+    assert pool.zygote().ended(job.pids[1]) is None, "it is stopped"
+    os.kill(job.pids[1], signal.SIGCONT)
+    ended = wait_for_ranks(pool, job)
+    assert not any(rank.hung for rank in ended), words(ended)
+    assert "STEP 2 " not in ended[1].output, ended[1].output
+    [resize] = check_as_resumed(pool, tmp_path, PP2_DP2, ended)
+    assert resize["lost"] == [0, 1]
+
+
 RANDOM_LAYOUTS = (Layout(pp=2), Layout(pp=2, dp=3), Layout(dp=3), Layout(tp=2), Layout(pp=3))
 
 

@@ -92,7 +92,17 @@ def run(current: runtime.Runtime, name: str, has_run: bool, call: Callable[[], _
         PeerFailure: a rank has failed, and the others cannot go on.
         SystemExit: the others go on without this rank.
     """
-    start = _Start(current, has_run)
+    try:
+        return _run_until_done(current, name, _Start(current, has_run), call)
+    except BaseException:
+        if current.survivors is not None:
+            current.survivors.close()  # the others shall not wait for this rank
+        raise
+
+
+def _run_until_done(
+    current: runtime.Runtime, name: str, start: _Start, call: Callable[[], _T]
+) -> _T:
     while (survivors := current.survivors) is not None:
         done: list[_T] = []
         try:

@@ -8,7 +8,7 @@ or backward of its module (``forward``, ``backward``), before or after gradients
 (``sum``, ``summed``), before or after the ranks confirm the step (``confirm``, ``confirmed``),
 before a barrier of the script (``barrier``), before the norm of the gradients is computed
 (``clip``), in the update (``optimizer``), after it (``between``); ``raise`` raises an exception in
-the forward; ``resize`` dies when it is told that others have died. It prints ``AT <monotonic
+the forward, ``stop`` stops the process there; ``resize`` dies when it is told that others have died. It prints ``AT <monotonic
 time>`` before.
 """
 
@@ -52,9 +52,9 @@ def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-def die() -> None:
+def die(number: int = signal.SIGKILL) -> None:
     say(f"AT {time.monotonic()}")
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), number)
 
 
 class Spring(torch.autograd.Function):
@@ -83,6 +83,7 @@ class Layer(nn.Module):
         if self.is_own and not smp.is_tracing():
             job.at("forward")
             job.at("raise")
+            job.at("stop")
         x = torch.tanh(self.norm(self.linear(x)))
         return Spring.apply(x, lambda: job.at("backward")) if self.is_own else x
 
@@ -140,7 +141,7 @@ class Job:
         if place == "raise":
             say(f"AT {time.monotonic()}")
             raise ZeroDivisionError("the layer broke")
-        die()
+        die(signal.SIGSTOP if place == "stop" else signal.SIGKILL)
 
     def train(self) -> None:
         generator = torch.Generator().manual_seed(self.step + 100 * self.replica)
