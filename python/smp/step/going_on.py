@@ -21,7 +21,7 @@ import smp._C as _C
 from smp.model.engine import Engine
 from smp.precision.holdings import master_of
 from smp.world import failure, runtime
-from smp.world.survivors import Decision, Dismissed
+from smp.world.survivors import Decision, Dismissed, Survivors
 
 _log = logging.getLogger("smp")
 _T = TypeVar("_T")
@@ -96,7 +96,7 @@ def run(current: runtime.Runtime, name: str, has_run: bool, call: Callable[[], _
         return _run_until_done(current, name, _Start(current, has_run), call)
     except BaseException:
         if current.survivors is not None:
-            current.survivors.close()  # the others shall not wait for this rank
+            current.survivors.withdraw()
         raise
 
 
@@ -113,8 +113,9 @@ def _run_until_done(
         except _C.PeerFailure as error:
             if not survivors.can_go_on:
                 raise
+            noticed_s = time.monotonic()
             try:
-                decision = _meet(current, error)
+                decision = _meet(current, survivors, error)
             except Dismissed as dismissed:
                 _log.warning("smp: %s", dismissed)
                 raise SystemExit(0) from error
@@ -123,37 +124,42 @@ def _run_until_done(
                 survivors.note_done()
                 return done[0]
             start.refuse_lost(name, error)
-            _go_on(current, decision)
+            _go_on(current, decision, noticed_s)
             start.restore()
     return call()
 
 
-def _meet(current: runtime.Runtime, error: BaseException) -> Decision | None:
-    assert current.survivors is not None
-    current.meeting_began_s = time.monotonic()
+def _meet(current: runtime.Runtime, survivors: Survivors, error: BaseException) -> Decision | None:
     try:
-        return current.survivors.meet(current.rank.timeout_s)
+        return survivors.meet(current.rank.timeout_s)
     except RuntimeError as reason:
         raise reason from error
 
 
-def _go_on(current: runtime.Runtime, decision: Decision) -> None:
-    """Makes the groups of the ranks that go on, and lays out what uses them. Collective."""
+def _go_on(current: runtime.Runtime, decision: Decision, noticed_s: float) -> None:
+    """Makes the groups of the ranks that go on, and lays out what uses them. Collective.
+
+    Args:
+        current: the runtime.
+        decision: ranks that go on.
+        noticed_s: time at which this rank has noticed the failure.
+    """
     before, launched = current.rank.sizes["dp"], current.launched
-    times_s = [current.meeting_began_s, time.monotonic()]
     while True:
+        times_s = [noticed_s, time.monotonic()]
         try:
             current.regroup(decision.kept)
+            times_s.append(time.monotonic())
+            for engine in current.wrapped.engines.values():
+                engine.join_groups()
             break
         except _C.PeerFailure as error:  # one more is lost
-            if current.survivors is None or not current.survivors.can_go_on:
+            survivors = current.survivors
+            if survivors is None or not survivors.can_go_on:
                 raise
-            again = _meet(current, error)
+            again = _meet(current, survivors, error)
             assert again is not None, "no step was run meanwhile"
             decision = again
-    times_s.append(time.monotonic())
-    for engine in current.wrapped.engines.values():
-        engine.join_groups()
     times_s.append(time.monotonic())
     parts = zip(("agree", "groups", "models"), times_s, times_s[1:], strict=False)
     resized = Resized(

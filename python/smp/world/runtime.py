@@ -65,7 +65,6 @@ class Runtime:
         survivors: meets the other ranks after a failure, if they are to go on then.
         launched: number that the launcher gave to each rank, index = global rank.
         on_resize: callbacks that receive what has become of the ranks after a failure.
-        meeting_began_s: time at which the ranks met last after a failure.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -84,7 +83,6 @@ class Runtime:
         self.survivors: Survivors | None = None
         self.launched = list(range(rank.world_size))
         self.on_resize: list[Callable[[Any], None]] = []
-        self.meeting_began_s = 0.0
         self._met: _Met | None = None
         self._num_regroups = 0
         self._on_shutdown: list[Callable[[], None]] = []

@@ -128,7 +128,7 @@ class Survivors:
                 return None
             fault = self._board.known_fault()
             assert fault is not None
-            lost = {fault[1], *self._silent(seen, began_s)}
+            lost = {fault[1], *self._gone(seen, began_s)}
             lost |= {rank for rank in self._everyone if self._board.has_left(rank)}
             kept = lasting_ranks(self._grid, lost)
             if not kept:
@@ -175,10 +175,16 @@ class Survivors:
                 seen[rank] = pulse, time.monotonic()
         return [pulse for pulse, _ in seen.values()]
 
-    def _silent(self, seen: dict[int, tuple[bytes, float]], began_s: float) -> list[int]:
+    def _gone(self, seen: dict[int, tuple[bytes, float]], began_s: float) -> list[int]:
+        """Returns the other ranks that have withdrawn, or were silent for too long."""
         now_s = time.monotonic()
         others = [rank for rank in self._everyone if rank != self._own]
-        return [r for r in others if now_s - seen.get(r, (b"", began_s))[1] > _SILENT_S]
+        return [
+            rank
+            for rank in others
+            if now_s - seen.get(rank, (b"", began_s))[1] > _SILENT_S
+            or self._store.check([f"gone/{rank}"])
+        ]
 
     def _watch(self) -> None:
         """Sends pulses after a failure, wherever the script is, with the number of works done."""
@@ -191,6 +197,12 @@ class Survivors:
             if num_done != sent or now_s >= next_s:
                 number, sent, next_s = number + 1, num_done, now_s + _PULSE_S
                 self._store.set(f"pulse/{self._own}", f"{num_done} {number}")
+
+    def withdraw(self) -> None:
+        """Tells the other ranks that this one has failed, so that they do not wait for it."""
+        if self._board.known_fault() is not None:
+            self._store.set(f"gone/{self._own}", "")
+        self.close()
 
     def close(self) -> None:
         """Ends the thread. May be called twice."""

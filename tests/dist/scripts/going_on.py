@@ -8,8 +8,8 @@ or backward of its module (``forward``, ``backward``), before or after gradients
 (``sum``, ``summed``), before or after the ranks confirm the step (``confirm``, ``confirmed``),
 before a barrier of the script (``barrier``), before the norm of the gradients is computed
 (``clip``), in the update (``optimizer``), after it (``between``); ``raise`` raises an exception in
-the forward, ``stop`` stops the process there; ``resize`` dies when it is told that others have died. It prints ``AT <monotonic
-time>`` before.
+the forward, ``stop`` stops the process there; ``resize`` dies when it is told that others have
+died. It prints ``AT <monotonic time>`` before.
 """
 
 from __future__ import annotations
