@@ -119,6 +119,7 @@ def run_and_lose(
 
 
 PP2_DP2 = Layout(pp=2)
+DROPS = (("layout_independent_dropout", True),)
 PLACES = (
     "forward", "backward", "sum", "summed", "confirm", "confirmed", "clip", "optimizer", "between",
     "raise",
@@ -152,6 +153,7 @@ def test_others_go_on_as_a_job_that_resumes_on_their_layout(
         (Layout(pp=2, dp=3), ["3:forward:2", "4:resize:2"]),
         (Layout(pp=2, dp=3), ["2:optimizer:1", "1:backward:4"]),
         (Layout(pp=2, flags=("--norm",)), ["0:backward:3"]),
+        (Layout(pp=2, dp=3, keys=DROPS, flags=("--dropout=0.3",)), ["1:backward:2"]),
         (Layout(pp=2, keys=(("fp16", True),)), ["0:clip:3"]),
         (Layout(pp=2, keys=(("bf16", True),)), ["3:summed:3"]),
     ],

@@ -313,7 +313,6 @@ def test_updates_in_the_backward_need_gradients_that_are_complete_there(
         ("device_speeds", "1:4"),
         ("context_parallel_degree", 2),
         ("expert_parallel_degree", 2),
-        ("layout_independent_dropout", True),
     ],
 )
 def test_ranks_that_are_lost_take_nothing_with_them_or_it_is_refused(

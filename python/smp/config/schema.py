@@ -532,7 +532,6 @@ def check_shrink(config: Config) -> None:
         ),
         "context_parallel_degree": (config.context_parallel_degree > 1, _NOT_SUPPORTED),
         "expert_parallel_degree": (config.expert_parallel_degree > 1, _NOT_SUPPORTED),
-        "layout_independent_dropout": (config.layout_independent_dropout, _NOT_SUPPORTED),
     }
     for key, (is_so, reason) in reasons.items():
         if is_so:

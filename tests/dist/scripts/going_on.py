@@ -44,6 +44,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--reads", default="", help="replicas of the first job, by replica")
     parser.add_argument("--step-s", type=float, default=0.0, help="time between two steps")
     parser.add_argument("--barrier", action="store_true", help="has a barrier between steps")
+    parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--norm", action="store_true", help="adds running statistics")
     return parser.parse_args()
 
@@ -72,10 +73,11 @@ class Spring(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    def __init__(self, job: Job, is_own: bool, norm: bool) -> None:
+    def __init__(self, job: Job, is_own: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.norm = nn.BatchNorm1d(WIDTH) if job.args.norm else nn.Identity()
+        self.dropout = nn.Dropout(job.args.dropout)
         self.job, self.is_own = [job], is_own  # in a list, which is no submodule
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +86,7 @@ class Layer(nn.Module):
             job.at("forward")
             job.at("raise")
             job.at("stop")
-        x = torch.tanh(self.norm(self.linear(x)))
+        x = self.dropout(torch.tanh(self.norm(self.linear(x))))
         return Spring.apply(x, lambda: job.at("backward")) if self.is_own else x
 
 
@@ -102,7 +104,7 @@ class Job:
         layers: list[nn.Module] = []
         for index in range(smp.pp_size()):
             with smp.partition(index), smp.tensor_parallelism(smp.tp_size() > 1):
-                layers.append(Layer(self, index == smp.pp_rank(), args.norm))
+                layers.append(Layer(self, index == smp.pp_rank()))
         self.model = smp.DistributedModel(nn.Sequential(*layers))
         self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(self.model.parameters(), 0.01))
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
