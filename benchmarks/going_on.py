@@ -62,11 +62,11 @@ def stall(pool: Pool, place: str, victim: int) -> dict[str, float]:
     return max(parts, key=lambda own: sum(own.values()))
 
 
-def overhead(rank: int, width: int, num_turns: int) -> list[tuple[float, float]]:
+def overhead(rank: int, pp: int, width: int, num_turns: int) -> list[tuple[float, float]]:
     """Returns seconds of wall and CPU time of each turn, with and without in turn."""
     smp.init(
         {
-            "pipeline_parallel_degree": 2,
+            "pipeline_parallel_degree": pp,
             "microbatches": 2,
             "ddp": True,
             "auto_partition": False,
@@ -75,7 +75,7 @@ def overhead(rank: int, width: int, num_turns: int) -> list[tuple[float, float]]
     )
     layers: list[nn.Module] = []
     for index in range(2):
-        with smp.partition(index):
+        with smp.partition(index * pp // 2):
             layers.append(nn.Sequential(nn.Linear(width, width), nn.Tanh()))
     model = smp.DistributedModel(nn.Sequential(*layers))
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
@@ -103,13 +103,17 @@ def overhead(rank: int, width: int, num_turns: int) -> list[tuple[float, float]]
     return turns
 
 
-def summarise_overhead(width: int, of_ranks: list[list[tuple[float, float]]]) -> dict[str, Any]:
+def summarise_overhead(
+    pp: int, width: int, of_ranks: list[list[tuple[float, float]]]
+) -> dict[str, Any]:
     """Returns the medians of the ratios of neighbouring turns."""
     wall = [max(own[turn][0] for own in of_ranks) for turn in range(len(of_ranks[0]))]
     cpu = [sum(own[turn][1] for own in of_ranks) for turn in range(len(of_ranks[0]))]
     return {
         "benchmark": "going_on",
         "case": "overhead",
+        "pp": pp,
+        "dp": 2,
         "width": width,
         "step_ms": statistics.median(wall[1::2]) * 1e3 / TURN,
         "wall_ratio": statistics.median(a / b for a, b in zip(wall[::2], wall[1::2], strict=True)),
@@ -144,9 +148,10 @@ def main() -> None:
         found = [stall(pool, p, n % 4) for n in range(args.repeats) for p in PLACES]
         print(json.dumps(summarise_stall(found) | {"environment": where}), flush=True)
     if args.only in (None, "overhead"):
-        for width in (64, 512, 1024):
-            turns = pool.run(4, going_on.overhead, width, args.turns)
-            print(json.dumps(summarise_overhead(width, turns) | {"environment": where}), flush=True)
+        for pp, width in ((1, 64), (1, 1024), (2, 64), (2, 1024)):
+            turns = pool.run(2 * pp, going_on.overhead, pp, width, args.turns)
+            result = summarise_overhead(pp, width, turns) | {"environment": where}
+            print(json.dumps(result), flush=True)
     pool.close()
 
 
