@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import going_on
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO, Ended, launch, run_ranks, start_ranks, wait_for_ranks
 from tests.patience import wait_until
@@ -137,7 +138,7 @@ def test_others_go_on_as_a_job_that_resumes_on_their_layout(
     assert ended[victim].returncode == (1 if place == "raise" else -signal.SIGKILL)
     [resize] = check_as_resumed(pool, tmp_path, PP2_DP2, ended)
     late = place in ("confirmed", "clip", "optimizer", "between")
-    # A rank that has entered the confirmation may have told the others or not.
+    # A rank that dies in the confirmation may have taken part in it or not.
     assert resize["step"] in ((2, 3) if place == "confirm" else (2 + late,))
     assert resize["sizes"] == [2, 1]
     assert sorted(resize["lost"]) == [2 * (victim // 2), 2 * (victim // 2) + 1]
@@ -235,6 +236,14 @@ def test_a_rank_that_was_stopped_for_too_long_is_refused_when_it_comes_back(
     assert "STEP 2 " not in ended[1].output, ended[1].output
     [resize] = check_as_resumed(pool, tmp_path, PP2_DP2, ended)
     assert resize["lost"] == [0, 1]
+
+
+@pytest.mark.sample(keep=0)
+def test_benchmark_measures_each_part_of_a_stall(pool: Pool) -> None:
+    result = going_on.summarise_stall([going_on.stall(pool, "forward", 1)])
+    parts = [result[f"{name}_s"] for name in going_on.PARTS]
+    assert all(part > 0 for part in parts)
+    assert result["median_s"] == result["worst_s"] == pytest.approx(sum(parts))
 
 
 RANDOM_LAYOUTS = (Layout(pp=2), Layout(pp=2, dp=3), Layout(dp=3), Layout(tp=2), Layout(pp=3))
