@@ -28,10 +28,12 @@ import torch
 from torch import nn
 
 import smp
+from smp.checkpoint import archive
 from smp.model.gradients import GradientReduction
 from smp.world.survivors import Survivors
 
 WIDTH, ROWS = 8, 4
+fast_write = archive.write
 
 
 def parse() -> argparse.Namespace:
@@ -42,6 +44,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="folder of the checkpoint to begin with")
     parser.add_argument("--save", type=Path, help="folder of a checkpoint after the last step")
     parser.add_argument("--reads", default="", help="replicas of the first job, by replica")
+    parser.add_argument("--save-each", type=Path, help="folder of saves in the background")
+    parser.add_argument("--slow-save", type=int, default=-1, help="step whose save takes seconds")
     parser.add_argument("--step-s", type=float, default=0.0, help="time between two steps")
     parser.add_argument("--barrier", action="store_true", help="has a barrier between steps")
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -56,6 +60,11 @@ def say(line: str) -> None:
 def die(number: int = signal.SIGKILL) -> None:
     say(f"AT {time.monotonic()}")
     os.kill(os.getpid(), number)
+
+
+def slow_write(*args: Any, **options: Any) -> Any:
+    time.sleep(2.0)
+    return fast_write(*args, **options)
 
 
 class Spring(torch.autograd.Function):
@@ -113,6 +122,7 @@ class Job:
             self.step = content["step"]
             self.schedule.load_state_dict(content["schedule"])
         self.resized: list[dict[str, Any]] = []
+        self.save: Any = None  # the save in the background
         if smp.state.cfg.on_failure == "shrink":
             smp.on_resize(self.note)
         self.optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
@@ -167,6 +177,8 @@ class Job:
     def run(self) -> None:
         while self.step < self.args.steps:
             self.train()
+            if self.args.save_each is not None:
+                self.save_in_background()
         if self.args.save is not None:
             smp.save_checkpoint(
                 self.args.save,
@@ -175,6 +187,22 @@ class Job:
                 optimizer=self.optimizer,
                 user_content={"step": self.step, "schedule": self.schedule.state_dict()},
             )
+
+    def save_in_background(self) -> None:
+        try:
+            if self.save is not None:
+                self.save.wait()
+        except RuntimeError as error:
+            say(f"UNSAVED {self.step - 1} {error}")
+        archive.write = slow_write if self.step == self.args.slow_save else fast_write
+        self.save = smp.save_checkpoint(
+            self.args.save_each,
+            tag=f"after{self.step}",
+            model=self.model,
+            optimizer=self.optimizer,
+            user_content={"step": self.step, "schedule": self.schedule.state_dict()},
+            blocking=False,
+        )
 
     def digest(self) -> str:
         state = self.optimizer.local_state_dict(gather_if_shard=False)["state"]
