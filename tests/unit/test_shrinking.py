@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 import smp._C as _C
+from smp.launching.first_rank import LAUNCHED_VARIABLE
 from smp.world.launch import Launch, Rendezvous
 from smp.world.shrinking import lasting_ranks, refuse_shrinking
 
@@ -40,6 +41,7 @@ def test_nothing_is_left_without_a_whole_replica() -> None:
     ("launch", "place", "env", "device", "transport", "text"),
     [
         (LAUNCH, IN_A_FILE, {"TORCHELASTIC_RUN_ID": "7"}, "cpu", "gloo", "torchrun ends all"),
+        (LAUNCH, IN_A_FILE, {LAUNCHED_VARIABLE: "1"}, "cpu", "gloo", "smp.launch ends all"),
         (Launch("mpi", 0, 4, 0, 4, "n"), IN_A_FILE, {}, "cpu", "gloo", "mpirun ends all"),
         (LAUNCH, IN_A_FILE, {}, "cpu", "mpi", "messages go over MPI"),
         (LAUNCH, Rendezvous("tcp", host="a", port=1), {}, "cpu", "gloo", "in a store of rank 0"),

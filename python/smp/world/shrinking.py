@@ -64,6 +64,9 @@ def refuse_shrinking(
         "torchrun ends all ranks of a host when one fails; start them with smp run": (
             "TORCHELASTIC_RUN_ID" in env
         ),
+        "smp.launch ends all ranks when one fails; start them with smp run": (
+            "SMP_LAUNCHED" in env
+        ),
         "mpirun ends all ranks when one fails; start them with smp run": launch.launcher == "mpi",
         "messages go over MPI, which ends with any of its ranks; leave SMP_TRANSPORT out": (
             transport == "mpi"
