@@ -150,6 +150,7 @@ class Job:
     def at(self, place: str) -> None:
         if (place, self.step) != (self.place, self.fatal_step):
             return
+        self.fatal_step = -1  # a stopped process may come to a further microbatch
         if place == "raise":
             say(f"AT {time.monotonic()}")
             raise ZeroDivisionError("the layer broke")
@@ -162,8 +163,7 @@ class Job:
         self.at("barrier")
         if self.args.barrier:
             smp.barrier()
-        if self.place == "clip" and self.step == self.fatal_step:
-            die()
+        self.at("clip")
         smp.clip_grad_norm_(self.model.parameters(), 0.05)
         self.optimizer.step()
         self.optimizer.zero_grad()
