@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -54,9 +55,8 @@ std::optional<int> fault_rank(const FaultBoard& board) {
   return fault->global_rank;
 }
 
-std::optional<std::string> fault_kind(const FaultBoard& board) {
+std::optional<std::string> kind_of(const std::optional<health::Fault>& fault) {
   using Kind = health::Fault::Kind;
-  const auto fault = board.fault();
   if (!fault) return std::nullopt;
   switch (fault->kind) {
     case Kind::kRaised:
@@ -73,6 +73,18 @@ std::optional<std::string> fault_kind(const FaultBoard& board) {
       return "stuck";
   }
   return std::nullopt;
+}
+
+std::optional<std::string> fault_kind(const FaultBoard& board) {
+  return kind_of(board.fault());
+}
+
+std::optional<std::tuple<std::string, int, std::string>> known_fault(
+    const FaultBoard& board) {
+  const auto fault = board.known_fault();
+  if (!fault) return std::nullopt;
+  return std::make_tuple(*kind_of(fault), fault->global_rank,
+                         fault->headline());
 }
 
 void report_raised(FaultBoard& board, std::string where, std::string text) {
@@ -156,6 +168,17 @@ void bind_fault_board(py::module_& m) {
       .def("fault_kind", &fault_kind, release_gil(),
            "How it failed: raised, died, unreachable, left, deadlock or stuck; "
            "or None.")
+      .def("known_fault", &known_fault, release_gil(),
+           "Its kind, global rank (or -1) and headline, also while it is "
+           "hidden; or None.")
+      .def(
+          "hold",
+          [](FaultBoard& board, std::vector<int> needed, double limit_s) {
+            board.hold(std::move(needed), to_ms(limit_s));
+          },
+          release_gil(), py::arg("needed"), py::arg("limit_s"),
+          "Hides faults of other ranks, each for a time, until `release`.")
+      .def("release", &FaultBoard::release, release_gil())
       .def("has_left", &FaultBoard::has_left, release_gil(),
            py::arg("global_rank"))
       .def("activity", &activity,

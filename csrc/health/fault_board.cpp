@@ -86,6 +86,7 @@ bool FaultBoard::report(Fault fault) {
     const bool is_first = global_rank_ == (fault.global_rank == 0 ? 1 : 0);
     if (is_silent && is_first && !fault.is_found_here) line = fault.headline();
     fault_ = std::move(fault);
+    reported_at_ = std::chrono::steady_clock::now();
   }
   if (!line.empty()) log_line(LogLevel::kError, line);
   wake_all();
@@ -100,7 +101,40 @@ void FaultBoard::mark_left(const RankSet& ranks) {
   if (goodbyes_.add(ranks)) wake_all();
 }
 
+void FaultBoard::hold(std::vector<int> needed,
+                      std::chrono::milliseconds limit) {
+  std::lock_guard lock(mutex_);
+  hold_ = Hold{.needed = std::move(needed), .limit = limit};
+}
+
+void FaultBoard::release() {
+  bool has_hidden = false;
+  {
+    std::lock_guard lock(mutex_);
+    has_hidden = is_hidden_locked();
+    hold_.reset();
+  }
+  if (has_hidden) wake_all();
+}
+
+bool FaultBoard::is_hidden_locked() const {
+  if (!fault_ || !hold_) return false;
+  const int culprit = fault_->global_rank;
+  if (culprit < 0 || culprit == global_rank_) return false;
+  const auto& needed = hold_->needed;
+  if (std::find(needed.begin(), needed.end(), culprit) != needed.end()) {
+    return false;
+  }
+  return std::chrono::steady_clock::now() - reported_at_ < hold_->limit;
+}
+
 std::optional<Fault> FaultBoard::fault() const {
+  std::lock_guard lock(mutex_);
+  if (is_hidden_locked()) return std::nullopt;
+  return fault_;
+}
+
+std::optional<Fault> FaultBoard::known_fault() const {
   std::lock_guard lock(mutex_);
   return fault_;
 }

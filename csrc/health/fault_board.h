@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -75,7 +76,18 @@ class FaultBoard {
   /// Records that several ranks said goodbye; only the hub has their logs.
   void mark_left(const RankSet& ranks);
 
+  /// Hides faults of other ranks than `needed` for the time `limit` after each
+  /// is reported, so that ranks that do not need the culprit can finish what
+  /// they do together. Faults without a culprit, or of this rank, are not
+  /// hidden. Lasts until `release`; a later call replaces an earlier one.
+  void hold(std::vector<int> needed, std::chrono::milliseconds limit);
+  /// Ends a hold, and wakes all subscribers if it has hidden a fault.
+  void release();
+
+  /// Returns the fault, unless it is hidden.
   std::optional<Fault> fault() const;
+  /// Returns the fault, hidden or not.
+  std::optional<Fault> known_fault() const;
   bool has_left(int global_rank) const { return goodbyes_.has(global_rank); }
   /// Returns the ranks that have left, and the collectives they will not join.
   Goodbyes& goodbyes() { return goodbyes_; }
@@ -101,6 +113,12 @@ class FaultBoard {
  private:
   void wake_all();
   std::string coordinates_locked(int global_rank) const;
+  bool is_hidden_locked() const;
+
+  struct Hold {
+    std::vector<int> needed;
+    std::chrono::milliseconds limit;
+  };
 
   const int global_rank_;
   WaitRegistry waits_;
@@ -108,6 +126,8 @@ class FaultBoard {
   std::function<void()> interrupt_check_;
   mutable std::mutex mutex_;
   std::optional<Fault> fault_;
+  std::chrono::steady_clock::time_point reported_at_;
+  std::optional<Hold> hold_;
   std::vector<std::string> coordinates_;
   std::vector<std::string> addresses_;
   std::mutex subscribers_mutex_;  // held while waking: see unsubscribe

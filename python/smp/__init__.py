@@ -62,6 +62,7 @@ from smp.replacement import (  # noqa: E402
 # `step` and `partition` are submodules and public functions at once; as in the documented
 # interface the attribute is the function.
 from smp.step import step  # noqa: E402
+from smp.step.going_on import Resized, on_resize  # noqa: E402
 from smp.step.microbatch import StepOutput  # noqa: E402
 from smp.world.comm import (  # noqa: E402
     CP_GROUP,
@@ -154,6 +155,7 @@ __all__ = [
     "DistributedOptimizer",
     "PeerFailure",
     "RankType",
+    "Resized",
     "StepOutput",
     "__version__",
     "allgather",
@@ -202,6 +204,7 @@ __all__ = [
     "mp_rank",
     "mp_size",
     "nn",
+    "on_resize",
     "optimizers",
     "partition",
     "patches",

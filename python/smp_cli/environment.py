@@ -76,6 +76,11 @@ def failure_file(meeting: Path, rank: int) -> Path:
     return meeting / f"failure{rank}.json"
 
 
+def given_up_file(meeting: Path) -> Path:
+    """Returns the file of ranks that go on when others fail: it lists the ranks that were lost."""
+    return meeting / "given_up"
+
+
 def without_foreign(env: Mapping[str, str]) -> dict[str, str]:
     """Returns the launcher's environment without the variables of other launchers."""
     return {name: value for name, value in env.items() if name not in _FOREIGN}

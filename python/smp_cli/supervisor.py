@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from smp_cli.environment import failure_file
+from smp_cli.environment import failure_file, given_up_file
 from smp_cli.output import say
 from smp_cli.ranks import Ranks
 from smp_cli.remote import HostError
@@ -79,14 +79,17 @@ def run_job(make: Callable[[Path], Ranks], max_restarts: int, grace_s: float) ->
                 ranks = make(Path(folder))
                 try:
                     ranks.start(restart_count)
-                    _watch(ranks, grace_s, signals)
+                    _watch(ranks, grace_s, signals, Path(folder))
                 except HostError as error:
                     say(f"{error}; nothing is started")
                     return 1
                 finally:
                     ranks.end()
                 failure = find_failure(ranks.ended, Path(folder))
+                given_up = read_given_up(Path(folder))
             if failure is None:
+                if given_up:
+                    say(f"the job has finished without the ranks {given_up}, which it has lost")
                 return 0
             if failure.status == EXIT_RESUME:
                 say("the ranks saved their state and want to be resumed (status 75)")
@@ -99,8 +102,12 @@ def run_job(make: Callable[[Path], Ranks], max_restarts: int, grace_s: float) ->
             say(f"starting all ranks again ({num_failures} of {max_restarts} failures)")
 
 
-def _watch(ranks: Ranks, grace_s: float, signals: _Signals) -> None:
-    """Waits until all ranks have ended; after a failure, ends the ranks that are left."""
+def _watch(ranks: Ranks, grace_s: float, signals: _Signals, folder: Path) -> None:
+    """Waits until all ranks have ended; after a failure, ends the ranks that are left.
+
+    Ranks that go on after a failure note so in the folder, and end by themselves if they cannot.
+    """
+    num_told = 0
     steps = [signal.SIGTERM, signal.SIGKILL]  # for ranks that do not end by themselves
     deadline = float("inf")
     while ranks.running:
@@ -110,7 +117,12 @@ def _watch(ranks: Ranks, grace_s: float, signals: _Signals) -> None:
             if signals.num_interrupts > 1:
                 ranks.send(signal.SIGKILL)
         has_failed = any(status not in (0, EXIT_RESUME) for _, status in ranks.ended)
-        if has_failed and deadline == float("inf"):
+        if has_failed and given_up_file(folder).exists():
+            for rank, status in ranks.ended[num_told:]:
+                if status not in (0, EXIT_RESUME) and ranks.running:
+                    say(f"{Failure(rank, status).words}; the ranks {ranks.running} may go on")
+            num_told = len(ranks.ended)
+        elif has_failed and deadline == float("inf"):
             deadline = time.monotonic() + grace_s
         if time.monotonic() > deadline and steps:
             say(f"ending the ranks {ranks.running}, which still run, with {steps[0].name}")
@@ -122,12 +134,14 @@ def find_failure(ended: Sequence[tuple[int, int]], folder: Path) -> Failure | No
     """Returns the failure of the culprit: the rank that others name, or the first that ended.
 
     A rank that has left with status 0 is named beside the first rank that failed because of it.
+    Ranks without which the others went on have not failed.
 
     Args:
         ended: rank and status, in the order in which they ended.
         folder: folder with the files of ranks that failed.
     """
-    failed = {rank: status for rank, status in ended if status != 0}
+    given_up = read_given_up(folder)
+    failed = {rank: status for rank, status in ended if status != 0 and rank not in given_up}
     if not failed:
         return None
     told = {rank: one for rank in failed if (one := _read_failure(failure_file(folder, rank)))}
@@ -145,6 +159,14 @@ def find_failure(ended: Sequence[tuple[int, int]], folder: Path) -> Failure | No
     order = sorted(told, key=lambda rank: (rank != culprit, told[rank].culprit != culprit))
     report = next((told[rank].report for rank in order if told[rank].report), ())
     return Failure(culprit, failed[culprit], report, left)
+
+
+def read_given_up(folder: Path) -> list[int]:
+    """Returns the ranks without which the others went on."""
+    try:
+        return sorted(map(int, given_up_file(folder).read_text().split()))
+    except FileNotFoundError:
+        return []  # the job ends when a rank fails
 
 
 class _Told(NamedTuple):

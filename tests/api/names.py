@@ -80,6 +80,10 @@ NAMES: dict[str, tuple[str | None, str]] = {
     "step": ("*, non_split_inputs=None, input_split_axes=None, detach_outputs=True",
              f"{OUTPUTS}test_all_decorator_forms_work"),
     "StepOutput": (None, f"{OUTPUTS}test_step_outputs_have_the_documented_form_on_every_rank"),
+    "on_resize": ("callback", f"{DIST}test_going_on.py::"
+                  "test_others_go_on_as_a_job_that_resumes_on_their_layout"),
+    "Resized": (None, f"{DIST}test_going_on.py::"
+                "test_others_go_on_as_a_job_that_resumes_on_their_layout"),
     "batch_slice": ("num_samples", f"{DIST}test_uneven_devices.py::"
                     "test_uneven_devices_train_like_the_plain_script"),
     # ---- model

@@ -37,6 +37,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "partition/report.py": frozenset({"explain_partition", "save_partition"}),
     "replacement/marks.py": frozenset({"_run"}),
     "step/decorator.py": frozenset({"StepFunction.__call__"}),
+    "step/going_on.py": frozenset({"on_resize"}),
     "tensor_parallel/reading.py": frozenset({"is_outside"}),
     "tensor_parallel/regions.py": frozenset({"_group"}),
     "v1/replicas.py": frozenset({"DistributedDataParallel.__init__"}),
@@ -45,7 +46,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "world/state.py": frozenset({"_run"}),
 }
 
-MOST_CALLS = 37
+MOST_CALLS = 38
 
 
 def calls(text: str) -> Iterator[str]:

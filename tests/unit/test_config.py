@@ -42,6 +42,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "auto_partition": True,
         "default_partition": 0,
         "memory_weight": 0.8,
+        "on_failure": "end",
         "ddp": False,
         "active_microbatches": 1,  # 3, but not more than microbatches
         "deterministic_server": False,
@@ -301,6 +302,32 @@ def test_updates_in_the_backward_need_gradients_that_are_complete_there(
     assert f"({key}={other[key]})" in text and f"leave {key} out" in text
     Config.from_dict(other)
     assert Config.from_dict({"update_in_backward": True, "bf16": True}).update_in_backward
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("shard_optimizer_state", True),
+        ("sharded_data_parallel_degree", 2),
+        ("update_in_backward", True),
+        ("device_speeds", "1:4"),
+        ("context_parallel_degree", 2),
+        ("expert_parallel_degree", 2),
+    ],
+)
+def test_ranks_that_are_lost_take_nothing_with_them_or_it_is_refused(
+    key: str, value: object
+) -> None:
+    given = {"ddp": True, "tensor_parallel_degree": 2, "on_failure": "shrink", key: value}
+    assert f"({key}=" in refusal(given, 4)
+    given.pop("on_failure")
+    processes.check_world(Config.from_dict(given), 4)
+
+
+def test_going_on_takes_two_replicas() -> None:
+    given = {"pipeline_parallel_degree": 2, "ddp": True, "on_failure": "shrink"}
+    assert "start at least 4 processes" in refusal(given, 2)
+    processes.check_world(Config.from_dict(given), 4)
 
 
 def test_row_9_bf16_is_valid_without_sharded_data_parallelism() -> None:

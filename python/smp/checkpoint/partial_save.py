@@ -69,7 +69,10 @@ class PartialSave:
     store: JobStore | None = None
 
     def __post_init__(self) -> None:
-        self._is_first = self.rank.global_rank == 0
+        # The rank may get another number while a save runs in the background.
+        self._number, self._num_ranks = self.rank.global_rank, self.rank.world_size
+        self._sizes, self._board = dict(self.rank.sizes), self.rank.board
+        self._is_first = self._number == 0
         name = self.tag.removesuffix(folder.PARTIAL_SUFFIX) + folder.PARTIAL_SUFFIX
         self._key = Key(self.generation, name)
         self._store_lock: OwnerLock | None = None  # held by the first rank
@@ -107,7 +110,7 @@ class PartialSave:
         state = model_state(named, self.rank)
         self._state = plan_files(state, self.optimizer, self.model is not None, self.rank)
         random = random_states.capture(self.rank.device)
-        self._state.files.append(PlannedFile(f"rng_{self.rank.global_rank}.pt", random))
+        self._state.files.append(PlannedFile(f"rng_{self._number}.pt", random))
         if self._is_first:
             self._add_of_first(state, named)
         # Before the ranks agree, so that no rank's writer delays another's copies.
@@ -188,12 +191,12 @@ class PartialSave:
 
     def _work(self, progress: Callable[[int], None]) -> None:
         """Copies, writes and commits; ranks communicate through the folder only."""
-        writing, number = self._writing, self.rank.global_rank
+        writing, number = self._writing, self._number
         try:
             self._copies.make()
             self._write(progress)
             if self._is_first:
-                self._wait_for(lambda: writing.parts(self.rank.world_size) is not None)
+                self._wait_for(lambda: writing.parts(self._num_ranks) is not None)
             self._commit()
         except _OthersFailed:
             raise
@@ -209,7 +212,7 @@ class PartialSave:
 
     def _wait_for(self, happened: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.rank.timeout_s
-        board = self.rank.board
+        board = self._board
         while not happened():
             for rank, reason in self._writing.failures().items():
                 raise _OthersFailed(f"global_rank {rank}: {reason}")
@@ -241,18 +244,18 @@ class PartialSave:
             piece.files[file.name] = written.record
             add_blocks(piece, file, written)
         progress(before)
-        self._writing.part_done(self.rank.global_rank, piece.to_json())
+        self._writing.part_done(self._number, piece.to_json())
 
     def _commit(self) -> None:
         """Gives the checkpoint its name. First rank; the others return at once."""
         if not self._is_first:
             return
-        parts = self._writing.parts(self.rank.world_size)
+        parts = self._writing.parts(self._num_ranks)
         assert parts is not None
         manifest = Manifest.assemble(
             self.generation,
             versions(),
-            Layout(self.rank.config.to_dict(), dict(self.rank.sizes)),
+            Layout(self.rank.config.to_dict(), self._sizes),
             [Piece.from_json(part, f"part_{rank}.json") for rank, part in enumerate(parts)],
         )
         hold = None if self.store is None else self._hold

@@ -217,6 +217,8 @@ class Config:
     """Heads of language models compute losses in chunks of tokens, without logits in memory."""
     layout_independent_dropout: bool = _bool(False)
     """Masks of dropout depend on seed, step, sample, module and element, and on no layout."""
+    on_failure: str = _choice("end", "end", "shrink")
+    """When a rank dies, all ranks end, or the replicas that are whole go on without the others."""
 
     @property
     def partitions(self) -> int:
@@ -308,6 +310,8 @@ class Config:
         check_ranks(config)
         if config.update_in_backward:
             check_updates(config)
+        if config.on_failure == "shrink":
+            check_shrink(config)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -330,6 +334,7 @@ TOPOLOGY_KEYS = (
     "shard_optimizer_state",
     "placement_strategy",
     "ddp_dist_backend",
+    "on_failure",
 )
 
 
@@ -512,4 +517,32 @@ def check_updates(config: Config) -> None:
             )
 
 
+def check_shrink(config: Config) -> None:
+    """Raises ValueError if replicas cannot go on without those that a failure has broken."""
+    reasons = {
+        "shard_optimizer_state": (config.shard_optimizer_state, _PART_IS_LOST),
+        "sharded_data_parallel_degree": (config.sharded_data_parallel_degree > 1, _PART_IS_LOST),
+        "update_in_backward": (
+            config.update_in_backward,
+            "a step that fails has updated some parameters, and cannot be run again",
+        ),
+        "device_speeds": (
+            config.device_speeds is not None,
+            "it lists the devices of all ranks, which become fewer",
+        ),
+        "context_parallel_degree": (config.context_parallel_degree > 1, _NOT_SUPPORTED),
+        "expert_parallel_degree": (config.expert_parallel_degree > 1, _NOT_SUPPORTED),
+    }
+    for key, (is_so, reason) in reasons.items():
+        if is_so:
+            raise config_error(
+                "on_failure",
+                "shrink",
+                f"{reason} ({key}={getattr(config, key)!r})",
+                f'leave {key} out, or set on_failure="end"',
+            )
+
+
+_PART_IS_LOST = "a rank that dies takes the only copy of its part of the state with it"
+_NOT_SUPPORTED = "it is not supported by the ranks that go on"
 _SHARDED_GRADIENTS = "ranks keep a share of the gradients, and update when they have all of it"

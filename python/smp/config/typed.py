@@ -59,3 +59,4 @@ class ConfigDict(TypedDict, total=False):
     virtual_stages: int | None
     fused_linear_cross_entropy: bool
     layout_independent_dropout: bool
+    on_failure: str

@@ -27,7 +27,7 @@ class ReplicaBuffers:
 
     def __init__(self, rank: Rank, root: nn.Module, broadcasts: bool) -> None:
         self._rank, self._root = rank, root
-        self._broadcasts = broadcasts and rank.sizes["dp_cp"] > 1
+        self._broadcasts = broadcasts
         self.is_open = False
         self._before: dict[str, Tensor] | None = None  # values, in a step that looks for writes
         self._written: set[str] = set()  # names that some replica has written
@@ -36,7 +36,17 @@ class ReplicaBuffers:
     @property
     def is_on(self) -> bool:
         """True if a training step that begins now broadcasts buffers."""
-        return self._broadcasts and self._root.training
+        return self._broadcasts and self._rank.sizes["dp_cp"] > 1 and self._root.training
+
+    @property
+    def marks(self) -> tuple[int, frozenset[str]]:
+        """The number of steps, and the names of written buffers; equal on all replicas."""
+        return self._num_steps, frozenset(self._written)
+
+    @marks.setter
+    def marks(self, marks: tuple[int, frozenset[str]]) -> None:
+        self._num_steps, written = marks
+        self._written = set(written)
 
     def begin_step(self, first: int, ends: bool) -> None:
         """Broadcasts all buffers. Collective over the replicas.

@@ -324,6 +324,27 @@ class Engine:
             self.storage = self.parts.storage = self.parts.storage.make_real()
         self.state.make_whole(self.parts, state)
 
+    @property
+    def marks(self) -> tuple[Any, ...]:
+        """The counts that all replicas have alike, on which exchanges in later steps depend."""
+        return self._num_steps, self._buffers.marks
+
+    def restore_marks(self, marks: tuple[Any, ...]) -> None:
+        """Restores earlier `marks`, because a step that has failed is run again."""
+        self._num_steps, self._buffers.marks = marks
+
+    def join_groups(self) -> None:
+        """Joins the groups of the ranks that go on after a failure; values stay. Collective."""
+        assert self.partitioning.decision is not None
+        if self.pipeline is not None:
+            look_at = self.pipeline.modules.look_at
+            self.pipeline.disconnect()
+            self.pipeline = PipelinePlace(
+                self._current, self.idx, self._root, self.partitioning.decision
+            )
+            self.pipeline.modules.look_at = look_at
+        self.lay_out_gradients()
+
     # ---- steps
 
     def begin_step(

@@ -242,6 +242,11 @@ def _check(current: runtime.Runtime, engine: Engine) -> None:
         config.update_in_backward,
         "a replica without a batch would update as well, but has no call of optimizer.step()",
     )
+    reasons["on_failure='shrink'"] = (
+        config.on_failure == "shrink",
+        "after a failure all replicas run a step again, so all of them need the same number of "
+        "batches",
+    )
     lockstep = lockstep_of(current.rank)
     if lockstep is not None:
         reason = f"{lockstep.reason}, so all of them need the same number of batches"

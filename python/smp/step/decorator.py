@@ -7,7 +7,7 @@ import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from smp.data_parallel import BatchWeights
 from smp.model.engine import Engine
-from smp.step import microbatch
+from smp.step import going_on, microbatch
 from smp.step.batches import Batch, TrainedStep
 from smp.step.bodies import Bodies, BodiesOfRanks, MicrobatchRunner
 from smp.step.cutting import Cutting
@@ -102,7 +102,16 @@ class StepFunction(Generic[P, R]):
         try:
             current.wrapped.spread_written()
             # The models are kept until the step is over: garbage is collected at any time.
-            result: R = self._run(current, current.wrapped.models, args, kwargs)
+            models = current.wrapped.models
+            if current.survivors is None:
+                alone: R = self._run(current, models, args, kwargs)
+                return alone
+            known, trains = self._known.get(current), torch.is_grad_enabled()
+            has_run = known is not None and trains in known.has_run
+            result: R = going_on.run(
+                current, self._name, has_run, lambda: self._run(current, models, args, kwargs)
+            )
+            self._known[current].has_run.add(trains)
             return result
         except BaseException as error:  # sys.exit and Ctrl-C, too
             current.rank.report_raised(f"step '{self._name}'", error)
@@ -252,10 +261,12 @@ class _Known:
     Attributes:
         rules: rules by which arguments are cut, and readings of earlier calls.
         shown: version of the observers, and models, for which none wants to see another step.
+        has_run: whether gradients were enabled in calls that have returned.
     """
 
     rules: Rules
     shown: object = None
+    has_run: set[bool] = field(default_factory=set)
 
 
 class StepDecorator(Protocol):

@@ -27,6 +27,8 @@ import smp._C as _C
 from smp.world.rendezvous import make_private
 
 FAILURE_VARIABLE = "SMP_FAILURE_FILE"
+#: Name of a file beside; ``smp run`` has the same.
+GIVEN_UP_FILE = "given_up"
 _TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _MAX_FRAMES = 4  # frames of the traceback, two lines each
 _FIRST_LINES, _LAST_LINES = 5, 3  # lines of a message
@@ -267,6 +269,18 @@ def write_failure(
     except OSError as problem:
         print(f"smp: cannot write {path}: {problem.strerror}", file=sys.stderr)
         return False
+
+
+def note_given_up(launched: Sequence[int]) -> None:
+    """Notes ranks without which the others go on, for the launcher.
+
+    Args:
+        launched: numbers that the launcher has given to these ranks.
+    """
+    path = os.environ.get(FAILURE_VARIABLE)
+    if path:
+        with (Path(path).parent / GIVEN_UP_FILE).open("a", encoding="ascii") as file:
+            file.write("".join(f"{rank}\n" for rank in launched))
 
 
 def _tell_torchrun(lines: Sequence[str], culprit: Culprit) -> None:

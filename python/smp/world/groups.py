@@ -14,7 +14,7 @@ import torch.distributed as dist
 import smp._C as _C
 from smp._device import is_accelerator
 from smp._torch_releases import abort_of
-from smp.config.sources import ReadConfig
+from smp.config.schema import Config
 from smp.world import nccl
 from smp.world.connecting import until_a_rank_fails
 from smp.world.host_groups import CpuGroups, go_by_hosts, layout_of, members
@@ -32,10 +32,8 @@ SHARD_KINDS = ("shard", "replica")
 _NEVER = timedelta(days=365)
 
 
-def make_grid(read: ReadConfig, world_size: int) -> _C.ProcessGrid:
+def make_grid(config: Config, world_size: int) -> _C.ProcessGrid:
     """Returns the grid of all processes that the configuration demands."""
-    config = read.config
-    assert config is not None
     return _C.ProcessGrid(
         world_size,
         config.pipeline_parallel_degree,

@@ -23,7 +23,8 @@ from smp.world.settings import Settings
 class Rank:
     """A rank between `init` and `shutdown`. Objects that need one take it as an argument.
 
-    Its attributes do not change while steps run. A later `init` may add keys to `config`.
+    Its attributes do not change while steps run. A later `init` may add keys to `config`. After the
+    loss of other ranks the place is another one (`Runtime.regroup`).
 
     Attributes:
         config: effective configuration; ``given`` are the keys that the user wrote.
@@ -52,22 +53,30 @@ class Rank:
     ) -> None:
         assert read.config is not None
         self.config, self.given = read.config, read.given
-        self.launch = launch
         self.settings = settings
         self.device = device
         self.meter = _C.DeviceMeter(str(device))
+        self.pid = os.getpid()
+        self._has_ended = False
+        self.terms_at: Callable[[str], Any] | None = None
+        self.take_place(launch)
+
+    def take_place(self, launch: Launch) -> None:
+        """Takes a place among the ranks of a launch, not connected to the others yet.
+
+        Args:
+            launch: own number, and the number of all ranks, which may be smaller than before.
+        """
+        self.launch = launch
         self.global_rank, self.world_size = launch.global_rank, launch.world_size
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
-        self.grid = make_grid(read, launch.world_size)
+        self.grid = make_grid(self.config, launch.world_size)
         self.shard_size = self.config.shard_size(self.grid.group_size("rdp_cp"))
         self.groups = own_groups(self.grid, self.global_rank, self.shard_size)
         self.ranks = {kind: ranks.index(self.global_rank) for kind, ranks in self.groups.items()}
         self.sizes = {kind: len(ranks) for kind, ranks in self.groups.items()}
-        self.pid = os.getpid()
         self.connections: Connections | None = None
         self.comms = Groups()
-        self._has_ended = False
-        self.terms_at: Callable[[str], Any] | None = None
         self.stops = _C.StopAgreement(_C.FaultBoard(self.global_rank))
         _C.set_rank_prefix(f"[global_rank {self.global_rank} | {self.place}] ")
 

@@ -301,11 +301,10 @@ def meet(
         hosts = [other.host for other in hellos]
         nums_devices = [other.num_devices for other in hellos]
         check_devices(hosts, [other.device for other in hellos], nums_devices, settings.share_gpu)
-        if hello.device == "cuda":
-            grid = make_grid(read, launch.world_size)
-            check_gpu_sharing(grid.groups("dp_cp"), hosts, nums_devices)
         if read.config is not None:
-            grid = make_grid(read, launch.world_size)
+            grid = make_grid(read.config, launch.world_size)
+            if hello.device == "cuda":
+                check_gpu_sharing(grid.groups("dp_cp"), hosts, nums_devices)
             check_dist_backend(read.config, grid.groups("dp_cp"), hosts, hello.device)
         machines = [other.machine for other in hellos]
         if len(set(machines)) > 1:

@@ -6,9 +6,10 @@ import copyreg
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from smp.world.attached import (
 from smp.world.host_groups import check_dist_backend, describe
 from smp.world.interfaces import INTERFACE_VARIABLE, HostAddress, choose_way
 from smp.world.job_secret import SECRET_KEY, fingerprint, given_secret, share_secret
-from smp.world.launch import read_launch, with_hosts
+from smp.world.launch import plan_rendezvous, read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
 from smp.world.observers import Observers
 from smp.world.placement_map import placement_map, placement_words
@@ -38,7 +39,9 @@ from smp.world.process_groups import ProcessGroups
 from smp.world.rank import Rank
 from smp.world.rendezvous import Hello, MeetingPoint, machine_id, meet, raise_first_error
 from smp.world.settings import device_of, host_advice, look_at_devices, read_settings, shares_gpus
+from smp.world.shrinking import refuse_shrinking
 from smp.world.steps import Steps
+from smp.world.survivors import Survivors
 from smp.world.torch_group import read_torch_group, refuse_lonely_worker
 from smp.world.wrapped import Wrapped, module_manager
 
@@ -59,6 +62,9 @@ class Runtime:
         observers: tools that look at models and steps.
         torch_optimizers: looks at PyTorch's own, from the first wrapped model on.
         part_gradients: watches how the script uses gradients, if ranks have parts of a model.
+        survivors: meets the other ranks after a failure, if they are to go on then.
+        launched: number that the launcher gave to each rank, index = global rank.
+        on_resize: callbacks that receive what has become of the ranks after a failure.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -74,6 +80,11 @@ class Runtime:
         self.torch_optimizers: TorchOptimizers | None = None
         self.part_gradients: PartGradients | None = None
         self._activation_store: _C.ActivationStore | None = None
+        self.survivors: Survivors | None = None
+        self.launched = list(range(rank.world_size))
+        self.on_resize: list[Callable[[Any], None]] = []
+        self._met: _Met | None = None
+        self._num_regroups = 0
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False
         self.observers = Observers(self)
@@ -107,8 +118,20 @@ class Runtime:
             own_host: address of this machine as others see it, if `meeting` does not have it.
             given: secret of this job from the environment; None: the job draws one.
         """
+        self._met = _Met(store, list(meeting), own_host, given)
+        self._connect(store)
+        if self.rank.config.on_failure == "shrink":
+            self._watch_for_failures(store)
+        self.process_groups.open(store, loopback=self._met.is_one_machine)
+        self.rank.wait_for_all("smp.init")
+        self._show_connections()
+
+    def _connect(self, store: dist.Store) -> None:
+        """Makes the connections of the ranks that have met."""
+        assert self._met is not None
+        meeting, given, own_host = self._met.hellos, self._met.secret, self._met.own_host
         own = meeting[self.rank.global_rank]
-        loopback = len({other.machine for other in meeting}) == 1
+        loopback = self._met.is_one_machine
         if not loopback and own.way["interface"]:
             # Groups of ours and of the script would otherwise look up an address by the host name.
             os.environ.setdefault(INTERFACE_VARIABLE, own.way["interface"])
@@ -129,12 +152,22 @@ class Runtime:
                 [other.num_devices for other in meeting],
             ),
         )
-        self.process_groups.open(store, loopback=loopback)
-        self.rank.wait_for_all("smp.init")
+
+    def _watch_for_failures(self, store: dist.Store) -> None:
+        connections = self.rank.connections
+        assert connections is not None
+        if self.rank.global_rank == 0:
+            failure.note_given_up([])
+        self.survivors = Survivors(store, self.rank, connections)
+
+    def _show_connections(self) -> None:
+        assert self._met is not None
+        meeting = self._met.hellos
+        own = meeting[self.rank.global_rank]
         self._log_placement(meeting)
         if text := describe(self.rank.comms.by_hosts):
             first_rank_log.debug("smp: %s", text)
-        if not loopback:
+        if not self._met.is_one_machine:
             first_rank_log.debug("smp: %s takes part as %s", own.host, HostAddress(**own.way))
         if is_accelerator(self.rank.device) and self.rank.mailbox is not None:
             if text := lanes.describe(self.rank.mailbox.lanes()):
@@ -152,6 +185,51 @@ class Runtime:
             first_rank_log.info("smp: %s", line)
         first_rank_log.debug("%s", placement_map(hosts, devices, coordinates, grid.placement))
 
+    def regroup(self, kept: Sequence[int]) -> None:
+        """Connects the ranks that go on after a failure, in place of all. Collective over them.
+
+        Models and optimizers stay; their owners lay out again what uses groups.
+
+        Args:
+            kept: present global ranks, index = global rank from now on; this rank is among them.
+
+        Raises:
+            PeerFailure: one of them has failed meanwhile.
+        """
+        assert self._met is not None
+        self.end_groups()
+        rank, met = self.rank, self._met
+        self._num_regroups += 1
+        store = dist.PrefixStore(f"regroup/{self._num_regroups}", met.store)
+        self.launched = [self.launched[number] for number in kept]
+        met.hellos = [replace(met.hellos[number], world_size=len(kept)) for number in kept]
+        launch = replace(
+            rank.launch, global_rank=kept.index(rank.global_rank), world_size=len(kept)
+        )
+        rank.take_place(with_hosts(launch, [other.host for other in met.hellos]))
+        first_rank_log.begin(rank.global_rank)
+        self.process_groups = ProcessGroups(rank)
+        if len(kept) == 1:
+            return
+        self._connect(store)
+        if rank.sizes["rdp"] > 1:
+            self._watch_for_failures(store)
+        self.process_groups.open(store, loopback=met.is_one_machine)
+        rank.wait_for_all("the meeting of the ranks that go on")
+        self._show_connections()
+
+    def end_groups(self) -> None:
+        """Ends connections and groups, and keeps models. Not collective after a failure."""
+        if self.survivors is not None:
+            self.survivors.close()
+            self.survivors = None
+        if self.pipeline is not None:
+            self.pipeline.close()
+            self.pipeline = None
+        self.rank.drop_communicators()
+        self.process_groups.close()
+        self.rank.close()
+
     def add_keys(self, read: ReadConfig) -> None:
         """Takes over the configuration of a later `init` with the same layout. Collective."""
         assert read.config is not None
@@ -168,6 +246,8 @@ class Runtime:
             return
         self._closed = True
         with ExitStack() as last_first:  # every part is ended, whatever others raise
+            if self.survivors is not None:
+                last_first.callback(self.survivors.close)
             last_first.callback(_C.set_rank_prefix, "")
             last_first.callback(_C.use_host_allocator, False)
             last_first.callback(self.rank.close)
@@ -183,6 +263,27 @@ class Runtime:
         self.wrapped.forget()
         self.pipeline = None
         self._on_shutdown = []
+
+
+@dataclass
+class _Met:
+    """The hellos of ranks that have met, and what connects them.
+
+    Attributes:
+        store: keys of this init.
+        hellos: hello of each rank, index = global rank.
+        own_host: address of this machine as others see it, if the hello does not have it.
+        secret: secret of this job from the environment; None: the job draws one.
+    """
+
+    store: dist.Store
+    hellos: list[Hello]
+    own_host: str
+    secret: bytes | None
+
+    @property
+    def is_one_machine(self) -> bool:
+        return len({hello.machine for hello in self.hellos}) == 1
 
 
 # ---- the process-wide object -------------------------------------------------------
@@ -263,6 +364,9 @@ def init(config: UserConfig = None) -> None:
     try:
         way = choose_way(env, _meeting_point.host, hostname)
         secret = given_secret(env)
+        if read.config is not None and read.config.on_failure == "shrink":
+            place = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid(), group)
+            refuse_shrinking(launch, place, env, device_type, settings.transport)
     except ValueError as error:  # all ranks are to hear of it
         own_error = str(error)
     hello = Hello(

@@ -39,6 +39,39 @@ TEST(FaultBoard, FirstFaultWins) {
   EXPECT_THROW(board.raise_if_faulted(), PeerFailure);
 }
 
+TEST(FaultBoard, HoldHidesFaultsOfRanksThatAreNotNeeded) {
+  FaultBoard board(0);
+  int num_wakes = 0;
+  board.subscribe([&] { ++num_wakes; });
+  board.hold({0, 1}, seconds(60));
+  board.report(raised(2, "", "elsewhere"));
+  EXPECT_FALSE(board.fault());
+  EXPECT_NO_THROW(board.raise_if_faulted());
+  EXPECT_EQ(board.known_fault()->global_rank, 2);
+  EXPECT_EQ(num_wakes, 1);
+  board.release();
+  EXPECT_EQ(num_wakes, 2) << "waits are woken by the fault that was hidden";
+  EXPECT_THROW(board.raise_if_faulted(), PeerFailure);
+}
+
+TEST(FaultBoard, HoldHidesNeitherNeededRanksNorThisOneNorAllOfThem) {
+  for (const int culprit : {-1, 0, 1}) {
+    FaultBoard board(0);
+    board.hold({0, 1}, seconds(60));
+    board.report(raised(culprit, "", "here"));
+    EXPECT_TRUE(board.fault()) << culprit;
+  }
+}
+
+TEST(FaultBoard, HoldHidesAFaultForItsLimitOnly) {
+  FaultBoard board(0);
+  board.report(raised(2, "", "elsewhere"));
+  board.hold({}, milliseconds(0));
+  EXPECT_TRUE(board.fault());
+  board.hold({}, seconds(60));
+  EXPECT_FALSE(board.fault());
+}
+
 TEST(FaultBoard, OneOfManyConcurrentReportsIsFirst) {
   FaultBoard board(0);
   std::atomic<int> num_first = 0;

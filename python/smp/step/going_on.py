@@ -1,0 +1,241 @@
+"""Runs steps so that the ranks that live go on after a failure, with ``on_failure="shrink"``.
+
+A step that fails is run again by the ranks that are left, with the same arguments and the state
+that it began with. See docs/design/going_on.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+import smp._C as _C
+from smp.model.engine import Engine
+from smp.precision.holdings import master_of
+from smp.world import failure, runtime
+from smp.world.survivors import Decision, Dismissed, Survivors
+
+_log = logging.getLogger("smp")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Resized:
+    """The replicas that go on after a failure, as `smp.on_resize` reports them.
+
+    Attributes:
+        reason: the failure, in words.
+        dp_size_before: `smp.dp_size()` before it.
+        dp_size: `smp.dp_size()` from now on.
+        lost: numbers that the launcher gave to the ranks that do not go on.
+        seconds: duration of each part: ``agree`` (the ranks meet), ``groups`` (connections are
+            made), ``models`` (reducers and pipelines are laid out).
+    """
+
+    reason: str
+    dp_size_before: int
+    dp_size: int
+    lost: list[int]
+    seconds: dict[str, float] = field(compare=False)
+
+    @property
+    def words(self) -> str:
+        """The change in words, for the log."""
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
+        return (
+            f"{self.reason}; the ranks {self.lost} are lost, and the others go on: "
+            f"dp_size {self.dp_size_before} -> {self.dp_size} ({parts})"
+        )
+
+
+def on_resize(callback: Callable[[Resized], None]) -> None:
+    """Calls back on each rank when ranks were lost and the others go on. Not collective.
+
+    Ranks and sizes (`smp.dp_rank`, `smp.dp_size`) have their new values then. The callback runs on
+    the thread of the script inside of the call of a step function, which is run again afterwards
+    with its arguments; there the script lays out its sampler again, for batches after this one.
+    All callbacks of all ranks run, in the order in which they were given.
+
+    Args:
+        callback: receives a `Resized`.
+
+    Raises:
+        ValueError: the configuration lacks ``on_failure="shrink"``, so it would never be called.
+    """
+    current = runtime.current()
+    if current.rank.config.on_failure != "shrink":
+        raise ValueError(
+            f"{_C.rank_prefix()}smp.on_resize: on_failure={current.rank.config.on_failure!r}, so "
+            'all ranks end when one fails; pass on_failure="shrink" to smp.init'
+        )
+    current.on_resize.append(callback)
+
+
+def run(current: runtime.Runtime, name: str, has_run: bool, call: Callable[[], _T]) -> _T:
+    """Runs a call of a step function; runs it again after a failure, if ranks go on then.
+
+    Args:
+        current: the runtime.
+        name: name of the step function, for errors.
+        has_run: whether the function has returned before, with gradients enabled as now.
+        call: runs the step once.
+
+    Raises:
+        PeerFailure: a rank has failed, and the others cannot go on.
+        SystemExit: the others go on without this rank.
+    """
+    try:
+        return _run_until_done(current, name, _Start(current, has_run), call)
+    except BaseException:
+        if current.survivors is not None:
+            current.survivors.withdraw()
+        raise
+
+
+def _run_until_done(
+    current: runtime.Runtime, name: str, start: _Start, call: Callable[[], _T]
+) -> _T:
+    while (survivors := current.survivors) is not None:
+        done: list[_T] = []
+        try:
+            survivors.begin()
+            done.append(call())
+            survivors.confirm()
+            return done[0]
+        except _C.PeerFailure as error:
+            if not survivors.can_go_on:
+                raise
+            noticed_s = time.monotonic()
+            try:
+                decision = _meet(current, survivors, error)
+            except Dismissed as dismissed:
+                _log.warning("smp: %s", dismissed)
+                raise SystemExit(0) from error
+            if decision is None:
+                assert done, "a step that is over on some rank has a result on all"
+                survivors.note_done()
+                return done[0]
+            start.refuse_lost(name, error)
+            _go_on(current, decision, noticed_s)
+            start.restore()
+    return call()
+
+
+def _meet(current: runtime.Runtime, survivors: Survivors, error: BaseException) -> Decision | None:
+    try:
+        return survivors.meet(current.rank.timeout_s)
+    except RuntimeError as reason:
+        raise reason from error
+
+
+def _go_on(current: runtime.Runtime, decision: Decision, noticed_s: float) -> None:
+    """Makes the groups of the ranks that go on, and lays out what uses them. Collective.
+
+    Args:
+        current: the runtime.
+        decision: ranks that go on.
+        noticed_s: time at which this rank has noticed the failure.
+    """
+    before, launched = current.rank.sizes["dp"], current.launched
+    while True:
+        times_s = [noticed_s, time.monotonic()]
+        try:
+            current.regroup(decision.kept)
+            times_s.append(time.monotonic())
+            for engine in current.wrapped.engines.values():
+                engine.join_groups()
+            break
+        except _C.PeerFailure as error:  # one more is lost
+            survivors = current.survivors
+            if survivors is None or not survivors.can_go_on:
+                raise
+            again = _meet(current, survivors, error)
+            assert again is not None, "no step was run meanwhile"
+            decision = again
+    times_s.append(time.monotonic())
+    parts = zip(("agree", "groups", "models"), times_s, times_s[1:], strict=False)
+    resized = Resized(
+        decision.reason,
+        before,
+        current.rank.sizes["dp"],
+        sorted(set(launched) - set(current.launched)),
+        {name: end_s - begin_s for name, begin_s, end_s in parts},
+    )
+    if current.rank.global_rank == 0:
+        failure.note_given_up(resized.lost)
+        _log.warning("smp: %s", resized.words)
+    for callback in list(current.on_resize):
+        callback(resized)
+
+
+class _Start:
+    """The state at the beginning of a step, as far as the step changes it."""
+
+    def __init__(self, current: runtime.Runtime, has_run: bool) -> None:
+        self._current, steps = current, current.steps
+        self._has_run = has_run
+        self._engine_marks = [(engine, engine.marks) for engine in self._engines()]
+        self._counts = (steps.num_begun, steps.num_finished, steps.num_passes)
+        self._marks = (steps.has_trained, steps.has_gradients, steps.missed_at)
+        self._partitioned = set(current.wrapped.partitioned)
+        self._random = _C.RandomState.capture(str(current.rank.device))
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._buffers = [(b, b.detach().clone()) for b in self._own_buffers()]
+
+    def _engines(self) -> Sequence[Engine]:
+        return list(self._current.wrapped.engines.values())
+
+    def _own_buffers(self) -> list[Tensor]:
+        if not torch.is_grad_enabled():
+            return []  # a step without gradients leaves running statistics as they are
+        return [buffer for engine in self._engines() for buffer in engine.root.buffers()]
+
+    def refuse_lost(self, name: str, error: BaseException) -> None:
+        """Raises the failure if the state at the beginning cannot be restored."""
+        reason = None
+        if not self._has_run or self._current.wrapped.partitioned != self._partitioned:
+            reason = (
+                "it is the first call of this function, in which models are laid out on their "
+                "ranks and checked"
+            )
+        elif self._marks[1]:
+            reason = (
+                "gradients of an earlier step were not used by an optimizer of smp yet, and are "
+                "lost"
+            )
+        if reason is not None:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}step '{name}' cannot be run again after the failure of "
+                f"another rank, because {reason}; resume from a checkpoint"
+            ) from error
+
+    def restore(self) -> None:
+        """Restores counts, random states and buffers, and drops gradients."""
+        steps = self._current.steps
+        steps.num_begun, steps.num_finished, steps.num_passes = self._counts
+        steps.has_trained, steps.has_gradients, steps.missed_at = self._marks
+        for engine, marks in self._engine_marks:
+            engine.restore_marks(marks)
+        self._random.restore()
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        if torch.is_grad_enabled():
+            for engine in self._engines():
+                for parameter in engine.root.parameters():
+                    parameter.grad = master_of(parameter).grad = None
+            for optimizer in self._current.wrapped.optimizers:
+                optimizer._gradients_used(optimizer._engines())

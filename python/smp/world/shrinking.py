@@ -1,0 +1,88 @@
+"""Decides which ranks go on after others were lost, and where that is not possible."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch.distributed as dist
+
+import smp._C as _C
+from smp._device import is_accelerator
+from smp.config.schema import config_error
+from smp.world.launch import Launch, Rendezvous
+
+
+def lasting_ranks(grid: _C.ProcessGrid, lost: Collection[int]) -> list[int]:
+    """Returns the ranks that go on: those of the replicas of which no rank is lost.
+
+    They keep their places inside of a replica, and the order of the replicas.
+
+    Args:
+        grid: grid of all ranks.
+        lost: global ranks that are lost.
+
+    Returns:
+        present global ranks, index = global rank from now on; empty: no replica is whole.
+    """
+    at = {rank: grid.coordinates(rank) for rank in range(grid.world_size)}
+    broken = {at[rank].rdp for rank in lost}
+    kept = [rdp for rdp in range(grid.group_size("rdp")) if rdp not in broken]
+    if not kept:
+        return []
+    smaller = _C.ProcessGrid(
+        grid.world_size // grid.group_size("rdp") * len(kept),
+        grid.group_size("pp"),
+        grid.group_size("tp"),
+        grid.group_size("cp"),
+        grid.placement,
+    )
+    by_place = {(place.pp, place.tp, place.cp, place.rdp): rank for rank, place in at.items()}
+    places = [smaller.coordinates(rank) for rank in range(smaller.world_size)]
+    return [by_place[place.pp, place.tp, place.cp, kept[place.rdp]] for place in places]
+
+
+def refuse_shrinking(
+    launch: Launch,
+    place: Rendezvous,
+    env: Mapping[str, str],
+    device_type: str,
+    transport: str,
+) -> None:
+    """Refuses ``on_failure="shrink"`` where ranks cannot go on without others.
+
+    Args:
+        launch: launch of this process.
+        place: place where the ranks meet.
+        env: environment variables.
+        device_type: type of the devices of this process.
+        transport: "gloo", "tcp" or "mpi".
+
+    Raises:
+        ValueError: names the obstacle.
+    """
+    obstacles = {
+        "torchrun ends all ranks of a host when one fails; start them with smp run": (
+            "TORCHELASTIC_RUN_ID" in env
+        ),
+        "smp.launch ends all ranks when one fails; start them with smp run": (
+            "SMP_LAUNCHED" in env
+        ),
+        "mpirun ends all ranks when one fails; start them with smp run": launch.launcher == "mpi",
+        "messages go over MPI, which ends with any of its ranks; leave SMP_TRANSPORT out": (
+            transport == "mpi"
+        ),
+        "the ranks meet in a store of rank 0, which may die; let them meet in a file that all "
+        "see (SMP_RENDEZVOUS=file:///path), as smp run does on one machine": (
+            place.kind == "tcp" and not place.has_server
+        ),
+        f"it is supported on the CPU, and the device is {device_type}; set SMP_DEVICE=cpu": (
+            is_accelerator(device_type)
+        ),
+        "the script has initialized torch.distributed, whose group cannot lose ranks; leave that "
+        "to smp.init": dist.is_available() and dist.is_initialized(),
+    }
+    for words, is_so in obstacles.items():
+        if is_so:
+            reason, _, fix = words.partition("; ")
+            fix += ', or set on_failure="end"'
+            raise config_error("on_failure", "shrink", reason, fix)

@@ -1,0 +1,249 @@
+"""Trains a small model while ranks are lost; for tests of ``on_failure="shrink"``.
+
+Prints ``STEP <step> <losses of the microbatches>`` and at the end ``RESULT <json>``, floats in
+hexadecimal. The data depend on the step and the replica at the start alone.
+
+``--die RANK:PLACE:STEP`` (several times) ends a rank in step STEP, counted from 0: in the forward
+or backward of its module (``forward``, ``backward``), before or after gradients are summed
+(``sum``, ``summed``), before or after the ranks confirm the step (``confirm``, ``confirmed``),
+before a barrier of the script (``barrier``), before the norm of the gradients is computed
+(``clip``), in the update (``optimizer``), after it (``between``); ``raise`` raises an exception in
+the forward, ``stop`` stops the process there; ``resize`` dies when it is told that others have
+died. It prints ``AT <monotonic time>`` before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import smp
+from smp.checkpoint import archive
+from smp.model.gradients import GradientReduction
+from smp.world.survivors import Survivors
+
+WIDTH, ROWS = 8, 4
+fast_write = archive.write
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=json.loads, default={})
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--die", action="append", default=[])
+    parser.add_argument("--resume", type=Path, help="folder of the checkpoint to begin with")
+    parser.add_argument("--save", type=Path, help="folder of a checkpoint after the last step")
+    parser.add_argument("--reads", default="", help="replicas of the first job, by replica")
+    parser.add_argument("--save-each", type=Path, help="folder of saves in the background")
+    parser.add_argument("--slow-save", type=int, default=-1, help="step whose save takes seconds")
+    parser.add_argument("--step-s", type=float, default=0.0, help="time between two steps")
+    parser.add_argument("--barrier", action="store_true", help="has a barrier between steps")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--norm", action="store_true", help="adds running statistics")
+    return parser.parse_args()
+
+
+def say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())
+
+
+def die(number: int = signal.SIGKILL) -> None:
+    say(f"AT {time.monotonic()}")
+    os.kill(os.getpid(), number)
+
+
+def slow_write(*args: Any, **options: Any) -> Any:
+    time.sleep(2.0)
+    return fast_write(*args, **options)
+
+
+class Spring(torch.autograd.Function):
+    """Identity whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, at_backward: Callable[[], None]) -> torch.Tensor:
+        ctx.at_backward = at_backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.at_backward()
+        return grad, None
+
+
+class Layer(nn.Module):
+    def __init__(self, job: Job, is_own: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if job.args.norm else nn.Identity()
+        self.dropout = nn.Dropout(job.args.dropout)
+        self.job, self.is_own = [job], is_own  # in a list, which is no submodule
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        job = self.job[0]
+        if self.is_own and not smp.is_tracing():
+            job.at("forward")
+            job.at("raise")
+            job.at("stop")
+        x = self.dropout(torch.tanh(self.norm(self.linear(x))))
+        return Spring.apply(x, lambda: job.at("backward")) if self.is_own else x
+
+
+class Job:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.step = args, 0
+        self.place, self.fatal_step = "", -1
+        for text in args.die:
+            rank, place, step = text.split(":")
+            if int(rank) == smp.rank():
+                self.place, self.fatal_step = place, int(step)
+        reads = [int(r) for r in args.reads.split(",")] if args.reads else range(smp.rdp_size())
+        self.replica = reads[smp.rdp_rank()]
+        torch.manual_seed(5)
+        layers: list[nn.Module] = []
+        for index in range(smp.pp_size()):
+            with smp.partition(index), smp.tensor_parallelism(smp.tp_size() > 1):
+                layers.append(Layer(self, index == smp.pp_rank()))
+        self.model = smp.DistributedModel(nn.Sequential(*layers))
+        self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(self.model.parameters(), 0.01))
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
+        if args.resume is not None:
+            content = smp.resume_from_checkpoint(args.resume)
+            self.step = content["step"]
+            self.schedule.load_state_dict(content["schedule"])
+        self.resized: list[dict[str, Any]] = []
+        self.save: Any = None  # the save in the background
+        if smp.state.cfg.on_failure == "shrink":
+            smp.on_resize(self.note)
+        self.optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
+
+        @smp.step
+        def train_step(x: torch.Tensor) -> torch.Tensor:
+            loss = self.model(x).square().mean()
+            self.model.backward(loss)
+            return loss
+
+        self.train_step = train_step
+
+    def note(self, resized: Any) -> None:
+        assert (smp.dp_size(), smp.size()) == (resized.dp_size, len(smp.get_world_group()))
+        self.resized.append(
+            {
+                "step": self.step,
+                "sizes": [resized.dp_size_before, resized.dp_size],
+                "lost": resized.lost,
+            }
+        )
+        say(f"RESIZED {time.monotonic()} {json.dumps(resized.seconds)}")
+        self.at("resize")
+
+    def at(self, place: str) -> None:
+        if (place, self.step) != (self.place, self.fatal_step):
+            return
+        self.fatal_step = -1  # a stopped process may come to a further microbatch
+        if place == "raise":
+            say(f"AT {time.monotonic()}")
+            raise ZeroDivisionError("the layer broke")
+        die(signal.SIGSTOP if place == "stop" else signal.SIGKILL)
+
+    def train(self) -> None:
+        generator = torch.Generator().manual_seed(self.step + 100 * self.replica)
+        x = torch.randn(ROWS, WIDTH, generator=generator)
+        losses = self.train_step(x).outputs
+        self.at("barrier")
+        if self.args.barrier:
+            smp.barrier()
+        self.at("clip")
+        smp.clip_grad_norm_(self.model.parameters(), 0.05)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        say(f"STEP {self.step} {' '.join(loss.item().hex() for loss in losses)}")
+        say(f"DONE {self.step} {time.monotonic()}")
+        self.at("between")
+        self.step += 1
+        time.sleep(self.args.step_s)
+
+    def run(self) -> None:
+        while self.step < self.args.steps:
+            self.train()
+            if self.args.save_each is not None:
+                self.save_in_background()
+        if self.args.save is not None:
+            smp.save_checkpoint(
+                self.args.save,
+                tag="saved",
+                model=self.model,
+                optimizer=self.optimizer,
+                user_content={"step": self.step, "schedule": self.schedule.state_dict()},
+            )
+
+    def save_in_background(self) -> None:
+        try:
+            if self.save is not None:
+                self.save.wait()
+        except RuntimeError as error:
+            say(f"UNSAVED {self.step - 1} {error}")
+        archive.write = slow_write if self.step == self.args.slow_save else fast_write
+        self.save = smp.save_checkpoint(
+            self.args.save_each,
+            tag=f"after{self.step}",
+            model=self.model,
+            optimizer=self.optimizer,
+            user_content={"step": self.step, "schedule": self.schedule.state_dict()},
+            blocking=False,
+        )
+
+    def digest(self) -> str:
+        state = self.optimizer.local_state_dict(gather_if_shard=False)["state"]
+        tensors = [tensor for entry in state.values() for tensor in entry.values()]
+        tensors += list(self.model.local_state_dict().values())
+        found = hashlib.sha256()
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        return found.hexdigest()
+
+
+def die_around(method: str, owner: type, job: Job, before: str, after: str) -> None:
+    own = getattr(owner, method)
+
+    def around(self: Any, *args: Any) -> Any:
+        job.at(before)
+        result = own(self, *args)
+        job.at(after)
+        return result
+
+    setattr(owner, method, around)
+
+
+def main() -> None:
+    args = parse()
+    smp.init({"microbatches": 2, "auto_partition": False, "ddp": True, **args.config})
+    job = Job(args)
+    die_around("end_step", GradientReduction, job, "sum", "summed")
+    die_around("confirm", Survivors, job, "confirm", "confirmed")
+    job.run()
+    result = {
+        "step": job.step,
+        "rank": smp.rank(),
+        "sizes": [smp.pp_size(), smp.tp_size(), smp.dp_size()],
+        "resized": job.resized,
+        "rate": job.optimizer.param_groups[0]["lr"],
+        "digest": job.digest(),
+    }
+    say("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

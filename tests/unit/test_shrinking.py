@@ -1,0 +1,57 @@
+"""Ranks that go on after others were lost, and jobs in which none can."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import smp._C as _C
+from smp.launching.first_rank import LAUNCHED_VARIABLE
+from smp.world.launch import Launch, Rendezvous
+from smp.world.shrinking import lasting_ranks, refuse_shrinking
+
+LAUNCH = Launch("smp", 0, 4, 0, 4, "node")
+IN_A_FILE = Rendezvous("file", path="/shared/rendezvous")
+
+
+@pytest.mark.parametrize("placement", ["cluster", "spread", "TPD", "PDT"])
+def test_ranks_keep_their_places_in_whole_replicas(placement: str) -> None:
+    grid = _C.ProcessGrid(12, 2, 2, 1, placement)
+    for lost in itertools.chain(
+        ([rank] for rank in range(12)), itertools.combinations(range(12), 2)
+    ):
+        kept = lasting_ranks(grid, list(lost))
+        broken = {grid.coordinates(rank).rdp for rank in lost}
+        assert len(kept) == 4 * (3 - len(broken)) == len(set(kept))
+        after = _C.ProcessGrid(len(kept), 2, 2, 1, placement)
+        for rank, before in enumerate(kept):
+            old, new = grid.coordinates(before), after.coordinates(rank)
+            assert (old.pp, old.tp) == (new.pp, new.tp) and old.rdp not in broken
+        replicas = [grid.coordinates(kept[rank]).rdp for rank in after.groups("rdp")[0]]
+        assert replicas == sorted(replicas)
+
+
+def test_nothing_is_left_without_a_whole_replica() -> None:
+    grid = _C.ProcessGrid(4, 2, 1, 1, "cluster")
+    assert lasting_ranks(grid, [0, 3]) == []
+
+
+@pytest.mark.parametrize(
+    ("launch", "place", "env", "device", "transport", "text"),
+    [
+        (LAUNCH, IN_A_FILE, {"TORCHELASTIC_RUN_ID": "7"}, "cpu", "gloo", "torchrun ends all"),
+        (LAUNCH, IN_A_FILE, {LAUNCHED_VARIABLE: "1"}, "cpu", "gloo", "smp.launch ends all"),
+        (Launch("mpi", 0, 4, 0, 4, "n"), IN_A_FILE, {}, "cpu", "gloo", "mpirun ends all"),
+        (LAUNCH, IN_A_FILE, {}, "cpu", "mpi", "messages go over MPI"),
+        (LAUNCH, Rendezvous("tcp", host="a", port=1), {}, "cpu", "gloo", "in a store of rank 0"),
+        (LAUNCH, IN_A_FILE, {}, "cuda", "gloo", "the device is cuda; set SMP_DEVICE=cpu"),
+    ],
+)
+def test_jobs_that_cannot_lose_ranks_are_refused_by_name(
+    launch: Launch, place: Rendezvous, env: dict[str, str], device: str, transport: str, text: str
+) -> None:
+    refuse_shrinking(LAUNCH, IN_A_FILE, {}, "cpu", "tcp")
+    with pytest.raises(ValueError, match="on_failure='shrink': .*; .*, or set on_failure") as error:
+        refuse_shrinking(launch, place, env, device, transport)
+    assert text in str(error.value)
