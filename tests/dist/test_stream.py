@@ -100,9 +100,7 @@ def stream_after_steps(rank: int, config: dict[str, Any], steps: int) -> dict[st
     import smp
 
     model = wrapped({"microbatches": 1, "prescaled_batch": True, **config}, Layers().double())
-    optimizer = smp.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    )
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     train_step = train_step_of(model)
     for step in range(steps):
         optimizer.zero_grad()

@@ -69,6 +69,7 @@ class Gatherer:
         self._here: dict[str, Tensor] = {}
         self._gone: set[int] = set()
         self._drops = False
+        self._owners = functools.cache(self._find_owners)
 
     def lazy_state(
         self, dtype_of: Callable[[Named], torch.dtype] = lambda named: named.tensor.dtype
@@ -160,16 +161,24 @@ class Gatherer:
         """Sends nothing more to some receivers. All ranks do the same at the same turn."""
         self._gone.update(ranks)
 
-    def sources(self, name: str, receiver: int) -> list[int]:
+    def sources(self, name: str, receiver: int) -> tuple[int, ...]:
         """Returns the global ranks of the receiver's replica that have a tensor of the model.
 
-        Several ranks have a slice each.
+        Several ranks have a slice each. Of a tensor that all ranks of a tensor-parallel group have,
+        the source is the receiver itself if it is one of them.
         """
-        grid, named = self._rank.grid, self.state.tensors[name]
+        named = self.state.tensors[name]
+        return self._owners(receiver, named.owner, interval_of(named.tensor) is not None)
+
+    def _find_owners(self, receiver: int, pp_rank: int, is_split: bool) -> tuple[int, ...]:
+        """Returns the ranks of a replica that have a tensor of a pipeline rank."""
+        grid = self._rank.grid
         replica = [(rank, grid.coordinates(rank)) for rank in grid.group("mp", receiver)]
-        owners = [(at.tp, rank) for rank, at in replica if at.pp == named.owner]
-        ranks = [rank for _, rank in sorted(owners)]
-        return ranks[:1] if interval_of(named.tensor) is None else ranks
+        owners = sorted((at.tp, rank) for rank, at in replica if at.pp == pp_rank)
+        ranks = tuple(rank for _, rank in owners)
+        if is_split:
+            return ranks
+        return (receiver,) if receiver in ranks else ranks[:1]
 
     def _gathered(self, name: str, receivers: Sequence[int]) -> Tensor | None:
         """Takes part in gathering a tensor of the model; returns it whole if this rank receives.

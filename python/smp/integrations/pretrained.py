@@ -196,14 +196,13 @@ def _owned(
     gatherer: Gatherer, content: Mapping[str, torch.Tensor], rank: Rank
 ) -> dict[str, dict[int, int]]:
     """Returns the bytes of what each tensor is made of, by name and by rank that has them."""
-    replicas = rank.grid.groups("mp")
     by_leaf: dict[str, dict[int, int]] = {}
     for name, named in gatherer.state.tensors.items():
         num_bytes = named.tensor.dtype.itemsize * torch.Size(named.shape).numel()
-        by_leaf[name] = {}
-        for replica in replicas:
-            sources = gatherer.sources(name, replica[0])
-            by_leaf[name].update(dict.fromkeys(sources, num_bytes // len(sources)))
+        ways = {each: gatherer.sources(name, each) for each in range(rank.world_size)}
+        by_leaf[name] = {
+            each: num_bytes // len(sources) for each, sources in ways.items() if each in sources
+        }
     owned: dict[str, dict[int, int]] = {}
     for name, tensor in content.items():
         owned[name] = {}

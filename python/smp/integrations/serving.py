@@ -115,9 +115,7 @@ def problem_of(model: Any, dtype: Any, adapters: str) -> str | None:
 
 
 def _problem_of_ranks(receivers: Sequence[int], rank: Rank) -> str | None:
-    if not receivers or not all(
-        isinstance(r, int) and 0 <= r < rank.world_size for r in receivers
-    ):
+    if not receivers or not all(isinstance(r, int) and 0 <= r < rank.world_size for r in receivers):
         return f"receivers must be among the ranks 0 to {rank.world_size - 1}, got {receivers}"
     return None
 
