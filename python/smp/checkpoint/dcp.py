@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from smp.checkpoint import exporting
 from smp.checkpoint.archive import Deferred
+from smp.checkpoint.dcp_files import Writer
 from smp.checkpoint.exporting import Translate
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import FolderReader
@@ -94,8 +95,7 @@ def export(
             moments = _moments(reader)
             made |= moments
             state |= {key: _empty(tensor) for key, tensor in moments.items()} | _options(manifest)
-        writer = FileSystemWriter(target, sync_files=False)
-        dcp.save(state, storage_writer=writer, planner=_Planner(made), no_dist=True)
+        dcp.save(state, storage_writer=Writer(target), planner=_Planner(made), no_dist=True)
     return sorted(target.iterdir())
 
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from smp.checkpoint import archive, user_content
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.archive import Deferred
+from smp.checkpoint.dcp_files import MappedFolder
 from smp.checkpoint.folder import Generation, new_generation
 from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.partial_save import USER_CONTENT_FILE, versions
@@ -153,8 +154,16 @@ class _Source:
         except (pickle.UnpicklingError, EOFError, AttributeError) as error:
             raise ValueError(f"{folder / '.metadata'} cannot be read as data: {error}") from None
         self._about: Mapping[str, Any] = metadata.state_dict_metadata
+        self._mapped = MappedFolder(folder, metadata)
 
     def _load(self, key: str) -> Any:
+        try:
+            if self._mapped.has(key):
+                return self._mapped.read(key)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{self._folder}: '{key}' cannot be read as data: {type(error).__name__}: {error}"
+            ) from None
         about = self._about[key]
         is_tensor = isinstance(about, TensorStorageMetadata)
         into = torch.empty(about.size, dtype=about.properties.dtype) if is_tensor else None
