@@ -131,8 +131,8 @@ def append(
     Args:
         writer: the writer.
         stem: folder of the records in the archive.
-        structure: as in `write`.
-        options: its function ``progress`` is called.
+        structure: values that `write` takes.
+        options: options with the function ``progress``, which is called.
 
     Returns:
         the tensors' places in the file, in the order of the structure.

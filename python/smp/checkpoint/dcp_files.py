@@ -33,7 +33,7 @@ from smp.checkpoint import archive
 _FILE = "__0_0.distcp"
 _ZIP = b"PK\x03\x04"
 _CHUNK_BYTES = 4 << 20
-#: Bytes between the begin of a record's header and its name.
+#: Size of a record's header, without the name.
 _HEADER_BYTES = 30
 
 
@@ -65,7 +65,7 @@ class MappedFolder:
 
     Args:
         folder: the folder.
-        metadata: its metadata.
+        metadata: metadata of the folder.
     """
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
@@ -76,8 +76,9 @@ class MappedFolder:
     def has(self, key: str) -> bool:
         """Returns whether a value lies in files as ``torch.save`` writes it."""
         about = self._metadata.state_dict_metadata[key]
-        is_tensor = isinstance(about, TensorStorageMetadata)
-        offsets = [chunk.offsets for chunk in about.chunks] if is_tensor else [None]
+        offsets: list[torch.Size | None] = [None]
+        if isinstance(about, TensorStorageMetadata):
+            offsets = [chunk.offsets for chunk in about.chunks]
         places = [self._place(key, at) for at in offsets]
         return all(
             not place.transform_descriptors

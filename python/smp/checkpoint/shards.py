@@ -56,9 +56,9 @@ def choose_writers(
     sizes: Mapping[str, int],
     owned: Mapping[str, Mapping[int, int]],
 ) -> list[int]:
-    """Returns the rank that writes each shard: one that owns most of it.
+    """Returns the rank that writes each shard, an owner of most of its bytes.
 
-    Of several, such as replicas, it is the one that has the fewest bytes to write so far.
+    Of several such owners, as replicas are, the rank with the fewest bytes to write so far is chosen.
 
     Args:
         shards: names of the tensors in each shard.

@@ -129,9 +129,9 @@ class Names:
     """Names of an adapted model's tensors in files, by key of its state dict.
 
     Attributes:
-        base: those of the model before adapters were added.
-        own: those of the active adapter, as PEFT's files have them.
-        trained: those of copies that the adapter trains whole, in the model before.
+        base: names in the model before adapters were added.
+        own: names of the active adapter's tensors in PEFT's files.
+        trained: names, in the model before, of copies that the adapter trains whole.
     """
 
     base: dict[str, str]
@@ -144,7 +144,7 @@ def names_in(model: Any, state: Mapping[str, Tensor]) -> Names:
 
     Args:
         model: the model.
-        state: its state dict.
+        state: state dict of the model.
     """
     adapter = model.active_adapter
     layers = layers_in(model)
@@ -232,4 +232,5 @@ def merged(weight: Tensor, first: Tensor, second: Tensor, layer: Any, adapter: s
     product = second @ first
     if adapter not in layer.lora_A or layer.fan_in_fan_out:
         product = product.T
-    return weight + (product * layer.scaling[adapter]).to(dtype).to(weight.dtype)
+    added: Tensor = (product * layer.scaling[adapter]).to(dtype)
+    return weight + added.to(weight.dtype)

@@ -54,9 +54,9 @@ def stream_parameters(
         receivers: global rank, or ranks, that get all tensors; None: all ranks.
         dtype: dtype of floating-point tensors; None: the model's own, which in 16-bit training is
             that of the 16-bit values.
-        adapters: of a ``PeftModel``: ``"merged"`` into the weights (LoRA), as ``merge_and_unload``
-            does; ``"kept"``: the base model without them, and then the active adapter in the names
-            of PEFT's files; ``"only"``: the active adapter alone.
+        adapters: treatment of a ``PeftModel``'s adapter. ``"merged"``: into the weights (LoRA), as
+            ``merge_and_unload`` does; ``"kept"``: the base model without it, and then the active
+            adapter in the names of PEFT's files; ``"only"``: the active adapter alone.
 
     Returns:
         an iterable for one loop, which knows names, dtypes and shapes before (`ParameterStream`).
@@ -146,7 +146,7 @@ class Served:
         Raises:
             ValueError: adapters cannot be merged.
         """
-        module = model.get_module()
+        module: Any = model.get_module()
         is_adapted = adapters_of_peft.is_adapted(module)
         layers = adapters_of_peft.merges(module) if is_adapted and adapters == "merged" else {}
         gatherer = Gatherer(model, rank, copies)
@@ -208,7 +208,7 @@ class ParameterStream:
     """The tensors of a model, one by one; see :func:`smp.stream_parameters`.
 
     Attributes:
-        names, dtypes, shapes: of the tensors, in their order, on all ranks.
+        names, dtypes, shapes: lists of what the tensors have, in their order, on all ranks.
     """
 
     def __init__(
@@ -281,12 +281,9 @@ class ParameterStream:
 
     def _leave(self, number: int) -> None:
         """Ends the loop of this rank in a round; it serves others as long as they stay."""
-        rank = self._rank
-        has_failed = rank.board is not None and rank.board.fault_text() is not None
-        is_over = not runtime.is_initialized() or runtime.current().rank is not rank
-        if has_failed or is_over or not rank.is_own_process:
+        if not self._rank.can_communicate:
             return
-        with rank.reporting(WHAT):
+        with self._rank.reporting(WHAT):
             self._gatherer.drain(self._ends[number])
             for end in self._ends[number + 1 :]:
                 if not self._meets(leaves=True):
