@@ -25,12 +25,14 @@ from torch.distributed.checkpoint.planner import ReadItem
 from smp.checkpoint import archive, user_content
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.archive import Deferred
+from smp.checkpoint.dcp import COMMON, FORMAT, MEGATRON
 from smp.checkpoint.dcp_files import MappedFolder
 from smp.checkpoint.folder import Generation, new_generation
 from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.partial_save import USER_CONTENT_FILE, versions
 from smp.checkpoint.resharding import FILE_OF_KIND
 from smp.checkpoint.values import encode
+from smp.config import given_files
 from smp.tensor_parallel.parts import Part
 
 #: Names of what pickled metadata consists of, by module. Others, and attributes of these, may run
@@ -155,6 +157,7 @@ class _Source:
             raise ValueError(f"{folder / '.metadata'} cannot be read as data: {error}") from None
         self._about: Mapping[str, Any] = metadata.state_dict_metadata
         self._mapped = MappedFolder(folder, metadata)
+        self._common = _common_of(folder)
 
     def _load(self, key: str) -> Any:
         try:
@@ -213,7 +216,24 @@ class _Source:
                 where = f"'{part}' of the optimizer's state of '{name}'"
                 found.numbers.setdefault(name, {})[part] = encode(self._load(key), where)
         found.groups = self._groups(optimizer_key, found.model)
+        optimizer = self._common.get(optimizer_key)
+        if isinstance(optimizer, Mapping) and {"state", "param_groups"} <= optimizer.keys():
+            self._take(optimizer, found)
         return found
+
+    def _take(self, optimizer: Mapping[str, Any], found: _Found) -> None:
+        """Takes the values of an optimizer that are no tensors."""
+        for name, numbers in optimizer["state"].items():
+            for key, value in numbers.items():
+                where = f"'{key}' of the optimizer's state of '{name}'"
+                found.numbers.setdefault(name, {})[key] = encode(value, where)
+        for group in optimizer["param_groups"]:
+            options = {
+                name: encode(value, f"'{name}' of a parameter group")
+                for name, value in group.items()
+                if name != "params"
+            }
+            found.groups.append({"options": options, "names": list(group["params"])})
 
     def _groups(self, optimizer_key: str, model: Mapping[str, Deferred]) -> list[dict[str, Any]]:
         """Returns the optimizer's groups; parameters of equal options are one group."""
@@ -239,6 +259,21 @@ class _Source:
             else:
                 result.append({"options": encoded, "names": list(names)})
         return result
+
+
+def _common_of(folder: Path) -> Mapping[str, Any]:
+    """Returns the values that Megatron-Core writes beside the tensors; none in other folders.
+
+    Raises:
+        ValueError: the format is another, or the values are no data.
+    """
+    if not (folder / MEGATRON).is_file():
+        return {}
+    told = given_files.parse_json((folder / MEGATRON).read_bytes())
+    if not isinstance(told, Mapping) or told.get("sharded_backend") != FORMAT["sharded_backend"]:
+        raise ValueError(f"{folder / MEGATRON} names {told}, and {FORMAT} is expected")
+    common = user_content.read(folder / COMMON, unsafe=False)
+    return common if isinstance(common, Mapping) else {}
 
 
 def _pieces(found: _Found, folder: Path, generation: str) -> Iterator[Piece]:

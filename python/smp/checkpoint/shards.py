@@ -58,7 +58,8 @@ def choose_writers(
 ) -> list[int]:
     """Returns the rank that writes each shard, an owner of most of its bytes.
 
-    Of several such owners, as replicas are, the rank with the fewest bytes to write so far is chosen.
+    Of several such owners, as replicas are, the rank with the fewest bytes to write so far is
+    chosen.
 
     Args:
         shards: names of the tensors in each shard.
