@@ -268,7 +268,7 @@ def test_options_of_another_form_are_errors(pool: Pool, tmp_path: Path, capsys: 
 MEGATRON = REPO / "tests" / "dist" / "scripts" / "megatron_folder.py"
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
-    reason="Megatron-Core is not installed; pip install --no-deps -r requirements/megatron.txt",
+    reason="megatron-core is not installed; pip install --no-deps -r requirements/megatron.txt",
 )
 
 

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smp.checkpoint.huggingface import read_safetensors
 from tests.dist.pool import Pool
 from tests.dist.resume_training import BEFORE, CASE, Job, make
 from tests.dist.test_resume_files import plain_names
-from tests.harness import Layers, samples_of, train_step_of, wrapped
+from tests.harness import Layers, labelled_loss, samples_of, train_step_of, wrapped
 from tests.reference.models import randomise_
 from tests.reference.split_families import make_split_batch, make_split_family
 
@@ -81,6 +82,37 @@ def test_values_are_rounded_to_the_wanted_dtype(pool: Pool) -> None:
     assert set(announced["dtype_names"]) == {"bfloat16"}
     for name, tensor in came:
         assert torch.equal(tensor, expected[name].bfloat16()), name
+
+
+def stream_experts(rank: int, folder: str) -> Any:
+    import smp
+
+    smp.init({"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True,
+              "prescaled_batch": True, "microbatches": 2})  # fmt: skip
+    plain = randomise_(make_split_family("mixtral", torch.float32), 1).train()
+    smp.set_tensor_parallelism(plain)
+    model = smp.DistributedModel(plain)
+    train_step_of(model, labelled_loss)(make_split_batch("mixtral", 0, 0))
+    came = dict(smp.stream_parameters(model, names="files"))
+    smp.save_huggingface(model, folder, max_shard_bytes=10000)
+    whole = model.state_dict()
+    return (came, whole) if rank == 0 else None
+
+
+def test_experts_have_the_names_of_files(pool: Pool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    came, whole = pool.run(4, stream_experts, str(tmp_path / "out"))[0]
+    plain = make_split_family("mixtral", torch.float32)
+    plain.load_state_dict(whole)
+    plain.save_pretrained(tmp_path / "plain")
+    expected = read_safetensors(tmp_path / "plain" / "model.safetensors")
+    assert came.keys() == expected.keys() != whole.keys()
+    for name, value in expected.items():
+        assert torch.equal(came[name], value), name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, value in whole.items():
+        assert torch.equal(loaded[name], value), name
 
 
 # ---- the plain script --------------------------------------------------------------------
@@ -165,7 +197,7 @@ def use_twice(rank: int) -> list[str]:
     model, _, train = make(Job(2, 1, 1, "none", "fp32"), seed=1)
     texts = []
     for arguments in ({}, {"receivers": 2}, {"dtype": torch.int8}, {"adapters": "none"},
-                      {"adapters": "only"}, {"receivers": rank}, {"receivers": []}):  # fmt: skip
+                      {"adapters": "only"}, {"names": "x"}, {"receivers": rank}, {"receivers": []}):  # fmt: skip
         try:
             smp.stream_parameters(model, **arguments)
         except ValueError as error:
@@ -183,7 +215,8 @@ def use_twice(rank: int) -> list[str]:
 
 def test_wrong_calls_are_errors_on_all_ranks(pool: Pool) -> None:
     for texts in pool.run(2, use_twice):
-        assert len(texts) == 8
+        assert len(texts) == 9
+        assert "names must be one of model, files, got 'x'" in texts.pop(5)
         assert "the model is not partitioned yet; call this after the first step" in texts[0]
         assert "receivers must be among the ranks 0 to 1, got [2]" in texts[1]
         assert "dtype must be a dtype of floating-point numbers or None" in texts[2]

@@ -59,7 +59,7 @@ def save_huggingface(
     """
     current = runtime.current()
     rank, path = current.rank, Path(folder)
-    problem = problem_of(model, dtype, "merged")
+    problem = problem_of(model, dtype, "merged", "files")
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         problem = problem or f"max_shard_bytes must be at least 1, got {max_shard_bytes!r}"
     call = {
@@ -169,7 +169,7 @@ class _Plan:
     def of(
         cls, model: DistributedModel, rank: Rank, max_shard_bytes: int, dtype: torch.dtype | None
     ) -> _Plan:
-        served = Served.of(model, rank, dtype, "merged")
+        served = Served.of(model, rank, dtype, "merged", "files")
         # Large elements first, as files have them.
         content = dict(sorted(served.content.items(), key=lambda item: -item[1].dtype.itemsize))
         sizes = {name: tensor.numel() * tensor.dtype.itemsize for name, tensor in content.items()}

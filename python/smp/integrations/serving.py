@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,7 @@ from smp.world.roll_call import roll_call, together
 
 WHAT = "smp.stream_parameters"
 ADAPTERS = ("merged", "kept", "only")
+NAMES = ("model", "files")
 _SNIPPET = "for name, tensor in smp.stream_parameters(model): ..."
 #: Bytes between two times when ranks agree to go on.
 _ROUND_BYTES = 64 << 20
@@ -36,6 +39,7 @@ def stream_parameters(
     receivers: int | Sequence[int] | None = 0,
     dtype: torch.dtype | None = None,
     adapters: str = "merged",
+    names: str = "model",
 ) -> ParameterStream:
     """Returns the model's tensors one by one, in the names of Hugging Face, from their owners.
 
@@ -57,6 +61,9 @@ def stream_parameters(
         adapters: treatment of a ``PeftModel``'s adapter. ``"merged"``: into the weights (LoRA), as
             ``merge_and_unload`` does; ``"kept"``: the base model without it, and then the active
             adapter in the names of PEFT's files; ``"only"``: the active adapter alone.
+        names: ``"model"``: names and shapes of the plain model's ``state_dict()``; ``"files"``:
+            those that ``save_pretrained`` writes, which differ where transformers joins tensors
+            when it loads, such as those of experts.
 
     Returns:
         an iterable for one loop, which knows names, dtypes and shapes before (`ParameterStream`).
@@ -77,13 +84,14 @@ def stream_parameters(
         "receivers": chosen,
         "dtype": str(dtype),
         "adapters": adapters,
-        "error": problem_of(model, dtype, adapters) or _problem_of_ranks(chosen, rank),
+        "names": names,
+        "error": problem_of(model, dtype, adapters, names) or _problem_of_ranks(chosen, rank),
     }
     roll_call(rank, WHAT, call, _SNIPPET)
     current.wrapped.spread_written()
 
     def planned() -> ParameterStream:
-        served = Served.of(model, rank, dtype, adapters, copies=True)
+        served = Served.of(model, rank, dtype, adapters, names, copies=True)
         deferred = served.gatherer.plan(
             served.content, dict.fromkeys(served.content, tuple(chosen))
         )
@@ -92,7 +100,7 @@ def stream_parameters(
     return together(rank, WHAT, planned)
 
 
-def problem_of(model: Any, dtype: Any, adapters: str) -> str | None:
+def problem_of(model: Any, dtype: Any, adapters: str, names: str) -> str | None:
     """Returns the reason why a model cannot be sent like this, or None."""
     if not isinstance(model, DistributedModel):
         return f"model must be a DistributedModel, got a {type(model).__name__}"
@@ -100,6 +108,8 @@ def problem_of(model: Any, dtype: Any, adapters: str) -> str | None:
         return "the model is not partitioned yet; call this after the first step"
     if adapters not in ADAPTERS:
         return f"adapters must be one of {', '.join(ADAPTERS)}, got {adapters!r}"
+    if names not in NAMES:
+        return f"names must be one of {', '.join(NAMES)}, got {names!r}"
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return f"dtype must be a dtype of floating-point numbers or None, got {dtype!r}"
     if adapters == "only":
@@ -139,6 +149,7 @@ class Served:
         rank: Rank,
         dtype: torch.dtype | None,
         adapters: str,
+        names: str,
         copies: bool = False,
     ) -> Served:
         """Returns the tensors of a partitioned model; see `stream_parameters`.
@@ -166,6 +177,8 @@ class Served:
         content = to_theirs(engine_of(model).registrations, state) if state else {}
         for name in second_names(content):
             del content[name]
+        if names == "files":
+            content = _as_files(module.get_base_model() if is_adapted else module, content)
         return cls(gatherer, {n: _as(t, dtype) for n, t in {**content, **own}.items()})
 
 
@@ -198,6 +211,23 @@ def _apart(
     if adapters == "kept":
         return base, own
     return {**base, **{name: state[key] for key, name in names.trained.items()}}, {}
+
+
+def _as_files(module: Any, content: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors that files have for those of a model in memory.
+
+    Releases of transformers before 5 have them alike.
+    """
+    place = "transformers.core_model_loading"
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(module, transformers.PreTrainedModel):
+        return content
+    if importlib.util.find_spec(place) is None:
+        return content
+    reverted: dict[str, Tensor] = importlib.import_module(place).revert_weight_conversion(
+        module, content
+    )
+    return reverted
 
 
 def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
