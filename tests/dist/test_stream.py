@@ -196,8 +196,11 @@ def use_twice(rank: int) -> list[str]:
 
     model, _, train = make(Job(2, 1, 1, "none", "fp32"), seed=1)
     texts = []
-    for arguments in ({}, {"receivers": 2}, {"dtype": torch.int8}, {"adapters": "none"},
-                      {"adapters": "only"}, {"names": "x"}, {"receivers": rank}, {"receivers": []}):  # fmt: skip
+    wrong: tuple[dict[str, Any], ...] = (
+        {}, {"receivers": 2}, {"dtype": torch.int8}, {"adapters": "none"}, {"adapters": "only"},
+        {"names": "x"}, {"receivers": rank}, {"receivers": []},
+    )  # fmt: skip
+    for arguments in wrong:
         try:
             smp.stream_parameters(model, **arguments)
         except ValueError as error:
