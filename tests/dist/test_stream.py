@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -35,16 +36,28 @@ JOBS = (
 )
 
 
+@contextlib.contextmanager
+def small_rounds() -> Iterator[None]:
+    """Lets ranks meet after every 2000 bytes of the streams that are made inside."""
+    from smp.integrations import serving
+
+    former = serving._ROUND_BYTES
+    serving._ROUND_BYTES = 2000
+    try:
+        yield
+    finally:
+        serving._ROUND_BYTES = former
+
+
 def collect(rank: int, job: Job, receivers: Any, dtype: Any) -> Any:
     """Trains; returns the tensors that came, and the state that all ranks gather otherwise."""
     import smp
-    from smp.integrations import serving
 
-    serving._ROUND_BYTES = 2000
     model, _, train = make(job, seed=1)
     for step in range(BEFORE):
         train(step)
-    stream = smp.stream_parameters(model, receivers=receivers, dtype=dtype)
+    with small_rounds():
+        stream = smp.stream_parameters(model, receivers=receivers, dtype=dtype)
     came = list(stream)
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = plain_names(whole)
@@ -158,16 +171,16 @@ def test_values_are_those_of_the_plain_script_bit_by_bit(pool: Pool, degree: int
 def leave_early(rank: int, how: str) -> tuple[list[int], bool]:
     """Returns the number of tensors in each loop, and whether a later step trained."""
     import smp
-    from smp.integrations import serving
 
-    serving._ROUND_BYTES = 2000
     model, _, train = make(Job(2, 1, 2, "sdp2", "fp32"), seed=1)
     train(0)
     counts = []
 
     def consume(most: int) -> None:
         counts.append(0)
-        for _ in smp.stream_parameters(model, receivers=None if how == "one of all" else 0):
+        with small_rounds():
+            stream = smp.stream_parameters(model, receivers=None if how == "one of all" else 0)
+        for _ in stream:
             counts[-1] += 1
             if counts[-1] == most and rank == 0:
                 if how == "raise":
@@ -189,6 +202,24 @@ def test_a_receiver_may_leave_its_loop(pool: Pool, how: str) -> None:
     assert results[0] == ([1, 5, num], True)
     for counts, trained in results[1:]:
         assert trained and counts == ([num] * 3 if how == "one of all" else [0] * 3)
+
+
+def close_by_hand(rank: int) -> tuple[int, int]:
+    import smp
+
+    model, _, train = make(Job(2, 1, 1, "none", "fp32"), seed=1)
+    train(0)
+    with small_rounds():
+        stream = smp.stream_parameters(model, receivers=None)
+    turns = iter(stream)
+    next(turns)
+    turns.close()  # type: ignore[attr-defined]
+    return len(list(turns)), len(list(smp.stream_parameters(model, receivers=None)))
+
+
+def test_an_iterator_is_closed_by_hand(pool: Pool) -> None:
+    for left, whole in pool.run(2, close_by_hand):
+        assert left == 0 < whole
 
 
 def use_twice(rank: int) -> list[str]:

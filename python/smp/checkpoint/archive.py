@@ -30,6 +30,7 @@ from smp.checkpoint.zip_stream import ZipStream
 Keys = tuple[Any, ...]
 
 _PIECE_BYTES = 32 << 20
+_ZIP_VERSION = b"3\n"
 _STORAGE_NAMES: dict[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
@@ -118,44 +119,39 @@ def write(path: Path, structure: Any, options: WriteOptions = DEFAULTS) -> Writt
         ValueError: the structure has an object of another kind; the text has its place.
         RuntimeError: the file cannot be written; the text has its name.
     """
-    with Writing(path, options) as writing:
-        places = append(writing.writer, path.stem, structure, options)
-    return Written(writing.record, places)
-
-
-def append(
-    writer: _C.FileWriter, stem: str, structure: Any, options: WriteOptions = DEFAULTS
-) -> list[Place]:
-    """Writes a structure behind what a writer has; see `write`.
-
-    Args:
-        writer: the writer.
-        stem: folder of the records in the archive.
-        structure: values that `write` takes.
-        options: options with the function ``progress``, which is called.
-
-    Returns:
-        the tensors' places in the file, in the order of the structure.
-    """
     found = list(_tensors(structure, ()))
     storages, views = _storages_of([tensor for _, tensor in found])
     begins = []
-    stream = ZipStream(writer)
-    stream.add_bytes(f"{stem}/data.pkl", _pickled(structure, views))
-    stream.add_bytes(f"{stem}/byteorder", sys.byteorder.encode())
-    for storage in storages:
-        num_bytes = storage.numel * storage.tensor.dtype.itemsize
-        add = functools.partial(storage.append_to, writer)
-        begins.append(stream.add(f"{stem}/data/{storage.idx}", num_bytes, add))
-        options.progress(writer.bytes_written)
-    stream.add_bytes(f"{stem}/version", b"3\n")
-    stream.close()
+    with Writing(path, options) as writing:
+        stream = ZipStream(writing.writer)
+        stream.add_bytes(f"{path.stem}/data.pkl", _pickled(structure, views))
+        stream.add_bytes(f"{path.stem}/byteorder", sys.byteorder.encode())
+        for storage in storages:
+            name = f"{path.stem}/data/{storage.idx}"
+            num_bytes = storage.numel * storage.tensor.dtype.itemsize
+            append = functools.partial(storage.append_to, writing.writer)
+            begins.append(stream.add(name, num_bytes, append))
+            options.progress(writing.writer.bytes_written)
+        stream.add_bytes(f"{path.stem}/version", _ZIP_VERSION)
+        stream.close()
     places = []
     for keys, tensor in found:
         storage, offset = views[id(tensor)]
         begin = begins[storage.idx] + offset * tensor.dtype.itemsize
         places.append(Place(keys, begin, tensor.dtype, tuple(tensor.shape)))
-    return places
+    return Written(writing.record, places)
+
+
+def append_tensor(writer: _C.FileWriter, tensor: torch.Tensor) -> None:
+    """Writes an archive with one tensor behind what a writer has, as ``torch.save`` does."""
+    [storage], views = _storages_of([tensor])
+    stream = ZipStream(writer)
+    stream.add_bytes("archive/data.pkl", _pickled(tensor, views))
+    stream.add_bytes("archive/byteorder", sys.byteorder.encode())
+    num_bytes = storage.numel * tensor.dtype.itemsize
+    stream.add("archive/data/0", num_bytes, functools.partial(storage.append_to, writer))
+    stream.add_bytes("archive/version", _ZIP_VERSION)
+    stream.close()
 
 
 class Writing:

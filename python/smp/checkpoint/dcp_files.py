@@ -50,7 +50,7 @@ class Writer(FileSystemWriter):
                     assert isinstance(data, io.BytesIO)
                     writing.writer.append(data.getvalue())
                 else:
-                    archive.append(writing.writer, "archive", data)
+                    archive.append_tensor(writing.writer, data)
                 del data
                 size = writing.writer.position - begin
                 info = _StorageInfo(_FILE, begin, size)

@@ -63,6 +63,7 @@ class Gatherer:
         self._rank, self._copies = rank, copies
         self.state = model_state(model, rank)
         self._dtypes: dict[str, torch.dtype] = {}
+        self._owned: dict[str, tuple[int, bool]] = {}  # pipeline rank, and whether it is split
         self._steps: list[_Step] = []
         self._num_served = 0
         self._uses: Counter[str] = Counter()
@@ -72,16 +73,18 @@ class Gatherer:
         self._owners = functools.cache(self._find_owners)
 
     def lazy_state(
-        self, dtype_of: Callable[[Named], torch.dtype] = lambda named: named.tensor.dtype
+        self, dtype_of: Callable[[Named], torch.dtype] | None = None
     ) -> dict[str, Tensor]:
         """Returns the state dict, whose tensors are made of gathered ones on demand.
 
         Args:
-            dtype_of: dtype in which a tensor of the model is sent.
+            dtype_of: function that returns the dtype in which a tensor of the model is sent; None:
+                that of the tensor.
         """
         leaves = {}
         for name, named in self.state.tensors.items():
-            self._dtypes[name] = dtype_of(named)
+            self._dtypes[name] = named.tensor.dtype if dtype_of is None else dtype_of(named)
+            self._owned[name] = named.owner, interval_of(named.tensor) is not None
             make = functools.partial(self._here.__getitem__, name)
             leaves[name] = LazyTensor.leaf(name, named.shape, self._dtypes[name], make)
         return {key: leaves[name] for key, name in self.state.keys.items()}
@@ -167,8 +170,7 @@ class Gatherer:
         Several ranks have a slice each. Of a tensor that all ranks of a tensor-parallel group have,
         the source is the receiver itself if it is one of them.
         """
-        named = self.state.tensors[name]
-        return self._owners(receiver, named.owner, interval_of(named.tensor) is not None)
+        return self._owners(receiver, *self._owned[name])
 
     def _find_owners(self, receiver: int, pp_rank: int, is_split: bool) -> tuple[int, ...]:
         """Returns the ranks of a replica that have a tensor of a pipeline rank."""
@@ -192,6 +194,8 @@ class Gatherer:
         if self.state.storage.gathers(named.tensor) and any(rank in shards for rank, _ in ways):
             value = self.state.storage.gathered(named.tensor)
         dtype = self._dtypes[name]
+        if ways == [(own, own)]:
+            return value.to(device="cpu", dtype=dtype, copy=self._copies).view(named.shape)
         whole: _Whole | None = None
         for source, to in ways:
             if source == own != to:
@@ -200,7 +204,7 @@ class Gatherer:
             elif to == own:
                 whole = whole or _Whole(named, dtype)
                 if source == own:
-                    whole.take_own(value, part_of(named.tensor), self._copies)
+                    whole.take_own(value, part_of(named.tensor))
                 else:
                     whole.take_from(source)
         return None if whole is None else whole.finished()
@@ -226,12 +230,8 @@ class _Whole:
         self._slices: list[tuple[int, int]] = []
         self._extent = 0
 
-    def take_own(self, value: Tensor, part: Part, copies: bool) -> None:
+    def take_own(self, value: Tensor, part: Part) -> None:
         """Takes the slice of this rank."""
-        if part == Part.whole(self._named.shape):
-            self._tensor = value.to(device="cpu", dtype=self._dtype, copy=copies)
-            self._note(part)
-            return
         region = self._region(part)
         region.copy_(value.reshape(region.shape))
 
