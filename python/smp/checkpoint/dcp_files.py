@@ -50,6 +50,7 @@ class Writer(FileSystemWriter):
                     assert isinstance(data, io.BytesIO)
                     writing.writer.append(data.getvalue())
                 else:
+                    assert isinstance(data, Tensor)
                     archive.append_tensor(writing.writer, data)
                 del data
                 size = writing.writer.position - begin
