@@ -254,6 +254,17 @@ def test_a_missing_file_is_an_error(tmp_path: Path, capsys: Any) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_extensions_are_refused_by_name(tmp_path: Path, capsys: Any) -> None:
+    checkpoint.save({"model": make().state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    file = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    for place in metadata.storage_data.values():
+        place.transform_descriptors = ["stream.zstd/1"]
+    file.write_bytes(pickle.dumps(metadata))
+    assert ckpt("import", tmp_path / "dcp", tmp_path / "new") == 1
+    assert "is written with the extensions stream.zstd/1" in capsys.readouterr().err
+
+
 def test_options_of_another_form_are_errors(pool: Pool, tmp_path: Path, capsys: Any) -> None:
     pool.run(2, train_and_save, {"pipeline_parallel_degree": 2}, str(tmp_path / "smp"))
     words = ("export", tmp_path / "smp", tmp_path / "new")

@@ -31,7 +31,6 @@ import smp._C as _C
 from smp.checkpoint import archive
 
 _FILE = "__0_0.distcp"
-_ZIP = b"PK\x03\x04"
 _CHUNK_BYTES = 4 << 20
 #: Size of a record's header, without the name.
 _HEADER_BYTES = 30
@@ -74,19 +73,6 @@ class MappedFolder:
         self._metadata = metadata
         self._mapped: dict[str, mmap.mmap] = {}
 
-    def has(self, key: str) -> bool:
-        """Returns whether a value lies in files as ``torch.save`` writes it."""
-        about = self._metadata.state_dict_metadata[key]
-        offsets: list[torch.Size | None] = [None]
-        if isinstance(about, TensorStorageMetadata):
-            offsets = [chunk.offsets for chunk in about.chunks]
-        places = [self._place(key, at) for at in offsets]
-        return all(
-            not place.transform_descriptors
-            and self._file(place.relative_path)[place.offset : place.offset + 4] == _ZIP
-            for place in places
-        )
-
     def read(self, key: str) -> Any:
         """Returns a value; a tensor is not copied if it lies in one piece.
 
@@ -117,11 +103,6 @@ class MappedFolder:
             raise ValueError(f"its pieces lack {left} of {whole.numel()} elements")
         return whole
 
-    def drop_pages(self) -> None:
-        """Takes the pages that were read out of this process."""
-        for mapping in self._mapped.values():
-            mapping.madvise(mmap.MADV_DONTNEED)
-
     def _place(self, key: str, offsets: torch.Size | None = None) -> Any:
         assert self._metadata.storage_data is not None
         try:
@@ -139,6 +120,12 @@ class MappedFolder:
         return self._mapped[name]
 
     def _bytes(self, place: Any) -> memoryview:
+        extensions = getattr(place, "transform_descriptors", None)  # not in torch 2.6
+        if extensions:
+            raise ValueError(
+                f"{place.relative_path} is written with the extensions {', '.join(extensions)}, "
+                "which are not read; save without them"
+            )
         mapping = self._file(place.relative_path)
         begin, end = place.offset, place.offset + place.length
         if not 0 <= begin <= end <= len(mapping):

@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    DefaultLoadPlanner,
-    FileSystemReader,
-)
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from smp.checkpoint import archive, user_content
 from smp.checkpoint import manifest as manifests
@@ -65,29 +58,6 @@ class _Unpickler(pickle.Unpickler):
         if not is_dtype and name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
-
-
-class _Reader(FileSystemReader):
-    """A reader that reads metadata as data."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            found: Metadata = _Unpickler(file).load()
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = StorageMeta()
-        assert found.storage_meta is not None
-        found.storage_meta.load_id = self.load_id
-        return found
-
-
-class _Planner(DefaultLoadPlanner):
-    """A planner that reads objects as data."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 @dataclass
@@ -152,7 +122,8 @@ class _Source:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            metadata = _Reader(folder).read_metadata()
+            with open(folder / ".metadata", "rb") as file:
+                metadata: Metadata = _Unpickler(file).load()
         except (pickle.UnpicklingError, EOFError, AttributeError) as error:
             raise ValueError(f"{folder / '.metadata'} cannot be read as data: {error}") from None
         self._about: Mapping[str, Any] = metadata.state_dict_metadata
@@ -161,24 +132,11 @@ class _Source:
 
     def _load(self, key: str) -> Any:
         try:
-            if self._mapped.has(key):
-                return self._mapped.read(key)
+            return self._mapped.read(key)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{self._folder}: '{key}' cannot be read as data: {type(error).__name__}: {error}"
             ) from None
-        about = self._about[key]
-        is_tensor = isinstance(about, TensorStorageMetadata)
-        into = torch.empty(about.size, dtype=about.properties.dtype) if is_tensor else None
-        state = {key: into}
-        try:
-            dcp.load(state, storage_reader=_Reader(self._folder), planner=_Planner(), no_dist=True)
-        except CheckpointException as error:
-            first = next(iter(error.failures.values()))[0]
-            raise ValueError(
-                f"{self._folder}: '{key}' cannot be read as data: {type(first).__name__}: {first}"
-            ) from None
-        return state[key]
 
     def _below(self, key: str) -> Iterator[tuple[str, str]]:
         """Yields the keys below one, and their rests."""
