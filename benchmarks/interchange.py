@@ -70,7 +70,7 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def run(folder: Path, num_bytes: int, repeats: int) -> list[dict[str, Any]]:
+def run(folder: Path, num_bytes: int, repeats: int, only: list[str]) -> list[dict[str, Any]]:
     model = save(folder / "saved", num_bytes)
     source = folder / "saved" / "last_partial"
     dcp.export(source, folder / "dcp")
@@ -88,6 +88,8 @@ def run(folder: Path, num_bytes: int, repeats: int) -> list[dict[str, Any]]:
     rows = []
     for repeat in range(-1, repeats):  # the first warms up
         for name, act in contenders.items():
+            if only and name not in only and not name.startswith("plain"):
+                continue
             target.parent.mkdir()
             os.sync()
             cpu, begin = time.process_time(), time.monotonic()
@@ -131,6 +133,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--gb", type=float, default=1.0, help="of model and optimizer")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="contenders beside plain writes; default: all"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     num_bytes = int(arguments.gb * 1e9)
@@ -138,10 +143,10 @@ def main() -> None:
     try:
         if shutil.disk_usage(folder).free < 5 * num_bytes:
             sys.exit(f"{folder} has too little free space for {arguments.gb} GB")
-        rows = run(folder, num_bytes, arguments.repeats)
+        rows = run(folder, num_bytes, arguments.repeats, arguments.only)
     finally:
         shutil.rmtree(folder)
-    config = {"gb": arguments.gb, "repeats": arguments.repeats}
+    config = {"gb": arguments.gb, "repeats": arguments.repeats, "only": arguments.only}
     print(
         json.dumps(
             {
