@@ -65,7 +65,7 @@ PAGES = (
          ("smp.nn",)),
     Page("checkpoints", "Checkpoints", "Files of a run, for any layout.",
          ("save_checkpoint", "resume_from_checkpoint", "save", "load", "save_adapters",
-          "wait_for_uploads",
+          "save_huggingface", "stream_parameters", "wait_for_uploads",
           "sharded_data_parallel_checkpoint"),
          ("smp.sharded_data_parallel_checkpoint",)),
     Page("memory", "Memory and precision", "What lets a model fit.",

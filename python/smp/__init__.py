@@ -42,7 +42,9 @@ from smp.data_parallel import batch_slice  # noqa: E402
 from smp.initial.delay import delay_param_initialization  # noqa: E402
 from smp.initial.delay import delay_param_initialization as delayed_parameter_initialization  # noqa: E402
 from smp.integrations.adapters import save_adapters  # noqa: E402
+from smp.integrations.pretrained import save_huggingface  # noqa: E402
 from smp.integrations.quantization import quantize  # noqa: E402
+from smp.integrations.serving import stream_parameters  # noqa: E402
 from smp.model import DistributedModel, is_tracing, whole_parameters  # noqa: E402
 from smp.observe import OBSERVERS  # noqa: E402
 from smp.observe.nonfinite import detect_nonfinite  # noqa: E402
@@ -223,6 +225,7 @@ __all__ = [
     "save",
     "save_adapters",
     "save_checkpoint",
+    "save_huggingface",
     "save_partition",
     "schedule",
     "send",
@@ -235,6 +238,7 @@ __all__ = [
     "state",
     "state_mod",
     "step",
+    "stream_parameters",
     "tensor_parallelism",
     "tp_barrier",
     "tp_rank",

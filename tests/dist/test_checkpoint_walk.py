@@ -166,7 +166,7 @@ LIMITS = {
     "partial, the model alone": Limit(stays=16, files=9, returns=1),
     "partial, a parameter": Limit(stays=20, files=10, returns=2),
     "partial, a moment": Limit(stays=11, files=6, returns=1),
-    "full": Limit(stays=16, files=9, returns=4),
+    "full": Limit(stays=16, files=9, returns=3),
     "load": Limit(stays=12, files=7, returns=2),
 }
 

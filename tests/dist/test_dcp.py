@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from smp.checkpoint import cli
 from smp.checkpoint.reader import FolderReader
 from tests.dist.pool import Pool
+from tests.dist.processes import REPO
 
 STEPS = 3
 
@@ -250,10 +254,107 @@ def test_a_missing_file_is_an_error(tmp_path: Path, capsys: Any) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_extensions_are_refused_by_name(tmp_path: Path, capsys: Any) -> None:
+    checkpoint.save({"model": make().state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    file = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    for place in metadata.storage_data.values():
+        place.transform_descriptors = ["stream.zstd/1"]
+    file.write_bytes(pickle.dumps(metadata))
+    assert ckpt("import", tmp_path / "dcp", tmp_path / "new") == 1
+    assert "is written with the extensions stream.zstd/1" in capsys.readouterr().err
+
+
 def test_options_of_another_form_are_errors(pool: Pool, tmp_path: Path, capsys: Any) -> None:
     pool.run(2, train_and_save, {"pipeline_parallel_degree": 2}, str(tmp_path / "smp"))
     words = ("export", tmp_path / "smp", tmp_path / "new")
     assert ckpt(*words, "--format", "dcp", "--max-shard-size", "1MB") == 1
     assert "--max-shard-size is for --format hf" in capsys.readouterr().err
     assert ckpt(*words, "--without-optimizer") == 1
-    assert "--without-optimizer is for --format dcp" in capsys.readouterr().err
+    assert "--without-optimizer is for --format dcp and megatron-dist" in capsys.readouterr().err
+
+
+# ---- Megatron-Core -----------------------------------------------------------------------
+
+MEGATRON = REPO / "tests" / "dist" / "scripts" / "megatron_folder.py"
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="megatron-core is not installed; pip install --no-deps -r requirements/megatron.txt",
+)
+
+
+def by_megatron(how: str, folder: Path, file: Path) -> Any:
+    """Lets Megatron-Core load or save a folder; returns the contents of the file then."""
+    command = [sys.executable, str(MEGATRON), how, str(folder), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return torch.load(file, weights_only=True)
+
+
+def wanted_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns empty tensors for a model and its moments, by key."""
+    wanted = {}
+    for name, parameter in model.named_parameters():
+        wanted[f"model.{name}"] = torch.zeros_like(parameter)
+        for key in ("exp_avg", "exp_avg_sq"):
+            wanted[f"optimizer.state.{name}.{key}"] = torch.zeros_like(parameter)
+    return {key: tensor.detach() for key, tensor in wanted.items()}
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("size", "config"), [(layout[0], layout[1]) for layout in LAYOUTS[1:]], ids=str
+)
+@pytest.mark.sample(keep=1)
+def test_megatron_reads_and_writes_the_job(
+    pool: Pool, tmp_path: Path, size: int, config: dict[str, Any]
+) -> None:
+    expected = pool.run(size, train_and_save, config, str(tmp_path / "smp"))[0]
+    words = ("--format", "megatron-dist")
+    assert ckpt("export", tmp_path / "smp", tmp_path / "exported", *words) == 0
+    torch.save(wanted_of(make()), tmp_path / "tensors")
+    found = by_megatron("load", tmp_path / "exported", tmp_path / "tensors")
+    with FolderReader(tmp_path / "smp" / "last_partial") as reader:
+        for key in wanted_of(make()):
+            entry = key.removeprefix("optimizer.state.").replace("model.", "model/", 1)
+            if key.startswith("optimizer."):
+                name, _, moment = entry.rpartition(".")
+                entry = f"optimizer/{name}/{moment}"
+            assert torch.equal(found[key], reader.read(entry)), key
+    assert len(found["optimizer"]["param_groups"]) == 2
+
+    # The same values in a folder that the package has written.
+    torch.save({**{key: found.pop(key) for key in wanted_of(make())}, "common": found},
+               tmp_path / "given")  # fmt: skip
+    (tmp_path / "written").mkdir()
+    by_megatron("save", tmp_path / "written", tmp_path / "given")
+    assert ckpt("import", tmp_path / "written", tmp_path / "imported_partial") == 0
+    for values in pool.run(size, resume, config, str(tmp_path)):
+        check_equal(values, expected)
+
+
+def test_folders_for_megatron_come_back(pool: Pool, tmp_path: Path, capsys: Any) -> None:
+    config = {"pipeline_parallel_degree": 2}
+    expected = pool.run(2, train_and_save, config, str(tmp_path / "smp"))[0]
+    folder = tmp_path / "exported"
+    assert ckpt("export", tmp_path / "smp", folder, "--format", "megatron-dist") == 0
+    assert ckpt("import", folder, tmp_path / "imported_partial") == 0
+    for values in pool.run(2, resume, config, str(tmp_path)):
+        check_equal(values, expected)
+    (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    assert ckpt("import", folder, tmp_path / "other_partial") == 1
+    assert "names {'sharded_backend': 'zarr'}, and" in capsys.readouterr().err
+
+
+def test_a_damaged_tensor_is_an_error(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "dcp"
+    checkpoint.save({"model": make().state_dict()}, checkpoint_id=folder, no_dist=True)
+    (file,) = folder.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    values = make().layers[0].weight.detach().numpy().tobytes()
+    content[content.index(values) + 3] ^= 1
+    file.write_bytes(content)
+    assert ckpt("import", folder, tmp_path / "new") == 1
+    text = capsys.readouterr().err
+    assert "'model.layers.0.weight' cannot be read as data" in text and "damaged: checksum" in text
+    assert not (tmp_path / "new").exists()

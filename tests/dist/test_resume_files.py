@@ -32,26 +32,26 @@ NAMES = ("pytorch_model.bin", "model.safetensors")
 def save_whole(rank: int, job: Job, folder: str, names: tuple[str, ...]) -> Any:
     """Two steps, then the whole model in files; counts what the first rank had at a time."""
     import smp
-    from smp.checkpoint import whole_model
+    from smp.checkpoint import gathering
 
     model, optimizer, train = make(job, seed=1)
     for step in range(BEFORE):
         train(step)
     most = [0]
-    gathered = whole_model.Gatherer._gathered
+    gathered = gathering.Gatherer._gathered
 
-    def counted(self: Any, name: str) -> Tensor:
+    def counted(self: Any, name: str, receivers: Any) -> Tensor | None:
         most[0] = max(most[0], len(self._here))
-        return gathered(self, name)
+        return gathered(self, name, receivers)
 
-    whole_model.Gatherer._gathered = counted  # type: ignore[method-assign]
+    gathering.Gatherer._gathered = counted  # type: ignore[method-assign]
     try:
         for name in names:
             smp.save_checkpoint(
                 folder, name, partial=False, model=model, user_content={"name": name}
             )
     finally:
-        whole_model.Gatherer._gathered = gathered  # type: ignore[method-assign]
+        gathering.Gatherer._gathered = gathered  # type: ignore[method-assign]
     return model.state_dict(), most[0]
 
 

@@ -23,6 +23,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "context_parallel/regions.py": frozenset({"group"}),
     "data_parallel/batch_shares.py": frozenset({"batch_slice"}),
     "integrations/accelerator.py": frozenset({"SMPAccelerator.__init__", "distributed_optimizer"}),
+    "integrations/pretrained.py": frozenset({"save_huggingface"}),
+    "integrations/serving.py": frozenset({"stream_parameters"}),
     "integrations/trainer.py": frozenset({"SMPTrainerMixin.__init__"}),
     "launching/first_rank.py": frozenset({"_leave"}),
     "model/distributed_model.py": frozenset({"DistributedModel.__init__"}),
@@ -46,7 +48,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "world/state.py": frozenset({"_run"}),
 }
 
-MOST_CALLS = 38
+MOST_CALLS = 40
 
 
 def calls(text: str) -> Iterator[str]:

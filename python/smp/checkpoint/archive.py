@@ -30,6 +30,7 @@ from smp.checkpoint.zip_stream import ZipStream
 Keys = tuple[Any, ...]
 
 _PIECE_BYTES = 32 << 20
+_ZIP_VERSION = b"3\n"
 _STORAGE_NAMES: dict[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
@@ -131,7 +132,7 @@ def write(path: Path, structure: Any, options: WriteOptions = DEFAULTS) -> Writt
             append = functools.partial(storage.append_to, writing.writer)
             begins.append(stream.add(name, num_bytes, append))
             options.progress(writing.writer.bytes_written)
-        stream.add_bytes(f"{path.stem}/version", b"3\n")
+        stream.add_bytes(f"{path.stem}/version", _ZIP_VERSION)
         stream.close()
     places = []
     for keys, tensor in found:
@@ -139,6 +140,18 @@ def write(path: Path, structure: Any, options: WriteOptions = DEFAULTS) -> Writt
         begin = begins[storage.idx] + offset * tensor.dtype.itemsize
         places.append(Place(keys, begin, tensor.dtype, tuple(tensor.shape)))
     return Written(writing.record, places)
+
+
+def append_tensor(writer: _C.FileWriter, tensor: torch.Tensor) -> None:
+    """Writes an archive with one tensor behind what a writer has, as ``torch.save`` does."""
+    [storage], views = _storages_of([tensor])
+    stream = ZipStream(writer)
+    stream.add_bytes("archive/data.pkl", _pickled(tensor, views))
+    stream.add_bytes("archive/byteorder", sys.byteorder.encode())
+    num_bytes = storage.numel * tensor.dtype.itemsize
+    stream.add("archive/data/0", num_bytes, functools.partial(storage.append_to, writer))
+    stream.add_bytes("archive/version", _ZIP_VERSION)
+    stream.close()
 
 
 class Writing:

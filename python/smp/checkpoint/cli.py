@@ -60,12 +60,13 @@ def add_parser(subparsers: Any) -> None:
     )
     command.add_argument(
         "--format",
-        choices=("hf", "dcp"),
+        choices=("hf", "dcp", "megatron-dist"),
         default="hf",
-        help="hf: safetensors of Hugging Face; dcp: torch.distributed.checkpoint, with optimizer",
+        help="hf: safetensors of Hugging Face; dcp: torch.distributed.checkpoint, with optimizer; "
+        "megatron-dist: such a folder with the further files of Megatron-Core",
     )
     command.add_argument(
-        "--without-optimizer", action="store_true", help="with dcp: write the model alone"
+        "--without-optimizer", action="store_true", help="write the model alone, not with hf"
     )
     command.add_argument("--dtype", choices=_FLOATS, help="of weights; default: as saved")
     command.add_argument(
@@ -78,7 +79,7 @@ def add_parser(subparsers: Any) -> None:
         "the checkpoint",
     )
 
-    text = "read a folder of torch.distributed.checkpoint"
+    text = "read a folder of torch.distributed.checkpoint, or of Megatron-Core"
     command = commands.add_parser("import", help=text, description=text)
     command.set_defaults(execute=lambda arguments: _guarded(_import, arguments))
     command.add_argument("folder", type=Path, metavar="FOLDER", help="what FSDP2 has saved")
@@ -298,16 +299,21 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     found = _checkpoint(arguments.folder, arguments.tag)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-    is_dcp, size = arguments.format == "dcp", arguments.max_shard_size
+    is_dcp, size = arguments.format != "hf", arguments.max_shard_size
     if is_dcp and size is not None:
         raise ValueError("--max-shard-size is for --format hf; leave it out")
     if arguments.without_optimizer and not is_dcp:
-        raise ValueError("--without-optimizer is for --format dcp; hf has no optimizer")
+        raise ValueError("--without-optimizer is for --format dcp and megatron-dist; hf has none")
     if is_dcp:
         dcp = importlib.import_module("smp.checkpoint.dcp")  # takes a second to import
         with_optimizer = not arguments.without_optimizer
         files = dcp.export(
-            found.path, arguments.target, dtype, arguments.registrations, with_optimizer
+            found.path,
+            arguments.target,
+            dtype,
+            arguments.registrations,
+            with_optimizer,
+            arguments.format == "megatron-dist",
         )
     else:
         files = exporting.export(

@@ -4,10 +4,14 @@ FSDP2, torchtitan and others read such folders on any number of ranks. Names are
 dict ``{"model": model.state_dict(), "optimizer": ...}``. The optimizer's state has both forms of
 ``torch.distributed.checkpoint.state_dict``: groups as a list, and options by parameter
 (``flatten_optimizer_state_dict=True``).
+
+The distributed checkpoints of Megatron-Core are such folders with two more files: ``metadata.json``
+names the format, and ``common.pt`` has all values that are no tensors.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +19,25 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from smp.checkpoint import exporting
+from smp.checkpoint import exporting, file_system
 from smp.checkpoint.archive import Deferred
+from smp.checkpoint.dcp_files import Writer
 from smp.checkpoint.exporting import Translate
 from smp.checkpoint.manifest import Manifest
 from smp.checkpoint.reader import FolderReader
 from smp.checkpoint.values import decode
 
+COMMON, MEGATRON = "common.pt", "metadata.json"
+#: Contents of `MEGATRON`: the only format that is written and read.
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 _OPTIMIZER = "optimizer/"
 _CPU = torch.device("cpu")
 
@@ -51,6 +64,7 @@ def export(
     dtype: torch.dtype | None = None,
     translate: Sequence[Translate] | None = None,
     with_optimizer: bool = True,
+    is_megatron: bool = False,
 ) -> list[Path]:
     """Writes model and optimizer of a checkpoint to the folder ``target``.
 
@@ -63,6 +77,7 @@ def export(
             as FP32 if an optimizer is written.
         translate: translators, as in `exporting.export`.
         with_optimizer: write the optimizer's state, too, if there is one.
+        is_megatron: write the files of Megatron-Core, too, and values that are no tensors there.
 
     Returns:
         all files.
@@ -93,9 +108,11 @@ def export(
         if has_optimizer:
             moments = _moments(reader)
             made |= moments
-            state |= {key: _empty(tensor) for key, tensor in moments.items()} | _options(manifest)
-        writer = FileSystemWriter(target, sync_files=False)
-        dcp.save(state, storage_writer=writer, planner=_Planner(made), no_dist=True)
+            state |= {key: _empty(tensor) for key, tensor in moments.items()}
+            state |= {} if is_megatron else _options(manifest)
+        dcp.save(state, storage_writer=Writer(target), planner=_Planner(made), no_dist=True)
+        if is_megatron:
+            _write_common(target, _common(manifest) if has_optimizer else {})
     return sorted(target.iterdir())
 
 
@@ -118,17 +135,36 @@ def _moments(reader: FolderReader) -> dict[str, Deferred]:
     return found
 
 
+def _common(manifest: Manifest) -> dict[str, Any]:
+    """Returns numbers of the optimizer's state, and its groups, in the form of its state dict."""
+    groups = [
+        {"params": group["names"], **_decoded(group["options"])}
+        for group in manifest.values["groups"]
+    ]
+    numbers = manifest.values.get("state", {})
+    state = {name: _decoded(values) for name, values in numbers.items()}
+    return {"optimizer": {"state": state, "param_groups": groups}}
+
+
+def _decoded(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: decode(value, _CPU) for key, value in values.items()}
+
+
+def _write_common(folder: Path, common: Mapping[str, Any]) -> None:
+    file_system.write_file(folder / COMMON, lambda file: torch.save(common, file), "common")
+    file_system.write_file(folder / MEGATRON, json.dumps(FORMAT).encode(), "common")
+
+
 def _options(manifest: Manifest) -> dict[str, Any]:
     """Returns numbers of the optimizer's state, and options of its groups in both forms."""
     found: dict[str, Any] = {}
-    for parameter, numbers in manifest.values.get("state", {}).items():
+    common = _common(manifest)["optimizer"]
+    for parameter, numbers in common["state"].items():
         for key, value in numbers.items():
-            found[f"optimizer.state.{parameter}.{key}"] = decode(value, _CPU)
-    for idx, group in enumerate(manifest.values["groups"]):
-        options = {key: decode(value, _CPU) for key, value in group["options"].items()}
-        for key, value in {**options, "params": group["names"]}.items():
+            found[f"optimizer.state.{parameter}.{key}"] = value
+    for idx, group in enumerate(common["param_groups"]):
+        for key, value in group.items():
             found[f"optimizer.param_groups.{idx}.{key}"] = value
-        for name in group["names"]:
-            for key, value in options.items():
+            for name in group["params"] if key != "params" else ():
                 found[f"optimizer.param_groups.{name}.{key}"] = value
     return found

@@ -13,23 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    DefaultLoadPlanner,
-    FileSystemReader,
-)
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from smp.checkpoint import archive, user_content
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.archive import Deferred
+from smp.checkpoint.dcp import COMMON, FORMAT, MEGATRON
+from smp.checkpoint.dcp_files import MappedFolder
 from smp.checkpoint.folder import Generation, new_generation
 from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
 from smp.checkpoint.partial_save import USER_CONTENT_FILE, versions
 from smp.checkpoint.resharding import FILE_OF_KIND
 from smp.checkpoint.values import encode
+from smp.config import given_files
 from smp.tensor_parallel.parts import Part
 
 #: Names of what pickled metadata consists of, by module. Others, and attributes of these, may run
@@ -62,29 +58,6 @@ class _Unpickler(pickle.Unpickler):
         if not is_dtype and name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
-
-
-class _Reader(FileSystemReader):
-    """A reader that reads metadata as data."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            found: Metadata = _Unpickler(file).load()
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = StorageMeta()
-        assert found.storage_meta is not None
-        found.storage_meta.load_id = self.load_id
-        return found
-
-
-class _Planner(DefaultLoadPlanner):
-    """A planner that reads objects as data."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 @dataclass
@@ -149,24 +122,21 @@ class _Source:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            metadata = _Reader(folder).read_metadata()
+            with open(folder / ".metadata", "rb") as file:
+                metadata: Metadata = _Unpickler(file).load()
         except (pickle.UnpicklingError, EOFError, AttributeError) as error:
             raise ValueError(f"{folder / '.metadata'} cannot be read as data: {error}") from None
         self._about: Mapping[str, Any] = metadata.state_dict_metadata
+        self._mapped = MappedFolder(folder, metadata)
+        self._common = _common_of(folder)
 
     def _load(self, key: str) -> Any:
-        about = self._about[key]
-        is_tensor = isinstance(about, TensorStorageMetadata)
-        into = torch.empty(about.size, dtype=about.properties.dtype) if is_tensor else None
-        state = {key: into}
         try:
-            dcp.load(state, storage_reader=_Reader(self._folder), planner=_Planner(), no_dist=True)
-        except CheckpointException as error:
-            first = next(iter(error.failures.values()))[0]
+            return self._mapped.read(key)
+        except (OSError, ValueError) as error:
             raise ValueError(
-                f"{self._folder}: '{key}' cannot be read as data: {type(first).__name__}: {first}"
+                f"{self._folder}: '{key}' cannot be read as data: {type(error).__name__}: {error}"
             ) from None
-        return state[key]
 
     def _below(self, key: str) -> Iterator[tuple[str, str]]:
         """Yields the keys below one, and their rests."""
@@ -204,7 +174,24 @@ class _Source:
                 where = f"'{part}' of the optimizer's state of '{name}'"
                 found.numbers.setdefault(name, {})[part] = encode(self._load(key), where)
         found.groups = self._groups(optimizer_key, found.model)
+        optimizer = self._common.get(optimizer_key)
+        if isinstance(optimizer, Mapping) and {"state", "param_groups"} <= optimizer.keys():
+            self._take(optimizer, found)
         return found
+
+    def _take(self, optimizer: Mapping[str, Any], found: _Found) -> None:
+        """Takes the values of an optimizer that are no tensors."""
+        for name, numbers in optimizer["state"].items():
+            for key, value in numbers.items():
+                where = f"'{key}' of the optimizer's state of '{name}'"
+                found.numbers.setdefault(name, {})[key] = encode(value, where)
+        for group in optimizer["param_groups"]:
+            options = {
+                name: encode(value, f"'{name}' of a parameter group")
+                for name, value in group.items()
+                if name != "params"
+            }
+            found.groups.append({"options": options, "names": list(group["params"])})
 
     def _groups(self, optimizer_key: str, model: Mapping[str, Deferred]) -> list[dict[str, Any]]:
         """Returns the optimizer's groups; parameters of equal options are one group."""
@@ -230,6 +217,21 @@ class _Source:
             else:
                 result.append({"options": encoded, "names": list(names)})
         return result
+
+
+def _common_of(folder: Path) -> Mapping[str, Any]:
+    """Returns the values that Megatron-Core writes beside the tensors; none in other folders.
+
+    Raises:
+        ValueError: the format is another, or the values are no data.
+    """
+    if not (folder / MEGATRON).is_file():
+        return {}
+    told = given_files.parse_json((folder / MEGATRON).read_bytes())
+    if not isinstance(told, Mapping) or told.get("sharded_backend") != FORMAT["sharded_backend"]:
+        raise ValueError(f"{folder / MEGATRON} names {told}, and {FORMAT} is expected")
+    common = user_content.read(folder / COMMON, unsafe=False)
+    return common if isinstance(common, Mapping) else {}
 
 
 def _pieces(found: _Found, folder: Path, generation: str) -> Iterator[Piece]:

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import torch
 
-from smp.checkpoint import file_system
+from smp.checkpoint import file_system, shards
 from smp.checkpoint.archive import DEFAULTS, Deferred, WriteOptions, Writing
 from smp.checkpoint.manifest import FileRecord
-
-INDEX_NAME = "model.safetensors.index.json"
 
 NAMES = {
     torch.bool: "BOOL",
@@ -69,29 +67,16 @@ def write_sharded(
     Returns:
         all files.
     """
-    shards: list[dict[str, Deferred]] = [{}]
-    room = max_shard_bytes
-    for name, tensor in tensors.items():
-        if shards[-1] and tensor.num_bytes > room:
-            shards.append({})
-            room = max_shard_bytes
-        shards[-1][name] = tensor
-        room -= tensor.num_bytes
-    if len(shards) == 1:
-        write(folder / "model.safetensors", shards[0])
-        return [folder / "model.safetensors"]
-    paths = []
-    weight_map = {}
-    for idx, shard in enumerate(shards, start=1):
-        path = folder / f"model-{idx:05d}-of-{len(shards):05d}.safetensors"
-        write(path, shard)
-        paths.append(path)
-        weight_map.update(dict.fromkeys(shard, path.name))
-    total = sum(tensor.num_bytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    text = json.dumps(index, indent=2) + "\n"
-    file_system.write_file(folder / INDEX_NAME, text.encode(), "index")
-    return [*paths, folder / INDEX_NAME]
+    sizes = {name: tensor.num_bytes for name, tensor in tensors.items()}
+    cut = shards.cut(sizes, max_shard_bytes)
+    paths = [folder / name for name in shards.file_names(len(cut))]
+    for path, names in zip(paths, cut, strict=True):
+        write(path, {name: tensors[name] for name in names})
+    if len(cut) == 1:
+        return paths
+    index = folder / shards.INDEX_NAME
+    file_system.write_file(index, shards.index_of(cut, sizes), "index")
+    return [*paths, index]
 
 
 def _header(tensors: Mapping[str, Deferred]) -> bytes:

@@ -38,10 +38,14 @@ class _Record(NamedTuple):
 
 
 class ZipStream:
-    """Writes records into ``sink``, which is at its beginning; ``close`` ends the archive."""
+    """Writes records behind what ``sink`` has; ``close`` ends the archive.
+
+    Places in the archive count from its first byte.
+    """
 
     def __init__(self, sink: Sink, alignment: int = 64) -> None:
         self._sink = sink
+        self._begin = sink.position
         self._alignment = alignment
         self._records: list[_Record] = []
 
@@ -51,11 +55,11 @@ class ZipStream:
         Returns:
             offset of its data in the file.
         """
-        sink, encoded, header_offset = self._sink, name.encode(), self._sink.position
+        sink, encoded, position = self._sink, name.encode(), self._sink.position
         is_large = num_bytes >= _LIMIT_32
         version, size = (_VERSION_64, _LIMIT_32) if is_large else (_VERSION, 0)
         extra = pack("<HHQQ", 1, 16, 0, 0) if is_large else b""
-        padding = -(header_offset + 30 + len(encoded) + len(extra) + 4) % self._alignment
+        padding = -(position + 30 + len(encoded) + len(extra) + 4) % self._alignment
         extra += pack("<HH", _PADDING_ID, padding) + bytes(padding)
         head = pack("<4sHHHHHI", b"PK\x03\x04", version, _FLAGS, 0, 0, _DOS_DATE, 0)
         head += pack("<IIHH", size, size, len(encoded), len(extra))
@@ -69,17 +73,17 @@ class ZipStream:
         crc = sink.take_crc32()
         sizes = "<QQ" if is_large else "<II"
         sink.append(pack("<4sI", b"PK\x07\x08", crc) + pack(sizes, num_bytes, num_bytes))
-        self._records.append(_Record(encoded, header_offset, num_bytes, crc))
+        self._records.append(_Record(encoded, position - self._begin, num_bytes, crc))
         return begin
 
     def add_bytes(self, name: str, data: bytes) -> int:
         return self.add(name, len(data), lambda: self._sink.append(data))
 
     def close(self) -> None:
-        begin = self._sink.position
+        begin = self._sink.position - self._begin
         for record in self._records:
             self._sink.append(_central_header(record))
-        end, count = self._sink.position, len(self._records)
+        end, count = self._sink.position - self._begin, len(self._records)
         if count >= _LIMIT_16 or end >= _LIMIT_32:
             tail = pack("<4sQHHII", b"PK\x06\x06", 44, _VERSION_64, _VERSION_64, 0, 0)
             tail += pack("<QQQQ", count, count, end - begin, begin)

@@ -24,14 +24,22 @@ def part_of(tensor: Tensor, begin: int = 0, numel: int | None = None) -> Part:
     return Part.of_slice(tensor.shape, interval_of(tensor), begin, size)
 
 
-def cut(whole: Tensor, part: Part) -> Tensor:
-    """Returns the elements of a part, flat; a view if they are contiguous."""
+def slice_of(whole: Tensor, part: Part) -> Tensor:
+    """Returns the slice that has a part, as a view of the whole tensor.
+
+    Args:
+        whole: contiguous tensor.
+        part: a part of it.
+    """
     seen = whole if part.view is None else whole.view(part.view)
     if part.dim == -1:
-        seen = seen.reshape(-1).narrow(0, part.begin, part.end - part.begin)
-    else:
-        seen = seen.narrow(part.dim, part.begin, part.end - part.begin)
-    return seen.reshape(-1).narrow(0, part.flat_begin, part.flat_numel)
+        return seen.reshape(-1).narrow(0, part.begin, part.end - part.begin)
+    return seen.narrow(part.dim, part.begin, part.end - part.begin)
+
+
+def cut(whole: Tensor, part: Part) -> Tensor:
+    """Returns the elements of a part, flat; a view if they are contiguous."""
+    return slice_of(whole, part).reshape(-1).narrow(0, part.flat_begin, part.flat_numel)
 
 
 def join(pieces: Sequence[tuple[Tensor, Part]], shape: Sequence[int]) -> Tensor:

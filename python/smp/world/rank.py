@@ -201,6 +201,12 @@ class Rank:
         """True if this is the rank's process; a forked child has none of its threads."""
         return os.getpid() == self.pid
 
+    @property
+    def can_communicate(self) -> bool:
+        """True while the run goes on in this process, and no rank has failed."""
+        has_failed = self.board is not None and self.board.fault_text() is not None
+        return self.is_own_process and not self._has_ended and not has_failed
+
     def check_process(self, what: str) -> None:
         """Refuses communication in a forked child, and when the run is over.
 
