@@ -44,7 +44,7 @@ def model() -> Gpt:
 
 
 def plain() -> Step:
-    """The user's script, on the whole batch in each process."""
+    """Returns the step of the user's script, in one process on the whole batch."""
     made = model()
     return _steps(made, make_optimizer(made))
 
@@ -209,6 +209,9 @@ def run(contender: str) -> None:
     record = {"step_s": statistics.median(spent[WARMUP:]), "losses": losses[:WARMUP]}
     if os.environ["RANK"] == "0":
         print(json.dumps(record), flush=True)
+    if distributed.is_initialized():  # else a rank may find that the other has gone
+        distributed.barrier()
+        distributed.destroy_process_group()
 
 
 def measure(contender: str, packages: str | None) -> dict[str, Any]:

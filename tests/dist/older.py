@@ -23,7 +23,8 @@ def open_older_pool(preload: str = "", **env: str) -> Pool:
     pool = Pool()
     before = os.environ.get("PYTHONPATH")
     paths = [str(OLDER_FOLDER), *([before] if before else [])]
-    settings = {"PYTHONPATH": os.pathsep.join(paths), "SMP_TEST_PRELOAD": preload, **env}
+    modules = ",".join(filter(None, ("tests.dist.without_datasets", preload)))
+    settings = {"PYTHONPATH": os.pathsep.join(paths), "SMP_TEST_PRELOAD": modules, **env}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)

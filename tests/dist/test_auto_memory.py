@@ -27,8 +27,8 @@ def test_a_rank_loads_its_own_part_alone(tmp_path: Path) -> None:
         print(f"rank {rank}: {told}")
         part = told["part"]
         assert 0.4 * told["whole"] < part < 0.6 * told["whole"]
-        # Sums of gradients are allocated with the parameters.
-        assert part < told["loaded"] < 2 * part + SLACK_BYTES < part + told["whole"]
+        # Sums of gradients take memory in the first backward.
+        assert part < told["loaded"] < 1.1 * part + SLACK_BYTES < told["whole"]
         assert told["plan"] > 4 * part, "parameters, gradients and Adam's moments"
         most = told["plan"] / USABLE + SLACK_BYTES + UPDATE_BYTES
         assert told["trained"] < most < 4 * told["whole"]

@@ -144,6 +144,7 @@ def test_search_keeps_layers_where_memory_is_short_and_all_configurations_fit() 
     assert found[0].time.total < slower.time.total
 
 
+@pytest.mark.sample(keep=0)
 def test_command_names_the_layers(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "tests.unit.test_planning_kept:model", "--gpus", "4", "--batch", "64"]
     for memory in range(2000, 20000, 500):  # the first that is enough
