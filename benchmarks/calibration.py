@@ -60,14 +60,26 @@ def _sums_per_s(count: int) -> float:
 def _overheads(count: int, alone: float) -> dict[str, float]:
     """Returns what cores take besides work and messages while all of them are busy."""
     trained, calls = _measure("training", max(2, count)), _measure("calls", 2)
-    return {
-        "microbatch_element_s": max(trained["microbatch s"], _LEAST_S),
-        "update_element_s": max(trained["update s"], _LEAST_S),
-        "call_s": max(calls["call s"], _LEAST_S),
-        "microbatch_s": max(calls["microbatch s"], _LEAST_S),
-        "alone": max(alone, 1.0),
-        "crowded": 1.0,
+    found = {
+        "microbatch_element_s": trained["microbatch s"],
+        "update_element_s": trained["update s"],
+        "call_s": calls["call s"],
+        "microbatch_s": calls["microbatch s"],
     }
+    for name, seconds in found.items():
+        if seconds < _LEAST_S:
+            _warn_of_noise(name, seconds)
+            found[name] = _LEAST_S
+    return found | {"alone": max(alone, 1.0), "crowded": 1.0}
+
+
+def _warn_of_noise(name: str, seconds: float) -> None:
+    print(
+        f"calibration: overheads.{name} came out as {seconds:.2g} s, which other work on this "
+        f"machine has caused; the file counts it as almost nothing ({_LEAST_S:g} s). Measure "
+        "again while nothing else runs",
+        file=sys.stderr,
+    )
 
 
 def _crowded(known: Mapping[str, Any]) -> float:
