@@ -486,6 +486,32 @@ def test_a_model_that_is_wrapped_a_second_time_keeps_its_partition(pool: Pool) -
         assert "was wrapped before with" in outcome.message
 
 
+def evaluate_beside_idle(_: int) -> list[float]:
+    """Trains and evaluates a model while another one is wrapped that no step function calls."""
+    import smp
+
+    start(2)
+    first, idle = make_models(2)
+    model, _idle = smp.DistributedModel(first), smp.DistributedModel(idle)
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    losses = [float(make_step([model])(x).reduce_mean())]
+
+    @smp.step
+    def evaluate(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    with torch.no_grad():
+        losses += [float(evaluate(x).reduce_mean()) for _ in range(2)]
+    return losses
+
+
+def test_another_step_function_runs_beside_a_model_that_none_calls(pool: Pool) -> None:
+    plain, x = make_models(1)[0], torch.ones(4, WIDTH, dtype=torch.float64)
+    expected = plain(x).square().mean().item()
+    for losses in pool.run(2, evaluate_beside_idle):
+        assert losses == pytest.approx([expected] * 3, rel=1e-10)
+
+
 def test_the_programs_use_all_their_models() -> None:
     """Checks the test itself: no model is idle in its program."""
     for name, program in PROGRAMS.items():

@@ -199,6 +199,18 @@ def hold_packed(root: nn.Module, half: torch.dtype | None) -> None:
             module.__dict__["_parameters"] = Table(plain)
 
 
+def use_plain(module: nn.Module) -> None:
+    """Replaces tables in which microbatches replace tensors by plain copies of what is read now.
+
+    Args:
+        module: a module whose attributes the caller restores.
+    """
+    for key in TABLES:
+        table = table_of(module, key)
+        if table is not None and table._swaps is not None:
+            module.__dict__[key] = table.read_all()
+
+
 def keep_apart(module: nn.Module, path: str, swaps: Swaps) -> Callable[[], None]:
     """Lets each microbatch replace parameters and buffers of a module.
 

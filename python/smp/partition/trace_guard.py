@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
+from smp.modules.tables import use_plain
 from smp.partition.containers import Containers, reachable_from_hook
 from smp.partition.trace_state import KeptData
 
@@ -43,6 +44,8 @@ def untouched(modules: Sequence[nn.Module], keep_values: bool) -> Iterator[None]
         )
         if isinstance(buffer, Tensor) and not buffer.is_meta and not buffer.requires_grad
     }
+    for module in modules:
+        use_plain(module)  # what a trace exchanges is no microbatch's replacement
     try:
         yield
     finally:
