@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.dist.pool import Pool
 from tests.dist.steps import marked_values
@@ -27,6 +27,47 @@ def adapted(case: str) -> nn.Module:
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=TARGETS, lora_dropout=0.0)
     model: nn.Module = peft.get_peft_model(make_split_family(case, torch.float64), config)
     return randomise_(model.double(), 1).train()
+
+
+class Tables(nn.Module):
+    """An embedding and a head, which a job splits without a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8, padding_idx=0, scale_grad_by_freq=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids))
+
+
+def adapted_tables() -> nn.Module:
+    """Returns a model whose embedding and head have adapters with random values."""
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["table", "head"])
+    return randomise_(peft.get_peft_model(Tables(), config).double(), 1).train()
+
+
+def ids_of(idx: int) -> Tensor:
+    return torch.randint(0, 16, (4, 5), generator=torch.Generator().manual_seed(idx))
+
+
+def train_tables(_: int, prescaled: bool) -> tuple[Any, str]:
+    """Returns gradients after one step, and the class of the embedding."""
+    import smp
+
+    smp.init({"tensor_parallel_degree": 2, "prescaled_batch": prescaled, "ddp": True})
+    plain = adapted_tables()
+    smp.set_tensor_parallelism(plain)
+    model = smp.DistributedModel(plain)
+
+    @smp.step
+    def train_step(ids: Tensor) -> Tensor:
+        loss = model(ids).square().mean()
+        model.backward(loss)
+        return loss
+
+    train_step(ids_of(smp.rdp_rank() if prescaled else smp.dp_rank()))
+    return marked_values(model, "grad"), type(plain.base_model.model.table.base_layer).__name__
 
 
 def train_once(rank: int, case: str, tp: int, prescaled: bool) -> tuple[Any, Any]:
@@ -73,3 +114,19 @@ def test_adapters_are_split_with_their_base_layer(
     assert not any("base_layer" in name for name in expected)
     whole = partial.merge([grads for grads, _ in results])
     assert_close(whole, expected, torch.float64, f"{case} tp {tp} {prescaled}", 1e-9)
+
+
+@pytest.mark.parametrize("prescaled", [False, True])
+def test_adapters_of_a_split_embedding(pool: Pool, prescaled: bool) -> None:
+    from smp.tensor_parallel import partial
+
+    results = pool.run(2, train_tables, prescaled)
+    assert {kind for _, kind in results} == {"DistributedEmbedding"}
+    plain = adapted_tables()
+    num_batches = 1 if prescaled else 2
+    for idx in range(num_batches):
+        (plain(ids_of(idx)).square().mean() / num_batches).backward()
+    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert any("lora_embedding_A" in name for name in expected)
+    whole = partial.merge([grads for grads, _ in results])
+    assert_close(whole, expected, torch.float64, f"tables {prescaled}", 1e-9)

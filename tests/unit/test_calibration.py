@@ -42,7 +42,11 @@ def test_calibration_is_hardware_for_a_plan(name: str, tmp_path: Path) -> None:
     # work on the machine has made immeasurable is named.
     overheads = found.overheads
     assert overheads is not None and found.collective is not None
-    for key, largest_s in (("microbatch_element_s", 1e-7), ("update_element_s", 1e-7), ("call_s", 1e-1)):
+    for key, largest_s in (
+        ("microbatch_element_s", 1e-7),
+        ("update_element_s", 1e-7),
+        ("call_s", 1e-1),
+    ):
         lost_in_noise = f"overheads.{key} came out as" in done.stderr
         assert lost_in_noise == (getattr(overheads, key) == 1e-12)
         assert getattr(overheads, key) < largest_s

@@ -39,6 +39,7 @@ class DistributedEmbedding(ReadAsWhole):
     """
 
     weight: nn.Parameter
+    sparse = False  # adapters read it
 
     def __init__(
         self,
