@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import warnings
-from dataclasses import dataclass
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from smp.modules import packed
 
 KINDS = ("nf4", "int8", "ao-int8", "ao-int4")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -146,13 +150,20 @@ def unpacked(folder: str) -> Any:
     return with_adapters(model, True).train()
 
 
-def late(folder: str, kind: str, use_dora: bool) -> Any:
-    """Returns a model without values, whose layers are read and quantized where they belong."""
+def late(folder: str, kind: str, use_dora: bool, is_inside: bool = False) -> Any:
+    """Returns a model without values, whose layers are read and quantized where they belong.
+
+    Args:
+        folder: files of the model.
+        kind: quantization.
+        use_dora: whether adapters are those of DoRA.
+        is_inside: whether the caller delays initialization.
+    """
     from transformers import LlamaForCausalLM
 
     import smp
 
-    with smp.delay_param_initialization():
+    with nullcontext() if is_inside else smp.delay_param_initialization():
         model = smp.quantize(LlamaForCausalLM(sizes()), config_of(kind), weights=folder)
         model = with_adapters(model, use_dora)
     assert all(p.is_meta for p in model.parameters())
@@ -209,10 +220,41 @@ def run(plain: Any, job: Job) -> dict[str, Any]:
     if config is not None and not config.get("auto_partition", True):
         for layer in plain.get_base_model().model.layers[2:]:
             smp.set_partition(layer, 1)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer: Any = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+    optimizer: Any = adamw(p for p in model.parameters() if p.requires_grad)
     if config is not None:
         optimizer = smp.DistributedOptimizer(optimizer)
+    found = train_steps(plain, model, optimizer, job)
+    split = [n for n, m in plain.named_modules() if isinstance(m, DistributedModule)]
+    return {**found, "split": sorted(split), "log": log.getvalue()}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+def train_by_auto(rank: int, job: Job, file: str, is_module: bool) -> dict[str, Any]:
+    """Trains a model that `smp.auto` lays out: made by a function, or loaded before.
+
+    Returns:
+        what `train` returns, bytes of parameters, and what the first rank has said.
+    """
+    import smp
+
+    model: Any = functools.partial(late, job.folder, job.kind, job.use_dora, is_inside=True)
+    if is_module:
+        model = loaded(job.folder, job.kind, job.use_dora)
+    length, config = batch(0).shape[1], job.config
+    torch.manual_seed(8)  # of the adapters
+    with redirect_stdout(io.StringIO()) as said:
+        made, optimizer = smp.auto(model, adamw, batch=4, seq=length, config=config, file=file)
+    found = train_steps(made.get_module(), made, optimizer, replace(job, config=smp.state.cfg))
+    num_bytes = sum(packed.num_bytes(p) for p in made.local_parameters())
+    return {**found, "bytes": num_bytes, "said": said.getvalue()}
+
+
+def train_steps(plain: Any, model: Any, optimizer: Any, job: Job) -> dict[str, Any]:
+    """Trains a model that is wrapped, or plain; returns losses, gradients and values."""
+    import smp
 
     @smp.step
     def train_step(model: Any, ids: Tensor) -> Tensor:
@@ -233,7 +275,7 @@ def run(plain: Any, job: Job) -> dict[str, Any]:
     for step in range(0 if job.resumes is None else 1, NUM_STEPS):
         ids = batch(step)
         optimizer.zero_grad()
-        if config is not None:
+        if job.config is not None:
             size, number = smp.dp_size(), smp.dp_rank()
             mean = train_step(model, ids.chunk(size)[number]).reduce_mean().detach()
             # Tensor-parallel ranks have samples of their own, ranks of a pipeline the same.
@@ -257,13 +299,10 @@ def run(plain: Any, job: Job) -> dict[str, Any]:
         smp.save_adapters(model, job.exports)
     state = model.state_dict()
     values = {n: v.clone() for n, v in state.items() if "lora_" in n}
-    split = [n for n, m in plain.named_modules() if isinstance(m, DistributedModule)]
     return {
         "losses": losses,
         "evaluated": evaluated,
         "grads": grads,
         "values": values,
         "keys": list(state),
-        "split": sorted(split),
-        "log": log.getvalue(),
     }

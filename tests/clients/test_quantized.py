@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,26 @@ def test_ranks_that_read_and_quantize_their_layers_train_as_one_process(
     world_size, config = training.LAYOUTS[layout]
     results = pool.run(world_size, training.train, replace(job, config=config, is_late=True))
     assert_equal_training(results, expected, has_all_grads="sharded" not in layout)
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_smp_auto_trains_as_one_process(
+    pool: Pool, base: str, kind: str, is_module: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "auto.json"
+    job = training.Job(base, kind, config={"pipeline_parallel_degree": 2})
+    results = pool.run(2, training.train_by_auto, job, str(file), is_module)
+    (begin,) = [None] if is_module else pool.run(1, training.values_at_creation, job)
+    (expected,) = pool.run(1, training.train, training.Job(base, kind, begin=begin))
+    assert_equal_training(results, expected)
+    assert re.search(r"PeftModelForCausalLM.*, 179 k parameters", results[0]["said"])
+    # The plan has counted what the ranks hold: packed layers, and adapters in full precision.
+    planned = json.loads(file.read_text())["plan"]["ranks"]
+    in_full = Path(base, "model.safetensors").stat().st_size
+    for rank, result in zip(planned, results, strict=True):
+        assert rank["parameters"] == pytest.approx(result["bytes"], rel=0.05)
+        assert rank["parameters"] < 0.5 * in_full
 
 
 @pytest.mark.parametrize("kind", training.KINDS)

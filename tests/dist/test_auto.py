@@ -267,6 +267,10 @@ def from_plan(rank: int, folder: str, file: str) -> Record:
         ready.look, ready.choose = kept
 
 
+def no_model() -> None:
+    """Returns no model."""
+
+
 def refusals(rank: int, calls: list[tuple[Any, dict[str, Any]]]) -> list[str]:
     """Calls that are refused, in one process after the other; smp is not initialized after each."""
     found = []
@@ -316,7 +320,9 @@ def test_wrong_calls_are_one_clear_error_on_all_ranks(pool: Pool, tmp_path: Path
         r"the files of '.*joined' hold '.*experts.0.*', and transformers makes '.*' from several": (
             str(joined), seq),
         r"is stored quantized \(quant_method 'gptq'\)": (str(quantized), seq),
-        r"expected a module, or a folder or name of Hugging Face, got int": (3, {}),
+        r"expected a folder or name of Hugging Face, a module, or a function .*, got int": (3, {}),
+        r"model 'no_model': its function returned NoneType; expected a module": (no_model, {}),
+        r"nothing is known of the arguments of Layers; return the model and the arg": (Layers, {}),
         r"nothing is known of the arguments of Layers; give inputs=": (Layers(), {}),
         r"batch: expected a whole number above 0, got 0": (name, {"batch": 0}),
         r"seq: expected a whole number above 0, got '9'": (name, {"seq": "9"}),

@@ -12,6 +12,7 @@ from smp.commands.models import LoadedModel, quiet_transformers
 from smp.commands.plan import facts, layout_texts, nothing_fits, profiled
 from smp.commands.printing import bytes_text, count_text
 from smp.config.schema import Config, normalize
+from smp.modules import packed
 from smp.planning.layout import KEYS
 from smp.planning.search import Found, Job, Plan, search
 
@@ -154,7 +155,7 @@ def choose(
         config.setdefault("sdp_gradient_clipping", 0.0)
     return Choice(
         loaded.name,
-        job.profile.elements,
+        _num_elements(loaded),
         job.num_ranks,
         request.batch,
         request.seq,
@@ -207,7 +208,7 @@ def _reasons(loaded: LoadedModel, job: Job, found: Found, seen: Seen) -> list[st
     held = max(plan.held, key=lambda rank: rank.peak)
     state = held.parameters + held.gradients + held.optimizer
     return [
-        f"{loaded.trained}, {count_text(job.profile.elements)} parameters, {job.samples} x "
+        f"{loaded.trained}, {count_text(_num_elements(loaded))} parameters, {job.samples} x "
         f"{job.profile.tokens} tokens a step, {job.precision}",
         f"{job.num_ranks} x {hardware.name} on {hosts} host{'s' if hosts > 1 else ''}: "
         f"{bytes_text(hardware.memory_bytes)} free, {hardware.rate(job.precision) / 1e9:.3g} "
@@ -231,6 +232,11 @@ def _why(found: Found) -> str:
         return text
     words = layout_texts([other.layout])[0]
     return f"{text}; next {words}: {other.time.total:.3g} s"
+
+
+def _num_elements(loaded: LoadedModel) -> float:
+    """Returns parameter elements; those of quantized weights count as in full precision."""
+    return sum(map(packed.num_elements, loaded.module.parameters()))
 
 
 def _degrees(plan: Plan) -> tuple[int, int, int]:

@@ -33,7 +33,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def auto(
-    model: nn.Module | str | os.PathLike[str],
+    model: nn.Module | str | os.PathLike[str] | Callable[[], Any],
     optimizer_factory: OptimizerFactory,
     *,
     batch: int,
@@ -55,10 +55,12 @@ def auto(
     A rank reads ``batch / smp.rdp_size()`` samples per step.
 
     Args:
-        model: a folder or name of Hugging Face with ``config.json`` and weights; or a module, the
-            same on all ranks, which may be made in `smp.delay_param_initialization`.
-        optimizer_factory: function that takes the parameters and returns an optimizer, for example
-            ``lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)``.
+        model: a folder or name of Hugging Face with ``config.json`` and weights; or a function that
+            makes the model, without memory for parameters, which are drawn, or read and quantized
+            by `smp.quantize`, on the ranks that own them; or a module, the same on all ranks, which
+            may be made in `smp.delay_param_initialization`.
+        optimizer_factory: function that takes the parameters that require gradients and returns an
+            optimizer, for example ``lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)``.
         batch: samples of a step, over all ranks.
         seq: tokens of a sample; None: as many as the model takes, 2048 at most.
         precision: "fp32", "bf16" or "fp16"; None: "bf16" on accelerators, "fp32" on CPUs.
@@ -66,7 +68,7 @@ def auto(
             free memory of the fullest device. A tenth of it is left free.
         config: keys of the configuration that the layout has to have.
         inputs: arguments of the forward of a module that is not of transformers: a dictionary, a
-            tuple or a tensor, with the batch as first dimension.
+            tuple or a tensor, with the batch as first dimension. A function may return them too.
         file: path to which the first rank writes the choice; None: it is not written.
         plan: path of such a file: nothing is measured or searched.
 
@@ -206,7 +208,7 @@ def _made(
     source.load(model)
 
     def make() -> DistributedOptimizer:
-        made = optimizer_factory(model.parameters())
+        made = optimizer_factory(p for p in model.parameters() if p.requires_grad)
         if not isinstance(made, Optimizer):
             raise ValueError(
                 "optimizer_factory: expected it to return an optimizer of torch.optim, got "

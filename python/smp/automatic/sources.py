@@ -1,4 +1,4 @@
-"""Models that a run can be made of: a folder or name of Hugging Face, or a module."""
+"""Models that a run can be made of: a folder or name of Hugging Face, a function, or a module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import importlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from smp.checkpoint.huggingface import CONFIG, find_weights, open_weights
 from smp.checkpoint.loading import resume_from_checkpoint
 from smp.checkpoint.whole_files import Renaming
 from smp.commands.ending import BadUse
-from smp.commands.models import LoadedModel, load_huggingface, with_call
+from smp.commands.models import LoadedModel, load_huggingface, made_by, split_made, with_call
 from smp.initial.initialise import await_values
 from smp.model import DistributedModel
+from smp.modules import packed
 from smp.replacement import model_creation
 from smp.world.log import first_rank_log
 
@@ -79,7 +80,8 @@ class Pretrained(Source):
             method = quantized.get("quant_method", "unknown")
             raise ValueError(
                 f"model {self.name!r} is stored quantized (quant_method {method!r}), and smp.auto "
-                "loads weights of floating point; give the model that it was made of"
+                "loads weights of floating point; give the model that it was made of, or a "
+                "function that quantizes that one by smp.quantize"
             )
         try:
             names = [*open_weights(find_weights(self._folder, None))]
@@ -109,6 +111,42 @@ class Pretrained(Source):
             model=model,
             translate_function=self._renaming,
         )
+
+
+class Made(Source):
+    """A model that a function makes: an adapted or quantized one, or one of the script's own.
+
+    Parameters have no memory until they are drawn, or read by `smp.quantize`, where they belong.
+
+    Args:
+        function: function that takes no arguments and returns the model, or the model and the
+            arguments of its forward.
+        inputs: arguments of its forward; None: those of the function, or it is a model of
+            transformers.
+    """
+
+    delays = True
+
+    def __init__(self, function: Callable[[], Any], inputs: Any) -> None:
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self._function, self._inputs = function, inputs
+
+    def check(self) -> None:
+        try:
+            self.traced()
+        except BadUse as error:
+            raise ValueError(str(error)) from error
+
+    def traced(self) -> LoadedModel:
+        return made_by(self._function, self.name, self._inputs)
+
+    def make(self, dtype: torch.dtype) -> nn.Module:
+        with model_creation(dtype=dtype):
+            made = self._function()
+        return split_made(made, self.name)[0].train()
+
+    def load(self, model: DistributedModel) -> None:
+        """Leaves the model as it is: parameters without a source draw their values."""
 
 
 @dataclass
@@ -151,18 +189,24 @@ def source_of(model: Any, inputs: Any) -> Source:
     """Returns the source of the first argument of `smp.auto`.
 
     Raises:
-        ValueError: it is neither a module nor a name.
+        ValueError: it is neither a module, nor a function, nor a name.
     """
     if isinstance(model, nn.Module):
         return Given(model, inputs)
     if isinstance(model, str | Path):
         return Pretrained(str(model))
+    if callable(model):
+        return Made(model, inputs)
     raise ValueError(
-        "expected a module, or a folder or name of Hugging Face, got " + type(model).__name__
+        "expected a folder or name of Hugging Face, a module, or a function that makes one, got "
+        + type(model).__name__
     )
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    if packed.is_packed(tensor):
+        empty: torch.Tensor = packed.mapped(tensor, lambda _, part: part.to("meta"))
+        return empty
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
     return tensor.to("meta")

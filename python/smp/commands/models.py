@@ -90,24 +90,49 @@ def _of_function(name: str) -> LoadedModel:
         ) from None
     if not callable(function):
         raise BadUse(f"model {name!r}: {function_name} is no function")
+    return made_by(function, name)
+
+
+def made_by(function: Callable[[], Any], name: str, inputs: Any = None) -> LoadedModel:
+    """Builds a model by a function, on the meta device.
+
+    Args:
+        function: function that returns a model, or a model and the arguments of its forward.
+        name: name of the function for messages.
+        inputs: arguments of the forward, if the function returns the model alone.
+
+    Raises:
+        BadUse: the function fails or returns something else, or the arguments are not known.
+    """
     try:
         with torch.device("meta"):
             made = function()
     except Exception as error:
-        raise BadUse(f"model {name!r}: {function_name}() raised {_first_line(error)}") from error
-    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(module, nn.Module):
-        raise BadUse(
-            f"model {name!r}: {function_name}() returned {type(made).__name__}; expected a module, "
-            "or a module and the arguments of its forward"
-        )
+        raise BadUse(f"model {name!r}: its function raised {_first_line(error)}") from error
+    module, own = split_made(made, name)
     module.train()
+    inputs = own if inputs is None else inputs
     if inputs is None and getattr(module, "config", None) is None:
         raise BadUse(
             f"model {name!r}: nothing is known of the arguments of {type(module).__name__}; return "
             "the model and the arguments of its forward (a dictionary, tuple or tensor)"
         )
     return with_call(name, module, inputs, f"{type(module).__name__} of {name}")
+
+
+def split_made(made: Any, name: str) -> tuple[nn.Module, Any]:
+    """Returns the model and the arguments, or None, that a function has returned.
+
+    Raises:
+        BadUse: there is no model.
+    """
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        raise BadUse(
+            f"model {name!r}: its function returned {type(made).__name__}; expected a module, or a "
+            "module and the arguments of its forward"
+        )
+    return module, inputs
 
 
 def with_call(name: str, module: nn.Module, inputs: Any, trained: str) -> LoadedModel:
