@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.dist.pool import Pool
 from tests.dist.processes import launch
@@ -39,6 +40,7 @@ class Job:
     is_split: bool = False
     drops_labels: bool = False
     has_adapters: bool = False
+    has_own_mean: bool = False
     init_scale: float = 2.0**8
 
 
@@ -53,6 +55,11 @@ def with_adapters(model: Any) -> Any:
             layers_to_transform=[2, 3], init_lora_weights=False,
         ),
     )  # fmt: skip
+
+
+def own_mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Ignores the number that the Trainer gives."""
+    return nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
 
 
 def train(rank: int, job: Job) -> dict[str, Any]:
@@ -88,7 +95,7 @@ def train(rank: int, job: Job) -> dict[str, Any]:
     SMPTrainer.dynamic_loss_args = {"init_scale": job.init_scale}
     trainer: Any = (SMPTrainer if job.config else Trainer)(
         model=model, args=training, train_dataset=samples, eval_dataset=evaluated,
-        compute_metrics=accuracy,
+        compute_metrics=accuracy, compute_loss_func=own_mean if job.has_own_mean else None,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=job.resume or None)
     final = trainer.evaluate()
@@ -155,6 +162,16 @@ def test_trainer_evaluates_uneven_batches(pool: Pool, tmp_path: Path) -> None:
     argv: dict[str, Any] = {"kind": "roberta", "num_eval": 11, "accumulate": 1}
     (expected,) = pool.run(1, train, Job(str(tmp_path / "one"), **argv))
     check_same(pool.run(2, train, Job(str(tmp_path / "two"), PIPELINE, **argv)), expected)
+
+
+@pytest.mark.parametrize("has_own_mean", [False, True])
+def test_means_that_ignore_the_number_of_labels(
+    pool: Pool, tmp_path: Path, has_own_mean: bool
+) -> None:
+    """The forward of BERT takes the number, and its loss stays a mean over masked words."""
+    argv: dict[str, Any] = {"kind": "bert", "drops_labels": True, "has_own_mean": has_own_mean}
+    (expected,) = pool.run(1, train, Job(str(tmp_path / "one"), batch=8, **argv))
+    check_same(pool.run(4, train, Job(str(tmp_path / "four"), PIPELINE, **argv)), expected)
 
 
 @pytest.mark.sample(keep=0)

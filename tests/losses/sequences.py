@@ -81,11 +81,20 @@ def own_loss(model: Any, **batch: Any) -> Tensor:
     return loss
 
 
+def numbered(batch: Callable[[], Batch]) -> Callable[[], Batch]:
+    """Adds the number of all labels, as the Trainer passes it to models that may not use it."""
+
+    def make() -> Batch:
+        made = batch()
+        return made | {"num_items_in_batch": (made["labels"] != -100).sum()}
+
+    return make
+
+
 def hf(name: str, kind: str, config: str, batch: Callable[[], Batch], **options: Any) -> None:
     """Registers a model of transformers; ``weight=None`` says that none is needed."""
-    fields = {
-        k: options.pop(k) for k in ("default", "weight", "weighted", "tolerance") if k in options
-    }
+    known = ("default", "weight", "weighted", "tolerance", "whole")
+    fields = {k: options.pop(k) for k in known if k in options}
     case(name, model=of(kind, config, **options), batch=batch, **fields)(own_loss)
 
 
@@ -121,6 +130,14 @@ hf(
     "BERT, token classification", "BertForTokenClassification", "BertConfig",
     lambda: tokens() | {"labels": tokens()["labels"].clamp(max=2)}, weight=COUNTED, num_labels=3,
     **SMALL, **NO_DROPOUT,
+)  # fmt: skip
+hf(
+    "BERT, masked words, told their number", "BertForMaskedLM", "BertConfig",
+    numbered(without_shift), weight=COUNTED, whole=("num_items_in_batch",), **SMALL, **NO_DROPOUT,
+)  # fmt: skip
+hf(
+    "GPT-2, padded, divided by a number", "GPT2LMHeadModel", "GPT2Config", numbered(tokens),
+    tolerance=1e-6, whole=("num_items_in_batch",), **GPT,
 )  # fmt: skip
 hf("T5, padded", "T5ForConditionalGeneration", "T5Config", tokens, weight=COUNTED, **T5)
 hf("BART, padded", "BartForConditionalGeneration", "BartConfig", tokens, weight=COUNTED, **BART)

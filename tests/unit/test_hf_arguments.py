@@ -70,6 +70,9 @@ def test_losses_are_divided_by_the_number_of_items(name: str) -> None:
         assert relative_difference(expected, plain(**batch).loss) > 0.1
         loss = new(**batch, num_items_in_batch=num_items).loss
         assert relative_difference(loss, expected) <= 1e-4
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    for model in (plain, new):  # a microbatch without labels adds nothing to a sum
+        assert model(**batch, num_items_in_batch=3).loss == 0
 
 
 @pytest.mark.parametrize("name", DECODERS)

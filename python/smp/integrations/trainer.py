@@ -20,7 +20,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 import smp._C as _C
 from smp import checkpoint
-from smp.integrations import adapters, trainer_trl
+from smp.integrations import adapters, trainer_losses, trainer_trl
 from smp.integrations.accelerator import (
     DYNAMIC_LOSS_ARGS,
     SMPAccelerator,
@@ -105,6 +105,7 @@ class SMPTrainerMixin(_Base):
     dynamic_loss_args: ClassVar[dict[str, Any]] = DYNAMIC_LOSS_ARGS
 
     _batches_per_epoch: int | None = None
+    _is_divided: bool | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -213,9 +214,10 @@ class SMPTrainerMixin(_Base):
     ) -> Tensor:
         model.train()
         inputs = self._prepare_inputs(inputs)
-        divisor = 1
+        divisor = 1  # that of the plain trainer, also where the model does not use the number
         if not self._divides_itself(num_items_in_batch):
             divisor = self.current_gradient_accumulation_steps
+        num_items_in_batch = self._divisor(model, inputs, num_items_in_batch)
         is_dpo = trainer_trl.is_dpo(self)
         if is_dpo:
             inputs = self._with_references(inputs)
@@ -245,6 +247,7 @@ class SMPTrainerMixin(_Base):
             config = getattr(self.model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         items = self._get_num_items_in_batch([inputs], self.args.device) if has_loss else None
+        items = self._divisor(self._wrap_model(self.model), inputs, items)
         ignored = None if prediction_loss_only else tuple(ignore_keys)
         if is_dpo:
             inputs = self._with_references(inputs)
@@ -257,6 +260,10 @@ class SMPTrainerMixin(_Base):
             loss, outputs, found = _predict(self, model, cut, items, size, has_loss, ignored)
         trainer_trl.add_metrics(self, found, inputs, self.accelerator.replica_group)
         mean = loss.reduce_mean().detach() if has_loss else None
+        if has_loss and items is None:  # the trainer takes the mean over replicas
+            weight = float(_num_counted(self._wrap_model(self.model), inputs))
+            weights = comm.allgather(weight, self.accelerator.replica_group)
+            mean = mean * (weight * len(weights) / sum(weights) if any(weights) else 1.0)
         if prediction_loss_only:
             return mean, None, None
         logits = _concat(outputs, cut)
@@ -265,6 +272,12 @@ class SMPTrainerMixin(_Base):
         if labels is not None and len(labels) == 1:
             labels = labels[0]
         return mean, logits[0] if len(logits) == 1 else logits, labels
+
+    def _divisor(self, model: DistributedModel, inputs: dict[str, Any], num_items: Any) -> Any:
+        """Returns the number of labels by which the loss is divided; None for a mean."""
+        if num_items is not None and self._is_divided is None:
+            self._is_divided = trainer_losses.is_divided(self, model, inputs)
+        return num_items if self._is_divided else None
 
     def _divides_itself(self, num_items: Any) -> bool:
         """Returns whether ``Trainer`` divides a loss by the tokens of all accumulated batches."""
@@ -408,8 +421,13 @@ def _weight(
     the batch's samples. Other losses are means: the weight is the number of labels or samples.
     """
     inputs = restored(inputs)
-    if num_items is not None and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
+    if num_items is not None:
         return num_samples(inputs) / size
+    return _num_counted(model, inputs)
+
+
+def _num_counted(model: DistributedModel, inputs: dict[str, Any]) -> float | Tensor:
+    """Returns the number of labels or samples over which the loss of a batch is a mean."""
     rule, labels = rule_of(model.get_module()), inputs.get("labels")
     if rule is None or not isinstance(labels, Tensor) or labels.is_floating_point():
         return num_samples(inputs)
@@ -485,8 +503,7 @@ def _reference(
 def _share(num_items: Any, inputs: dict[str, Any], size: int) -> Any:
     """Returns a microbatch's share of the number of tokens, by which its loss is divided.
 
-    So the mean over microbatches is divided by all tokens. Models that take the number and do not
-    use it have means, which stay means.
+    So the mean over microbatches is divided by all tokens.
     """
     return None if num_items is None else num_items * (num_samples(inputs) / size)
 

@@ -37,6 +37,11 @@ def is_dpo(trainer: Any) -> bool:
     return _DPO in _classes(type(trainer))
 
 
+def is_of_trl(trainer: Any) -> bool:
+    """Returns whether a trainer derives from one of TRL."""
+    return bool(_classes(type(trainer)))
+
+
 def check_class(cls: type) -> None:
     """Raises TypeError if a class derives from a trainer of TRL that is not supported."""
     for name in _classes(cls):

@@ -27,6 +27,7 @@ from smp.modules.tracing import running_again
 from smp.nn import DistributedTransformerLMHead
 from smp.nn.vocabulary_head import IGNORE_INDEX
 from smp.partition.capture import CallSeen
+from smp.partition.stand_in import reads_number
 from smp.step.batches import Batch, MicrobatchArguments
 from smp.world import runtime
 from smp.world.log import first_rank_log
@@ -147,10 +148,11 @@ def find_labels(
 
     def on_call(model: DistributedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model in rules:
-            seen.append((rules[model], _given(model.get_module(), args, kwargs)))
+            seen.append((rules[model], _given(model.get_module(), args, kwargs, device)))
         raise CallSeen
 
-    outside = _C.RandomState.capture(str(current.rank.device))
+    device = current.rank.device
+    outside = _C.RandomState.capture(str(device))
     for model in models:
         engine_of(model).on_next_call = functools.partial(on_call, model)
     try:
@@ -169,9 +171,26 @@ def find_labels(
     return _located(batch, step, *seen[0])
 
 
-def _given(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _given(
+    root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """Returns the arguments of a call by name, without a number of labels that changes nothing."""
     names = list(inspect.signature(root.forward).parameters)
-    return dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.get(_NUM_ITEMS) is None:
+        return given
+
+    def loss_of(faked: Callable[[Any], Any], number: Tensor) -> Tensor:
+        outputs = root(*faked(args), **(faked(kwargs) | {_NUM_ITEMS: number}))
+        loss: Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+        return loss
+
+    try:
+        if not reads_number(root, device, loss_of):
+            del given[_NUM_ITEMS]  # the losses of BERT are means, whatever it is told
+    except Exception as error:  # some models need values
+        _log.debug("smp: the divisor of a loss is not known without values", exc_info=error)
+    return given
 
 
 def _located(

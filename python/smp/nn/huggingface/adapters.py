@@ -112,7 +112,7 @@ class ModelAdapter:
         self._is_crossing = _is_crossing(module)
         self._shape: torch.Size | None = None
         self._keep: int | Tensor = 0
-        self._scale: Tensor | None = None
+        self._share: tuple[Tensor, Any] | None = None
         self._returns_dict = True
 
     def forward_args(self, *args: Any, **kwargs: Any) -> Arguments:
@@ -121,7 +121,7 @@ class ModelAdapter:
         self._keep = given.take_keep()
         given.take("use_cache")
         ids, mask, token_types, positions, labels = (given.take(name) for name in _TAKEN)
-        self._scale = _mean_to_share(labels, given.take("num_items_in_batch"))
+        self._share = _share_of(labels, given.take("num_items_in_batch"))
         cross = [given.take(name) for name in _CROSS] if self._is_crossing else []
         given.refuse_rest()
         if ids is None:
@@ -154,8 +154,10 @@ class ModelAdapter:
             return self._result(last_hidden_state=output.view(*self._shape, output.shape[-1]))
         if not isinstance(output, LMHeadOutput):
             return self._result(logits=keep_logits(output, self._keep))
-        if self._scale is not None:
-            output.loss = output.loss * self._scale
+        if self._share is not None:
+            count, num_items = self._share
+            # A mean over no tokens is NaN, and their sum zero.
+            output.loss = torch.where(count > 0, output.loss * count / num_items, 0.0)
         if not self._returns_dict:
             return output.loss, keep_logits(output.logits, self._keep)
         return lazy_output(self._family.output_class(self._kind), output, self._keep)
@@ -166,15 +168,11 @@ class ModelAdapter:
         return self._family.output_class(self._kind)(**entries)
 
 
-def _mean_to_share(labels: Tensor | None, num_items: Any) -> Tensor | None:
-    """Returns the factor from a mean over these tokens to their share of a sum over ``num_items``.
-
-    ``Trainer`` passes the number of tokens of all batches whose gradients are accumulated.
-    """
+def _share_of(labels: Tensor | None, num_items: Any) -> tuple[Tensor, Any] | None:
+    """Returns the number of tokens of the loss, and that of all batches that are accumulated."""
     if labels is None or num_items is None:
         return None
-    share: Tensor = (labels[..., 1:] != -100).sum() / num_items
-    return share
+    return (labels[..., 1:] != -100).sum(), num_items
 
 
 class StackAdapter:
