@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from tests.losses.case import (
+    EQUAL,
+    EQUAL_WARNED,
     LENGTH,
     SAMPLES,
     WARNED,
@@ -139,7 +141,11 @@ hf(
     "GPT-2, padded, divided by a number", "GPT2LMHeadModel", "GPT2Config", numbered(tokens),
     tolerance=1e-6, whole=("num_items_in_batch",), **GPT,
 )  # fmt: skip
-hf("T5, padded", "T5ForConditionalGeneration", "T5Config", tokens, weight=COUNTED, **T5)
+SPLIT_IN_PART = {"tp 2": EQUAL_WARNED, "": EQUAL}  # attention stays whole, by name
+hf(
+    "T5, padded", "T5ForConditionalGeneration", "T5Config", tokens, weight=COUNTED,
+    default=SPLIT_IN_PART, weighted=SPLIT_IN_PART, **T5,
+)  # fmt: skip
 hf("BART, padded", "BartForConditionalGeneration", "BartConfig", tokens, weight=COUNTED, **BART)
 
 

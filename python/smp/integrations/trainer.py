@@ -260,7 +260,7 @@ class SMPTrainerMixin(_Base):
             loss, outputs, found = _predict(self, model, cut, items, size, has_loss, ignored)
         trainer_trl.add_metrics(self, found, inputs, self.accelerator.replica_group)
         mean = loss.reduce_mean().detach() if has_loss else None
-        if has_loss and items is None:  # the trainer takes the mean over replicas
+        if mean is not None and items is None:  # the trainer takes the mean over replicas
             weight = float(_num_counted(self._wrap_model(self.model), inputs))
             weights = comm.allgather(weight, self.accelerator.replica_group)
             mean = mean * (weight * len(weights) / sum(weights) if any(weights) else 1.0)
