@@ -264,6 +264,14 @@ def test_sft_packs(pool: Pool, tmp_path: Path, strategy: str) -> None:
 
 
 @pytest.mark.sample(keep=0)
+def test_sft_smooths_labels_without_a_pipeline(pool: Pool, tmp_path: Path) -> None:
+    job = Job("", options={"max_length": 32, "label_smoothing_factor": 0.1})
+    check_layouts(pool, tmp_path, job, BOTH[1:])
+    for outcome in pool.outcomes(2, train, replace(job, folder=str(tmp_path), config=PIPELINE)):
+        assert "with label_smoothing_factor TRL calls the model once for the" in outcome.message
+
+
+@pytest.mark.sample(keep=0)
 def test_sft_leaves_padding_out(pool: Pool, tmp_path: Path) -> None:
     options = {"padding_free": True, "max_length": None, "loss_type": "dft"}
     check_layouts(pool, tmp_path, Job("", {}, "sft", options), BOTH)

@@ -80,7 +80,7 @@ def check_options(trainer: Any) -> None:
 
 
 def check_model(trainer: Any, wrapped: nn.Module) -> None:
-    """Raises ValueError if the head whose weights TRL reads is split.
+    """Raises ValueError if the head whose weights TRL reads is split, or called in two ways.
 
     Args:
         trainer: trainer.
@@ -95,6 +95,16 @@ def check_model(trainer: Any, wrapped: nn.Module) -> None:
             "ranks, and TRL computes its loss from the whole weights of the head; create the model "
             "outside of smp.tensor_parallelism, and use pipeline_parallel_degree or "
             "sharded_data_parallel_degree"
+        )
+    smooths = getattr(trainer.args, "label_smoothing_factor", 0) > 0
+    has_own = getattr(trainer, "compute_loss_func", None) is not None
+    if not is_dpo(trainer) and (smooths or has_own) and comm.pp_size() > 1:
+        option = "label_smoothing_factor" if smooths else "compute_loss_func"
+        raise ValueError(
+            f"{_C.rank_prefix()}{type(trainer).__name__}: with {option} TRL calls the model once "
+            "for the loss, where the head runs on the last pipeline rank, and once for metrics, "
+            "where the weights of the head are read on the first one; leave it out, or use "
+            "pipeline_parallel_degree 1"
         )
 
 
