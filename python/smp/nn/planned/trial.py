@@ -86,8 +86,9 @@ class Trial:
             f"{_C.rank_prefix()}the given plan does not fit '{name}': "
             f"{problem or 'this rank would be right, and another one is not'}. Code between "
             "columns and their row has to treat features, or heads, one by one, in the order of "
-            f"the columns. {hints}Otherwise leave these parts out of the plan; "
-            "SMP_CHECK_FIRST_STEP=0 trains in spite of this"
+            f"the columns. {hints}SMP_CHECK_FIRST_STEP=0 leaves this trial out; name all parts "
+            "that treat heads in the plan (a table of biases by head is 'rowwise'), or leave these "
+            "parts out of it"
         )
 
     def _problem(
