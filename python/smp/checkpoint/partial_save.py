@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from smp import _version
 from smp.checkpoint import archive, file_system, folder, huggingface, random_states
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint import user_content as user_contents
@@ -30,6 +28,7 @@ from smp.partition import partition_file
 from smp.storage.parts import ModelState
 from smp.world.rank import Rank
 from smp.world.roll_call import together
+from smp.world.run_record import RunRecord, versions
 from smp.world.steps import Steps
 
 WHAT = "smp.save_checkpoint"
@@ -53,6 +52,8 @@ class PartialSave:
         staging: memory for copies of this rank's state, for :meth:`run_in_background`; None: for
             :meth:`run`.
         rank, steps: rank and steps of this process.
+        record: record of the job, which receives the complete checkpoint.
+        begin_s: time at which the user's call began, by `time.monotonic`, in seconds.
         store: store that gets the complete checkpoint; None: it stays in the folder.
     """
 
@@ -66,13 +67,15 @@ class PartialSave:
     staging: Staging | None
     rank: Rank
     steps: Steps
+    record: RunRecord
+    begin_s: float
     store: JobStore | None = None
 
     def __post_init__(self) -> None:
         # The rank may get another number while a save runs in the background.
         self._number, self._num_ranks = self.rank.global_rank, self.rank.world_size
         self._sizes, self._board = dict(self.rank.sizes), self.rank.board
-        self._is_first = self._number == 0
+        self._is_first, self._step = self._number == 0, self.steps.num_finished
         name = self.tag.removesuffix(folder.PARTIAL_SUFFIX) + folder.PARTIAL_SUFFIX
         self._key = Key(self.generation, name)
         self._store_lock: OwnerLock | None = None  # held by the first rank
@@ -163,12 +166,8 @@ class PartialSave:
             raise
         self._send()
 
-    def run_in_background(self, begin_s: float) -> SaveHandle:
-        """Copies the rest and writes, in a thread; an optimizer's update waits for the copies.
-
-        Args:
-            begin_s: time at which the user's call began, by `time.monotonic`, in seconds.
-        """
+    def run_in_background(self) -> SaveHandle:
+        """Copies the rest and writes, in a thread; an optimizer's update waits for the copies."""
         copies = self._copies
         hook: RemovableHandle | None = None
         if self.optimizer is not None:
@@ -183,7 +182,12 @@ class PartialSave:
         try:
             total_bytes = _bytes_of(self._state)
             return SaveHandle(
-                self._work, total_bytes, over, begin_s, lambda: copies.waited_s, self.rank.device
+                self._work,
+                total_bytes,
+                over,
+                self.begin_s,
+                lambda: copies.waited_s,
+                self.rank.device,
             )
         except BaseException:  # there is no thread to copy
             over()
@@ -265,6 +269,10 @@ class PartialSave:
             if self.store is not None and self._store_lock is not None:
                 self.store.let_go(self._key, self._store_lock)
             raise
+        num_bytes = sum(record.num_bytes for record in manifest.files.values())
+        seconds = time.monotonic() - self.begin_s
+        path = self.path / self._key.name
+        self.record.saved(path, self.tag, self._step, num_bytes, seconds, self.store)
 
     def _hold(self, source: Path) -> None:
         assert self.store is not None
@@ -307,15 +315,6 @@ def add_blocks(piece: Piece, file: PlannedFile, written: archive.Written) -> Non
         offset = offsets[place.path] + place.offset * entry.tensor.element_size()
         stored = piece.entries.setdefault(entry.name, StoredEntry(dtype, entry.shape, []))
         stored.blocks.append(Block(file.name, offset, entry.part))
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of smp, torch and Python, for users."""
-    return {
-        "smp": _version.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
 
 
 def _bytes_of(state: RankState) -> int:

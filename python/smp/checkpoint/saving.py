@@ -110,6 +110,7 @@ def save_checkpoint(
         save_whole(
             Path(path), tag, model, user_content, translate_if_full, generation, current.rank
         )
+        _record_whole(current, Path(path, tag), begin_s)
         return None
     if not blocking and current not in _staging:
         _staging[current] = Staging()
@@ -118,12 +119,12 @@ def save_checkpoint(
     save = PartialSave(
         Path(path) if store is None else store.root, tag, model, optimizer, user_content,
         generation, num_kept_partial_checkpoints, None if blocking else _staging[current],
-        current.rank, current.steps, store,
+        current.rank, current.steps, current.record, begin_s, store,
     )  # fmt: skip
     if blocking:
         save.run()
         return None
-    handle = save.run_in_background(begin_s)
+    handle = save.run_in_background()
     set_running(current, handle)
     return handle
 
@@ -256,6 +257,13 @@ def _problem(
                 "hook given to register_post_partition_hook"
             )
     return None
+
+
+def _record_whole(current: runtime.Runtime, path: Path, begin_s: float) -> None:
+    if current.rank.global_rank == 0:
+        num_bytes, step = path.stat().st_size, current.steps.num_finished
+        seconds = time.monotonic() - begin_s
+        current.record.saved(path, path.name, step, num_bytes, seconds)
 
 
 def _wait_for_running(current: runtime.Runtime) -> str | None:

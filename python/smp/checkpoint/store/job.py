@@ -21,6 +21,7 @@ from smp.checkpoint.store.uploader import Upload, Uploader
 from smp.world import runtime
 from smp.world.rank import Rank
 from smp.world.roll_call import agree, together
+from smp.world.run_record import RunRecord
 
 _PATIENCE_S = 120.0
 
@@ -34,6 +35,7 @@ class JobStore:
     Args:
         address: address of the store.
         rank: rank of this process.
+        record: record of the job, which receives checkpoints that are in the store.
 
     Attributes:
         root: folder on this machine in which checkpoints are completed before they are sent.
@@ -44,7 +46,7 @@ class JobStore:
         ImportError: a package is missing; the text names it.
     """
 
-    def __init__(self, address: Address, rank: Rank) -> None:
+    def __init__(self, address: Address, rank: Rank, record: RunRecord) -> None:
         if address.protocol == "memory" and rank.world_size > 1:
             raise ValueError(
                 f"{address} is in the memory of one process, and this job has {rank.world_size} "
@@ -64,6 +66,7 @@ class JobStore:
             rank.timeout_s,
             self._fault,
             lambda: {fetched.key for fetched in self._reading},
+            lambda key, seconds: record.stored(address, key.name, seconds),
         )
         self._left: list[tuple[Pending, OwnerLock]] | None = None
         self._has_gone_on = False
@@ -196,7 +199,7 @@ def store_of(current: runtime.Runtime, path: str) -> JobStore:
     if address not in known:
         if not known:
             current.on_shutdown(lambda: _end(current))
-        known[address] = JobStore(address, current.rank)
+        known[address] = JobStore(address, current.rank, current.record)
     return known[address]
 
 

@@ -48,6 +48,8 @@ class Uploader:
         timeout_s: seconds without progress after which a generation is given up.
         fault: returns the reason why the job ends, or None.
         held: returns the generations that this job reads.
+        told: called on the first rank with a generation that is complete in the store, and the
+            seconds that this took.
     """
 
     def __init__(
@@ -59,10 +61,12 @@ class Uploader:
         timeout_s: float,
         fault: Callable[[], str | None],
         held: Callable[[], Set[Key]],
+        told: Callable[[Key, float], None] = lambda key, seconds: None,
     ) -> None:
         self._store = store
         self._rank, self._num_ranks, self._prefix = rank, num_ranks, prefix
         self._timeout_s, self._fault, self._held = timeout_s, fault, held
+        self._told = told
         self._changed = threading.Condition()
         self._queue: deque[Upload] = deque()
         self._given_up: list[Upload] = []
@@ -209,6 +213,7 @@ class Uploader:
         upload.lock = None
         seconds = time.monotonic() - begin_s
         _log.info("smp: %s is in %s (%.1f s)", pending.key.name, self._store.address, seconds)
+        self._told(pending.key, seconds)
 
     def _prune(self, upload: Upload) -> None:
         try:
