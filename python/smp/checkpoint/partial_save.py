@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from smp.checkpoint.partial_files import PlannedFile, RankState, plan_files, sha
 from smp.checkpoint.staging import LaterCopies, Staging
 from smp.checkpoint.store.job import JobStore
 from smp.checkpoint.store.names import Key
+from smp.checkpoint.store.node_parts import NodeParts
+from smp.checkpoint.store.nodes import Node
 from smp.model import DistributedModel, engine_of
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.partition import partition_file
@@ -75,6 +78,8 @@ class PartialSave:
         # The rank may get another number while a save runs in the background.
         self._number, self._num_ranks = self.rank.global_rank, self.rank.world_size
         self._sizes, self._board = dict(self.rank.sizes), self.rank.board
+        alone = Node.of(self._number, self._num_ranks, None)
+        self._node = alone if self.store is None else self.store.node
         self._is_first, self._step = self._number == 0, self.steps.num_finished
         name = self.tag.removesuffix(folder.PARTIAL_SUFFIX) + folder.PARTIAL_SUFFIX
         self._key = Key(self.generation, name)
@@ -82,15 +87,22 @@ class PartialSave:
         self._content: dict[str, Callable[[Path], None]] = {}  # small files of the first rank
         self._folder: folder.Generation | None = None
         try:
-            for opens in (self._is_first, not self._is_first):  # the others join then
+            for opens in (self._node.leads, not self._node.leads):  # the others join then
                 together(self.rank, WHAT, self._open if opens else _nothing)
             together(self.rank, WHAT, self._plan)
         except Exception:
             self._abandon()
             raise
 
+    @cached_property
+    def _parts(self) -> NodeParts:
+        """Parts of all ranks, on the first rank of a folder."""
+        return NodeParts(
+            None if self.store is None else self.store.meeting, self._node, self._writing
+        )
+
     def _open(self) -> None:
-        make = folder.Generation.begin if self._is_first else folder.Generation.join
+        make = folder.Generation.begin if self._node.leads else folder.Generation.join
         self._folder = make(self.path, self._key.name, self.generation)
 
     def _abandon(self) -> None:
@@ -199,16 +211,16 @@ class PartialSave:
         try:
             self._copies.make()
             self._write(progress)
-            if self._is_first:
-                self._wait_for(lambda: writing.parts(self._num_ranks) is not None)
             self._commit()
         except _OthersFailed:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             writing.part_failed(number, reason)
+            if self._node.leads:
+                self._parts.publish_failures()
             raise RuntimeError(f"global_rank {number}: {reason}") from error
-        if not self._is_first:
+        if not self._node.leads:
             self._wait_for(writing.is_over)
             if not writing.committed():
                 raise RuntimeError("the first rank has failed; its error has the reason")
@@ -218,6 +230,8 @@ class PartialSave:
         deadline = time.monotonic() + self.rank.timeout_s
         board = self._board
         while not happened():
+            if self._node.leads:
+                self._parts.publish_failures()
             for rank, reason in self._writing.failures().items():
                 raise _OthersFailed(f"global_rank {rank}: {reason}")
             fault = None if board is None else board.fault_text()
@@ -251,24 +265,26 @@ class PartialSave:
         self._writing.part_done(self._number, piece.to_json())
 
     def _commit(self) -> None:
-        """Gives the checkpoint its name. First rank; the others return at once."""
-        if not self._is_first:
+        """Gives the checkpoint its name. First rank of a folder; the others return at once."""
+        if not self._node.leads:
             return
-        parts = self._writing.parts(self._num_ranks)
+        self._wait_for(lambda: self._parts.are_there(self._num_ranks))
+        parts = self._writing.parts(range(self._num_ranks))
         assert parts is not None
-        manifest = Manifest.assemble(
-            self.generation,
-            versions(),
-            Layout(self.rank.config.to_dict(), self._sizes),
-            [Piece.from_json(part, f"part_{rank}.json") for rank, part in enumerate(parts)],
-        )
+        pieces = [Piece.from_json(part, f"part_{rank}.json") for rank, part in enumerate(parts)]
+        layout = Layout(self.rank.config.to_dict(), self._sizes)
+        manifest = Manifest.assemble(self.generation, versions(), layout, pieces)
+        others = (p for rank, p in enumerate(pieces) if rank not in self._node.ranks)
+        elsewhere = {name for piece in others for name in piece.files}
         hold = None if self.store is None else self._hold
         try:
-            self._writing.commit(manifest, self.num_kept, when_complete=hold)
+            self._writing.commit(manifest, self.num_kept, when_complete=hold, elsewhere=elsewhere)
         except BaseException:
             if self.store is not None and self._store_lock is not None:
                 self.store.let_go(self._key, self._store_lock)
             raise
+        if not self._is_first:
+            return
         num_bytes = sum(record.num_bytes for record in manifest.files.values())
         seconds = time.monotonic() - self.begin_s
         path = self.path / self._key.name

@@ -98,6 +98,11 @@ class Runtime:
         return None if self.pipeline is None else self.pipeline.server
 
     @property
+    def meeting(self) -> dist.Store | None:
+        """Store in which the ranks have met; None in a world of one."""
+        return None if self._met is None else self._met.store
+
+    @property
     def activation_store(self) -> _C.ActivationStore | None:
         """Keeps arguments of checkpointed modules in host memory; None without
         `offload_activations`."""

@@ -53,6 +53,8 @@ class Settings:
     """`SMP_PREEMPTION_PATH`: path of the checkpoint that is saved on SIGTERM."""
     store_root: Path = Path("~/.cache/smp/checkpoints")
     """`SMP_STORE_FOLDER`: folder in which checkpoints are completed before their upload."""
+    store_per_host: bool = False
+    """`SMP_STORE_PER_HOST`: each host has a folder of its own for these."""
     upload_wait_s: float = DEFAULT_UPLOAD_WAIT_S
     """`SMP_UPLOAD_WAIT_S`: seconds for which preempted ranks wait for uploads of their checkpoints;
     0: not at all."""
@@ -92,6 +94,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         hang_action=_choice(env, "SMP_HANG_ACTION", "raise", "report"),
         preemption_path=env.get("SMP_PREEMPTION_PATH") or None,
         store_root=Path(env.get("SMP_STORE_FOLDER") or Settings.store_root),
+        store_per_host=_choice(env, "SMP_STORE_PER_HOST", "0", "1") == "1",
         upload_wait_s=_seconds(env, "SMP_UPLOAD_WAIT_S", DEFAULT_UPLOAD_WAIT_S, allows_zero=True),
         events=env.get(PATH_VARIABLE) or None,
         manifest=env.get(MANIFEST_VARIABLE) or None,
