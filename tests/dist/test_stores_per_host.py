@@ -129,7 +129,7 @@ def test_what_is_not_in_the_store_goes_on_from_the_hosts(pool: Pool, tmp_path: P
     results = pool.run(4, save, SOURCE, str(tmp_path), True, "rng_3.pt")
     stored = [path for path in (tmp_path / "store").iterdir() if (path / "manifest.json").exists()]
     assert [path.name.split(".")[0] for path in stored] == ["step1_partial"]
-    after = pool.run(4, resume, SOURCE, str(tmp_path), timeout=25)
+    after = pool.run(4, resume, SOURCE, str(tmp_path))
     assert after[0][0].content == {"steps": BEFORE}
     check_equal("from both hosts", results[0].at, after[0][0].at)
     # The job that resumed has sent the rest.
