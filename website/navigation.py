@@ -22,7 +22,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     "Use": ("docs/running.md", "docs/running_reference.md", "docs/losses.md", TIMELINE,
             "docs/planning.md", "docs/verifying.md", "docs/tensor_parallelism.md",
             "docs/context_parallel.md", "docs/memory.md", "docs/quantized.md",
-            "docs/checkpoints.md", "docs/going_on.md",
+            "docs/checkpoints.md", "docs/going_on.md", "docs/orchestrators.md",
             "docs/slurm.md", "docs/kubernetes.md", "docs/aws.md", "docs/ray.md",
             "docs/security.md", "docs/debian.md"),
     "When something is wrong": ("docs/troubleshooting.md", "docs/limits.md", "docs/models.md",

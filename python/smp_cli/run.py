@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from smp_cli import events
 from smp_cli.environment import Share, for_other_hosts, free_port, without_foreign
 from smp_cli.hosts import AGENT, Agent, HostPlan, plan_hosts
 from smp_cli.output import Output, say
@@ -18,7 +19,7 @@ from smp_cli.preflight import find_problems
 from smp_cli.ranks import LocalRanks, Ranks
 from smp_cli.remote import RemoteRanks
 from smp_cli.sagemaker import CONFIG_FORM, read_config, variables
-from smp_cli.supervisor import run_job
+from smp_cli.supervisor import EXIT_NOT_STARTED, run_job
 
 _EXAMPLES = """\
 examples:
@@ -64,6 +65,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="put the rank in front of each line (default), or pass the output on unchanged",
     )
     add("--log-dir", type=Path, metavar="DIR", help="also write DIR/rank<r>.log")
+    add("--events", type=Path, metavar="FILE", help="append a line of JSON for each event")
+    add("--manifest", type=Path, metavar="FILE", help="describe the job in a JSON file")
     add(
         "--torch-env",
         action="store_true",
@@ -105,7 +108,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Runs the job; returns the exit status."""
-    base = without_foreign(os.environ)
+    base = events.with_run(without_foreign(os.environ))
+    for variable, path in (
+        (events.PATH_VARIABLE, arguments.events),
+        (events.MANIFEST_VARIABLE, arguments.manifest),
+    ):
+        if path is not None:
+            base[variable] = str(path.absolute())
     try:
         hosts = plan_hosts(arguments.hosts, arguments.ranks) if arguments.hosts else []
         if arguments.preflight and len(hosts) < 2:
@@ -122,13 +131,14 @@ def execute(arguments: argparse.Namespace) -> int:
             for problem in problems:
                 say(f"preflight: {problem}")
             say("nothing is started")
-            return 1
+            return EXIT_NOT_STARTED
     python = agent.python if hosts else sys.executable
     module = ["-m"] if arguments.module else []
     command = [python, *module, arguments.script, *arguments.args]
     share = Share(command, base, arguments.ranks, arguments.ranks, torch_env=arguments.torch_env)
     make = _make_ranks(arguments, share, hosts, agent)
-    return run_job(make, arguments.max_restarts, arguments.grace_s)
+    job_events = events.JobEvents(base)
+    return run_job(make, arguments.max_restarts, arguments.grace_s, job_events)
 
 
 def _sagemaker_variables(

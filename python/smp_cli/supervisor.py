@@ -17,6 +17,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from smp_cli.environment import failure_file, given_up_file
+from smp_cli.events import JobEvents
 from smp_cli.output import say
 from smp_cli.ranks import Ranks
 from smp_cli.remote import HostError
@@ -24,6 +25,9 @@ from smp_cli.remote import HostError
 EXIT_RESUME = 75
 """Status of a rank that saved its state and wants to be started again (EX_TEMPFAIL of sysexits.h).
 `smp.preemption` defines the same number."""
+
+EXIT_NOT_STARTED = 1
+"""Status of the command if nothing was started."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -59,13 +63,16 @@ class Failure:
         return ("" if self.left is None else left) + f"rank {self.rank} {how}"
 
 
-def run_job(make: Callable[[Path], Ranks], max_restarts: int, grace_s: float) -> int:
+def run_job(
+    make: Callable[[Path], Ranks], max_restarts: int, grace_s: float, events: JobEvents
+) -> int:
     """Runs a job to its end.
 
     Args:
         make: function that returns the ranks of one start; their folder for it is the argument.
         max_restarts: number of failures after which all ranks are started again.
         grace_s: seconds in which the other ranks can end by themselves after a failure.
+        events: event file of the job.
 
     Returns:
         0, or the exit status of the rank that failed first.
@@ -82,7 +89,8 @@ def run_job(make: Callable[[Path], Ranks], max_restarts: int, grace_s: float) ->
                     _watch(ranks, grace_s, signals, Path(folder))
                 except HostError as error:
                     say(f"{error}; nothing is started")
-                    return 1
+                    events.ended(restart_count, "failed", EXIT_NOT_STARTED, text=str(error))
+                    return EXIT_NOT_STARTED
                 finally:
                     ranks.end()
                 failure = find_failure(ranks.ended, Path(folder))
@@ -90,13 +98,24 @@ def run_job(make: Callable[[Path], Ranks], max_restarts: int, grace_s: float) ->
             if failure is None:
                 if given_up:
                     say(f"the job has finished without the ranks {given_up}, which it has lost")
+                events.ended(restart_count, "finished", 0)
                 return 0
-            if failure.status == EXIT_RESUME:
+            is_preempted = failure.status == EXIT_RESUME
+            if is_preempted:
                 say("the ranks saved their state and want to be resumed (status 75)")
             else:
                 say(failure.words, *failure.report)
                 num_failures += 1
-            if signals.is_ending or num_failures > max_restarts or not max_restarts:
+            is_over = signals.is_ending or num_failures > max_restarts or not max_restarts
+            events.ended(
+                restart_count,
+                "preempted" if is_preempted else "failed",
+                failure.exit_status,
+                rank=failure.rank,
+                text=failure.words,
+                restarts=not is_over,
+            )
+            if is_over:
                 return failure.exit_status
             restart_count += 1
             say(f"starting all ranks again ({num_failures} of {max_restarts} failures)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +122,7 @@ def train_uneven(rank: int, case: Case, extra: int) -> Any:
 
 
 PP = (("pipeline_parallel_degree", 2), ("microbatches", 1))
+SHARDED = (("shard_optimizer_state", True),)
 CASES = [
     Case(),
     Case(num_batches=(5, 2)),
@@ -132,6 +134,13 @@ CASES = [
     Case(plain_loop=True, by_all=False, num_batches=(4, 1)),
     Case(PP, world_size=4),
     Case(PP, num_batches=(4, 1), by_all=False, world_size=4),
+    Case(SHARDED),
+    Case(SHARDED, num_batches=(5, 2), by_all=False),
+    Case(SHARDED, num_batches=(3, 3)),
+    Case(SHARDED, num_batches=(0, 2)),
+    Case(SHARDED, num_batches=(2, 4), passes=2),
+    Case((*PP, *SHARDED), world_size=4),
+    Case((*PP, *SHARDED), num_batches=(4, 1), by_all=False, world_size=4),
 ]
 
 
@@ -171,11 +180,11 @@ class Split(nn.Module):
         return result
 
 
-def train_split(rank: int, num_batches: list[int]) -> Any:
+def train_split(rank: int, num_batches: list[int], shards: bool = False) -> Any:
     """Trains with a tensor-parallel degree of two, on a number of batches for each rank."""
     import smp
 
-    smp.init({"ddp": True, "tensor_parallel_degree": 2})
+    smp.init({"ddp": True, "tensor_parallel_degree": 2, "shard_optimizer_state": shards})
     torch.manual_seed(5)
     with smp.tensor_parallelism():
         net = Split().double()
@@ -196,7 +205,11 @@ def train_split(rank: int, num_batches: list[int]) -> Any:
 
 def test_whole_tensor_parallel_groups_may_run_out(pool: Pool) -> None:
     results = pool.run(4, train_split, [1, 1, 3, 3])
+    sharded = pool.run(4, train_split, [1, 1, 3, 3], True)
     first, num_split = results[0]
+    for state, _ in sharded:
+        for name, value in state.items():
+            torch.testing.assert_close(value, first[name], rtol=1e-9, atol=1e-9)
     assert num_split == 1
     torch.manual_seed(5)
     Split()
@@ -262,7 +275,6 @@ def refuse(rank: int, config: dict[str, Any], throw: bool) -> str:
     [
         ({"pipeline_parallel_degree": 2}, "ddp=False"),
         ({"ddp": True, "sharded_data_parallel_degree": 2}, "sharded_data_parallel_degree=2"),
-        ({"ddp": True, "shard_optimizer_state": True}, "shard_optimizer_state=True"),
         ({"ddp": True, "layout_independent_dropout": True}, "layout_independent_dropout=True"),
     ],
 )
@@ -289,3 +301,189 @@ def ignore(rank: int) -> None:
 
 def test_it_can_be_switched_off(pool: Pool) -> None:
     pool.run(1, ignore)
+
+
+# ---- sharded optimizer state: replicas without a batch make the others' updates, too
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A training loop, with what it does beside steps and updates by name."""
+
+    name: str
+    config: tuple[tuple[str, Any], ...] = ()
+    num_batches: tuple[int, int] = (2, 6)
+    world_size: int = 2
+
+    def __str__(self) -> str:
+        return "-".join([self.name, *(key for key, _ in self.config), str(self.num_batches)])
+
+
+def run_loop(loop: Loop, model: nn.Module, optimizer: Any, replica: int, train: Any) -> None:
+    """Runs a loop, in one process (``train`` of all replicas) or on one of them.
+
+    The learning rate halves with each update; gradients of two steps may be added up by hand, and
+    those of a step may be dropped.
+    """
+    names = loop.name.split("+")
+    for step in range(loop.num_batches[replica]):
+        train(step)
+        if "dropped" in names and step % 3 == 2:
+            optimizer.zero_grad(set_to_none="zeros" not in names)
+            continue
+        if "summed" in names and step % 2 == 0:
+            continue
+        if "norm" in names:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        if "some" in names:
+            nn.utils.clip_grad_norm_(list(model.parameters())[:2], 0.02)
+        if "value" in names:
+            nn.utils.clip_grad_value_(list(model.parameters()), 0.004)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none="zeros" not in names)
+        if "rate" in names:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+
+
+def train_loop_alone(loop: Loop) -> dict[str, Tensor]:
+    model = make_net()
+    optimizer = make_optimizer(model)
+    norm = model.get_submodule("norm")
+    longest = loop.num_batches.index(max(loop.num_batches))
+    means = [torch.zeros(WIDTH, dtype=torch.float64) for _ in range(2)]
+
+    def train(step: int) -> None:
+        active = [r for r in (0, 1) if step < loop.num_batches[r]]
+        means[:] = [means[active[0]].clone()] * 2
+        for replica in active:
+            norm.running_mean.copy_(means[replica])
+            (model(batch_of(replica, step)) / 2).backward()
+            means[replica] = norm.running_mean.clone()
+
+    run_loop(loop, model, optimizer, longest, train)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def train_loop(rank: int, loop: Loop) -> Any:
+    import smp
+    from smp.storage.flat_parameters import FlatParameters
+
+    config = {"ddp": True, "auto_partition": False, "shard_optimizer_state": True}
+    smp.init({**config, **dict(loop.config)})
+    net = make_net()
+    model = smp.DistributedModel(net)
+    if smp.pp_size() > 1:
+        smp.set_partition(net.last, 1)
+    optimizer = smp.DistributedOptimizer(make_optimizer(model))
+    step_function = train_step_of(model, own_loss)
+    replica = smp.rdp_rank()
+    with model.join():
+        run_loop(
+            loop, model, optimizer, replica, lambda step: step_function(batch_of(replica, step))
+        )
+    assert isinstance(engine_of(model).storage, FlatParameters)
+    params = {name: p.detach().clone() for name, p in model.local_named_parameters()}
+    return params, optimizer.param_groups[0]["lr"], optimizer.local_state_dict()
+
+
+LOOPS = [
+    Loop("norm+rate"),
+    Loop("norm+some+rate", PP, world_size=4),
+    Loop("norm+rate", (("optimizer_state", "tensors"),), num_batches=(5, 2)),
+    Loop("value+zeros", num_batches=(5, 1)),
+    Loop("summed+dropped"),
+    Loop("summed+dropped+zeros+norm", num_batches=(7, 3)),
+    Loop("dropped", num_batches=(1, 3)),  # the last one ends with it
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=str)
+def test_sharded_updates_equal_those_of_one_process(pool: Pool, loop: Loop) -> None:
+    expected = train_loop_alone(loop)
+    start = make_net()
+    results = pool.run(loop.world_size, train_loop, loop)
+    seen: set[str] = set()
+    for params, rate, _ in results:
+        assert rate == results[0][1]
+        for name, value in params.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9)
+            assert not torch.equal(value, start.get_parameter(name))
+        seen |= set(params)
+    assert seen == set(expected)
+    if "rate" in loop.name:
+        assert results[0][1] == 0.05 * 0.5 ** max(loop.num_batches)
+
+
+def train_sharded_half(rank: int) -> Any:
+    import smp
+
+    smp.init({"ddp": True, "fp16": True, "shard_optimizer_state": True})
+    model = smp.DistributedModel(make_net().float())
+    inner = smp.optimizers.FusedAdam(model.parameters(), lr=0.05)
+    args = {"init_scale": 2.0**8, "scale_window": 2}
+    optimizer = smp.DistributedOptimizer(inner, dynamic_loss_scale=True, dynamic_loss_args=args)
+    step_function = train_step_of(model, own_loss)
+    with model.join():
+        for step in range((2, 7)[rank]):
+            step_function(batch_of(rank, step).float())
+            optimizer.clip_master_grads(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    scale = optimizer.loss_scale
+    step_function(batch_of(rank, 8).float())
+    optimizer.step()
+    return scale, [p.detach().clone() for p in model.parameters()]
+
+
+def test_sharded_masters_and_the_loss_scale_keep_up(pool: Pool) -> None:
+    (first_scale, first), (scale, params) = pool.run(2, train_sharded_half)
+    assert first_scale == scale > 2.0**8
+    assert first and all(torch.equal(a, b) for a, b in zip(first, params, strict=True))
+
+
+def train_sharded_odd(rank: int, what: str) -> str:
+    import smp
+
+    smp.init({"ddp": True, "shard_optimizer_state": True})
+    model = smp.DistributedModel(make_net())
+    optimizer = smp.DistributedOptimizer(make_optimizer(model))
+    step_function = train_step_of(model, own_loss)
+    with model.join():
+        for step in range((1, 4)[rank]):
+            x = batch_of(rank, step)
+            if what == "a backward outside of a step function":
+                model(x).backward()
+            elif what == "optimizer.step with a closure":
+                optimizer.step(lambda batch=x: step_function(batch).reduce_mean())
+            else:
+                step_function(x)
+            if what == "a change of gradients by code of the script":
+                for master in optimizer.param_groups[0]["params"]:
+                    if master.grad is not None:
+                        master.grad.mul_(0.5)
+            optimizer.step()
+            if what != "gradients that stay after optimizer.step()":
+                optimizer.zero_grad()
+            if what == "writing to parameters":
+                with torch.no_grad():
+                    next(model.parameters()).mul_(0.5)
+            if what == "a GradScaler":
+                torch.amp.GradScaler("cpu").unscale_(optimizer)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "writing to parameters",
+        "a change of gradients by code of the script",
+        "gradients that stay after optimizer.step()",
+        "a backward outside of a step function",
+        "optimizer.step with a closure",
+    ],
+)
+def test_what_shadows_of_shards_cannot_do_is_refused(pool: Pool, what: str) -> None:
+    words = f"{what} inside of join() with shard_optimizer_state=True: replicas without a batch"
+    with pytest.raises(RankFailure, match=re.escape(words)):
+        pool.run(2, train_sharded_odd, what)

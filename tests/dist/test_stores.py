@@ -83,8 +83,8 @@ def resume_fetching(rank: int, job: Job, env: dict[str, str], address: str) -> A
     made: list[Any] = []
     real = jobs.Fetched
 
-    def noted(*arguments: Any) -> Any:
-        made.append(real(*arguments))
+    def noted(*arguments: Any, **more: Any) -> Any:
+        made.append(real(*arguments, **more))
         return made[-1]
 
     jobs.Fetched = noted  # type: ignore[assignment, misc]

@@ -54,7 +54,9 @@ PYTHON_LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"commands", "integrations", "v1"}),
     frozenset({"automatic", "launching"}),
 )
-PYTHON_BELOW_ALL = frozenset({"_C", "_build_info", "_device", "_torch_releases", "_version"})
+PYTHON_BELOW_ALL = frozenset(
+    {"_C", "_build_info", "_device", "_event_lines", "_torch_releases", "_version"}
+)
 
 # Import paths of users beside the rooms: they give out names of rooms and do nothing else.
 PUBLIC_PATHS = frozenset(

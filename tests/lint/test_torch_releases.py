@@ -20,7 +20,7 @@ _OWNERS = {"python/smp/_torch_releases.py", "csrc/common/torch_releases.h"}
 _VERSION = re.compile(r"torch\.__version__")
 _WRITERS = {
     "python/smp/_torch_releases.py",
-    "python/smp/checkpoint/partial_save.py",
+    "python/smp/world/run_record.py",
     "python/smp/world/extension.py",
     "python/smp_cli/doctor/devices.py",
     "python/smp_cli/doctor/hosts.py",

@@ -52,7 +52,7 @@ def save(path: Path, number: int) -> None:
             (mine.folder / file).write_bytes(content)
             piece.files[file] = record_of(mine.folder / file, 10000)
         mine.part_done(rank, piece.to_json())
-    parts = first.parts(_NUM_RANKS)
+    parts = first.parts(range(_NUM_RANKS))
     assert parts is not None
     pieces = [Piece.from_json(part, f"part {rank}") for rank, part in enumerate(parts)]
     first.commit(Manifest.assemble(generation, {}, Layout({}, {"pp": 1}), pieces), keep=_KEEP)

@@ -44,6 +44,7 @@ from smp.checkpoint.store import (  # noqa: E402
 )
 from smp.checkpoint.store.fetching import Fetched  # noqa: E402
 from smp.checkpoint.store.names import Key  # noqa: E402
+from smp.checkpoint.store.nodes import Node  # noqa: E402
 from smp.checkpoint.store.objects import ObjectStore  # noqa: E402
 from smp.checkpoint.store.uploader import Upload, Uploader  # noqa: E402
 
@@ -65,9 +66,10 @@ def contents(number: int, is_s3: bool) -> dict[str, bytes]:
 
 def job(root: Path, address: names.Address, number: int) -> None:
     """Continues pending uploads, saves one checkpoint, and waits for its end, as one job."""
-    store = ObjectStore(address)
+    store, everyone = ObjectStore(address), tuple(range(_NUM_RANKS))
     ranks = [
-        Uploader(store, rank, _NUM_RANKS, "", 30.0, lambda: None, set) for rank in range(_NUM_RANKS)
+        Uploader(store, Node(rank, everyone, (0,)), "", 30.0, lambda: None, set)
+        for rank in everyone
     ]
 
     def send(key: Key, lock: OwnerLock) -> None:

@@ -22,11 +22,12 @@ from smp.checkpoint.dcp import COMMON, FORMAT, MEGATRON
 from smp.checkpoint.dcp_files import MappedFolder
 from smp.checkpoint.folder import Generation, new_generation
 from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
-from smp.checkpoint.partial_save import USER_CONTENT_FILE, versions
+from smp.checkpoint.partial_save import USER_CONTENT_FILE
 from smp.checkpoint.resharding import FILE_OF_KIND
 from smp.checkpoint.values import encode
 from smp.config import given_files
 from smp.tensor_parallel.parts import Part
+from smp.world.run_record import versions
 
 #: Names of what pickled metadata consists of, by module. Others, and attributes of these, may run
 #: code.

@@ -11,7 +11,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +93,9 @@ class Generation:
         """Records that ``rank`` cannot write its files; read by :meth:`failures`."""
         self._say(f"failed_{rank}.json", {"reason": reason})
 
-    def parts(self, size: int) -> list[dict[str, Any]] | None:
-        """Returns what ranks 0 to ``size - 1`` gave to :meth:`part_done`; None if some have not."""
-        paths = [self.folder / f"part_{rank}.json" for rank in range(size)]
+    def parts(self, ranks: Iterable[int]) -> list[dict[str, Any]] | None:
+        """Returns what these ranks gave to :meth:`part_done`; None if some have not."""
+        paths = [self.folder / f"part_{rank}.json" for rank in ranks]
         names = {p.name for p in self.folder.iterdir()}
         if not all(p.name in names for p in paths):
             return None
@@ -124,6 +124,7 @@ class Generation:
         keep: int | None = None,
         name_newest: bool = True,
         when_complete: Callable[[Path], None] | None = None,
+        elsewhere: Collection[str] = (),
     ) -> None:
         """Gives the folder its name, and makes it the newest. First rank.
 
@@ -135,6 +136,7 @@ class Generation:
             name_newest: whether to write its name into ``newest``.
             when_complete: called with the folder when all files in it are synchronised, before it
                 gets its name.
+            elsewhere: files of the manifest that are in folders of other hosts.
 
         Raises:
             ManifestError: a file of the manifest is missing or has another size.
@@ -146,7 +148,7 @@ class Generation:
             if _PART.match(file.name):
                 file.unlink()
         if manifest is not None:
-            _check_files(self.folder, manifest)
+            _check_files(self.folder, manifest, elsewhere)
             file_system.write_file(
                 self.folder / FILE_NAME, manifest.to_text(), unique=self.generation
             )
@@ -300,8 +302,10 @@ def _not_found(path: Path, tag: str | None, name: str) -> FileNotFoundError:
     )
 
 
-def _check_files(folder: Path, manifest: Manifest) -> None:
+def _check_files(folder: Path, manifest: Manifest, elsewhere: Collection[str]) -> None:
     for name, record in manifest.files.items():
+        if name in elsewhere:
+            continue
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size != record.num_bytes:

@@ -114,6 +114,7 @@ def resume_from_checkpoint(
         "strict": strict,
         "load_optimizer": load_optimizer,
         "load_sharded_optimizer_state": load_sharded_optimizer_state,
+        "SMP_STORE_PER_HOST": current.rank.settings.store_per_host,
         "error": None if error is None else str(error),
     }
     snippet = f"user_content = smp.resume_from_checkpoint(path, tag={tag!r}, partial={partial})"

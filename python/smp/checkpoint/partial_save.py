@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from smp import _version
 from smp.checkpoint import archive, file_system, folder, huggingface, random_states
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint import user_content as user_contents
@@ -24,12 +23,15 @@ from smp.checkpoint.partial_files import PlannedFile, RankState, plan_files, sha
 from smp.checkpoint.staging import LaterCopies, Staging
 from smp.checkpoint.store.job import JobStore
 from smp.checkpoint.store.names import Key
+from smp.checkpoint.store.node_parts import NodeParts
+from smp.checkpoint.store.nodes import Node
 from smp.model import DistributedModel, engine_of
 from smp.optim.distributed_optimizer import DistributedOptimizer
 from smp.partition import partition_file
 from smp.storage.parts import ModelState
 from smp.world.rank import Rank
 from smp.world.roll_call import together
+from smp.world.run_record import RunRecord, versions
 from smp.world.steps import Steps
 
 WHAT = "smp.save_checkpoint"
@@ -53,6 +55,8 @@ class PartialSave:
         staging: memory for copies of this rank's state, for :meth:`run_in_background`; None: for
             :meth:`run`.
         rank, steps: rank and steps of this process.
+        record: record of the job, which receives the complete checkpoint.
+        begin_s: time at which the user's call began, by `time.monotonic`, in seconds.
         store: store that gets the complete checkpoint; None: it stays in the folder.
     """
 
@@ -66,28 +70,39 @@ class PartialSave:
     staging: Staging | None
     rank: Rank
     steps: Steps
+    record: RunRecord
+    begin_s: float
     store: JobStore | None = None
 
     def __post_init__(self) -> None:
         # The rank may get another number while a save runs in the background.
         self._number, self._num_ranks = self.rank.global_rank, self.rank.world_size
         self._sizes, self._board = dict(self.rank.sizes), self.rank.board
-        self._is_first = self._number == 0
+        alone = Node.of(self._number, self._num_ranks, None)
+        self._node = alone if self.store is None else self.store.node
+        self._is_first, self._step = self._number == 0, self.steps.num_finished
         name = self.tag.removesuffix(folder.PARTIAL_SUFFIX) + folder.PARTIAL_SUFFIX
         self._key = Key(self.generation, name)
         self._store_lock: OwnerLock | None = None  # held by the first rank
         self._content: dict[str, Callable[[Path], None]] = {}  # small files of the first rank
         self._folder: folder.Generation | None = None
         try:
-            for opens in (self._is_first, not self._is_first):  # the others join then
+            for opens in (self._node.leads, not self._node.leads):  # the others join then
                 together(self.rank, WHAT, self._open if opens else _nothing)
             together(self.rank, WHAT, self._plan)
         except Exception:
             self._abandon()
             raise
 
+    @cached_property
+    def _parts(self) -> NodeParts:
+        """Parts of all ranks, on the first rank of a folder."""
+        return NodeParts(
+            None if self.store is None else self.store.meeting, self._node, self._writing
+        )
+
     def _open(self) -> None:
-        make = folder.Generation.begin if self._is_first else folder.Generation.join
+        make = folder.Generation.begin if self._node.leads else folder.Generation.join
         self._folder = make(self.path, self._key.name, self.generation)
 
     def _abandon(self) -> None:
@@ -163,12 +178,8 @@ class PartialSave:
             raise
         self._send()
 
-    def run_in_background(self, begin_s: float) -> SaveHandle:
-        """Copies the rest and writes, in a thread; an optimizer's update waits for the copies.
-
-        Args:
-            begin_s: time at which the user's call began, by `time.monotonic`, in seconds.
-        """
+    def run_in_background(self) -> SaveHandle:
+        """Copies the rest and writes, in a thread; an optimizer's update waits for the copies."""
         copies = self._copies
         hook: RemovableHandle | None = None
         if self.optimizer is not None:
@@ -183,7 +194,12 @@ class PartialSave:
         try:
             total_bytes = _bytes_of(self._state)
             return SaveHandle(
-                self._work, total_bytes, over, begin_s, lambda: copies.waited_s, self.rank.device
+                self._work,
+                total_bytes,
+                over,
+                self.begin_s,
+                lambda: copies.waited_s,
+                self.rank.device,
             )
         except BaseException:  # there is no thread to copy
             over()
@@ -195,16 +211,16 @@ class PartialSave:
         try:
             self._copies.make()
             self._write(progress)
-            if self._is_first:
-                self._wait_for(lambda: writing.parts(self._num_ranks) is not None)
             self._commit()
         except _OthersFailed:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             writing.part_failed(number, reason)
+            if self._node.leads:
+                self._parts.publish_failures()
             raise RuntimeError(f"global_rank {number}: {reason}") from error
-        if not self._is_first:
+        if not self._node.leads:
             self._wait_for(writing.is_over)
             if not writing.committed():
                 raise RuntimeError("the first rank has failed; its error has the reason")
@@ -214,6 +230,8 @@ class PartialSave:
         deadline = time.monotonic() + self.rank.timeout_s
         board = self._board
         while not happened():
+            if self._node.leads:
+                self._parts.publish_failures()
             for rank, reason in self._writing.failures().items():
                 raise _OthersFailed(f"global_rank {rank}: {reason}")
             fault = None if board is None else board.fault_text()
@@ -247,24 +265,30 @@ class PartialSave:
         self._writing.part_done(self._number, piece.to_json())
 
     def _commit(self) -> None:
-        """Gives the checkpoint its name. First rank; the others return at once."""
-        if not self._is_first:
+        """Gives the checkpoint its name. First rank of a folder; the others return at once."""
+        if not self._node.leads:
             return
-        parts = self._writing.parts(self._num_ranks)
+        self._wait_for(lambda: self._parts.are_there(self._num_ranks))
+        parts = self._writing.parts(range(self._num_ranks))
         assert parts is not None
-        manifest = Manifest.assemble(
-            self.generation,
-            versions(),
-            Layout(self.rank.config.to_dict(), self._sizes),
-            [Piece.from_json(part, f"part_{rank}.json") for rank, part in enumerate(parts)],
-        )
+        pieces = [Piece.from_json(part, f"part_{rank}.json") for rank, part in enumerate(parts)]
+        layout = Layout(self.rank.config.to_dict(), self._sizes)
+        manifest = Manifest.assemble(self.generation, versions(), layout, pieces)
+        others = (p for rank, p in enumerate(pieces) if rank not in self._node.ranks)
+        elsewhere = {name for piece in others for name in piece.files}
         hold = None if self.store is None else self._hold
         try:
-            self._writing.commit(manifest, self.num_kept, when_complete=hold)
+            self._writing.commit(manifest, self.num_kept, when_complete=hold, elsewhere=elsewhere)
         except BaseException:
             if self.store is not None and self._store_lock is not None:
                 self.store.let_go(self._key, self._store_lock)
             raise
+        if not self._is_first:
+            return
+        num_bytes = sum(record.num_bytes for record in manifest.files.values())
+        seconds = time.monotonic() - self.begin_s
+        path = self.path / self._key.name
+        self.record.saved(path, self.tag, self._step, num_bytes, seconds, self.store)
 
     def _hold(self, source: Path) -> None:
         assert self.store is not None
@@ -307,15 +331,6 @@ def add_blocks(piece: Piece, file: PlannedFile, written: archive.Written) -> Non
         offset = offsets[place.path] + place.offset * entry.tensor.element_size()
         stored = piece.entries.setdefault(entry.name, StoredEntry(dtype, entry.shape, []))
         stored.blocks.append(Block(file.name, offset, entry.part))
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of smp, torch and Python, for users."""
-    return {
-        "smp": _version.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
 
 
 def _bytes_of(state: RankState) -> int:

@@ -15,6 +15,7 @@ from smp.checkpoint.partial_save import WHAT, PartialSave
 from smp.checkpoint.staging import Staging
 from smp.checkpoint.store import names
 from smp.checkpoint.store.job import JobStore, store_of, stores_in_use
+from smp.checkpoint.store.plan import Holding
 from smp.checkpoint.whole_model import save_whole
 from smp.model import DistributedModel
 from smp.modules import packed
@@ -78,7 +79,7 @@ def save_checkpoint(
     current = runtime.current()
     error = _wait_for_running(current)
     store: JobStore | None = None
-    left: list[str] = []
+    left: list[Holding] = []
     if names.is_address(path):
         try:
             store = store_of(current, os.fspath(path))
@@ -97,19 +98,22 @@ def save_checkpoint(
         "translate_if_full": translate_if_full,
         "num_kept_partial_checkpoints": num_kept_partial_checkpoints,
         "blocking": blocking,
+        "SMP_STORE_PER_HOST": current.rank.settings.store_per_host,
         "error": error or problem,
     }
     generation = folder.new_generation() if store is None else store.new_generation()
     snippet = f"smp.save_checkpoint(path, tag={tag!r}, partial={partial}, model=model, ...)"
-    generation, left = roll_call(current.rank, WHAT, call, snippet, (generation, left))[0]
+    told = roll_call(current.rank, WHAT, call, snippet, (generation, left))
+    generation = told[0][0]
     current.wrapped.spread_written()
     if store is not None:
-        store.go_on(left)
+        store.go_on([one[1] for one in told])
     if not partial:
         assert model is not None
         save_whole(
             Path(path), tag, model, user_content, translate_if_full, generation, current.rank
         )
+        _record_whole(current, Path(path, tag), begin_s)
         return None
     if not blocking and current not in _staging:
         _staging[current] = Staging()
@@ -118,12 +122,12 @@ def save_checkpoint(
     save = PartialSave(
         Path(path) if store is None else store.root, tag, model, optimizer, user_content,
         generation, num_kept_partial_checkpoints, None if blocking else _staging[current],
-        current.rank, current.steps, store,
+        current.rank, current.steps, current.record, begin_s, store,
     )  # fmt: skip
     if blocking:
         save.run()
         return None
-    handle = save.run_in_background(begin_s)
+    handle = save.run_in_background()
     set_running(current, handle)
     return handle
 
@@ -256,6 +260,13 @@ def _problem(
                 "hook given to register_post_partition_hook"
             )
     return None
+
+
+def _record_whole(current: runtime.Runtime, path: Path, begin_s: float) -> None:
+    if current.rank.global_rank == 0:
+        num_bytes, step = path.stat().st_size, current.steps.num_finished
+        seconds = time.monotonic() - begin_s
+        current.record.saved(path, path.name, step, num_bytes, seconds)
 
 
 def _wait_for_running(current: runtime.Runtime) -> str | None:

@@ -11,5 +11,8 @@ class UnevenBatches(Protocol):
     def announce(self, syncs_buffers: bool) -> int:
         """Announces a training step; returns the position of the first rank that has a batch."""
 
+    def end_step(self) -> None:
+        """Sees an announced step end: gradients are reduced."""
+
     def watch(self, output: Any) -> None:
         """Announces the backward of this output if no step function does."""

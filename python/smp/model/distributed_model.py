@@ -470,6 +470,7 @@ class DistributedModel(ModelViews):
             RuntimeError: inside of a step function.
         """
         self._runtime.steps.refuse_inside("model.zero_grad", "in front of")
+        self._runtime.wrapped.note_dropped()
         for parameter in self.get_module().parameters():
             updated = master_of(parameter)
             if set_to_none:
@@ -516,14 +517,13 @@ class DistributedModel(ModelViews):
     ) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which replicas may have different numbers of batches.
 
-        A replica that leaves the body early takes part in the gradient reductions of the others,
-        with nothing to add, until all are done. Then it receives parameters, buffers and optimizer
-        states from one of the last replicas. The script itself has to care for learning-rate
-        schedulers, other counts of steps, and its own collectives inside the body.
-
-        All ranks of a replica (the MP group) have equally many batches, hence those of a
-        tensor-parallel group, too. With pipeline parallelism each has at least one, unless the
-        model is partitioned already. Collective over the replicas.
+        A replica that leaves the body early joins the gradient reductions of the others, with
+        nothing to add, and receives parameters, buffers and optimizer states at the end. With
+        ``shard_optimizer_state`` it makes their updates and clipping, too; then the body changes
+        gradients and parameters by these only. The script cares for schedulers, counts of steps,
+        and its own collectives. All ranks of a replica (the MP group) have equally many batches;
+        with pipeline parallelism at least one, unless the model is partitioned already. Collective
+        over the replicas.
 
         Args:
             divide_by_initial_world_size: a gradient is the sum over the replicas that have a batch,
@@ -532,8 +532,8 @@ class DistributedModel(ModelViews):
             throw_on_early_termination: whether to raise on all replicas when one has run out.
 
         Raises:
-            ValueError: without `ddp`, and where replicas depend on each other in more than gradient
-                reductions: sharded modes, `deterministic_server`, several models.
+            ValueError: without `ddp`, and where replicas depend on each other in more than that:
+                sharded data parallelism, `deterministic_server`, several models.
         """
         if not enable:
             return contextlib.nullcontext()

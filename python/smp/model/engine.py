@@ -412,6 +412,8 @@ class Engine:
             self.pipeline.modules.swaps.refuse_left()
         if trains:
             self.gradients.end_step()
+            if self.uneven is not None:
+                self.uneven.end_step()
             if self._buffers.is_open:
                 self._buffers.end_step()
         if not self.sequences.is_told:

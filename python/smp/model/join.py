@@ -3,6 +3,8 @@
 Torch's Join does the same for DistributedDataParallel (torch/distributed/algorithms/join.py). Here
 ranks also exchange which of them are active, so that unequal peers of tensor parallelism are an
 error and no hang, and optimizer states are brought up to date, too.
+
+With `shard_optimizer_state` replicas without a batch also make updates; see `join_shards`.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from torch.utils.hooks import RemovableHandle
 import smp._C as _C
 from smp import data_parallel
 from smp.model.engine import Engine
+from smp.model.join_shards import JoinShards
 from smp.precision.holdings import master_of, reload_masters
 from smp.storage.choose import lockstep_of
 from smp.world import comm, runtime
 
 # Next action of a replica, in the order of the maxima of an exchange: nothing any more, a backward
-# outside of step functions, a step, a step that begins with equal buffers.
-_OUT, _BACKWARD, _STEP, _SYNCING_STEP = range(4)
+# outside of step functions, a step, a step that begins with equal buffers, a call on shards.
+_OUT, _BACKWARD, _STEP, _SYNCING_STEP, _CALL = range(5)
 
 
 def _first(active: Sequence[int]) -> int:
@@ -55,6 +58,47 @@ class _Uneven:
         self._weight = 1.0
         self._handles: list[RemovableHandle] = []
         self._backward = -1  # the last announced backward outside of step functions
+        self._shards = JoinShards(self) if current.rank.sizes["shard"] > 1 else None
+        current.wrapped.uneven = self._shards
+
+    # ---- communication
+
+    @property
+    def engine(self) -> Engine:
+        """Engine of the model."""
+        return self._engine
+
+    @property
+    def current(self) -> runtime.Runtime:
+        """The runtime."""
+        return self._current
+
+    @property
+    def has_shadows(self) -> bool:
+        """True if some replica had no batch in the last exchange."""
+        return not all(self._last_active)
+
+    def exchange_call(self) -> None:
+        """Announces a call of `JoinShards`. Collective over the replicas."""
+        self._exchange(_CALL)
+
+    def send_to_shadows(self, content: Any) -> None:
+        """Sends an object from the first replica that has a batch to those that have none."""
+        first, active = self._peers()
+        if self._rank.ranks["rdp_cp"] == first:
+            for position, is_active in enumerate(active):
+                if not is_active:
+                    comm.send(content, position, comm.RankType.RDP_CP_RANK)
+
+    def receive(self) -> Any:
+        """Receives the object of `send_to_shadows`, on a replica without a batch."""
+        return comm.recv_from(self._peers()[0], comm.RankType.RDP_CP_RANK)
+
+    def _peers(self) -> tuple[int, list[bool]]:
+        """Returns the first rank of those with the same slices that has a batch, and all flags."""
+        by_rank = dict(zip(self._ranks, self._last_active, strict=True))
+        active = [by_rank[rank] for rank in self._rank.groups["rdp_cp"]]
+        return active.index(True), active
 
     # ---- on a replica that has a batch
 
@@ -70,15 +114,24 @@ class _Uneven:
         return self._announce(_SYNCING_STEP if syncs_buffers else _STEP)
 
     def _announce(self, state: int) -> int:
+        if self._shards is not None:
+            self._shards.before_step()
         active = self._exchange(state)
         self._weight = len(active) / sum(map(bool, active))
         self._weigh()
         return _first(active)
 
+    def end_step(self) -> None:
+        """Sees an announced step end: gradients are reduced."""
+        if self._shards is not None:
+            self._shards.after_step()
+
     def watch(self, output: Any) -> None:
         """Announces the backward from this output if no step function does."""
         if self._engine.in_step() or not torch.is_grad_enabled():
             return
+        if self._shards is not None:
+            self._shards.refuse("a backward outside of a step function")
         if self._current.rank.sizes["tp_cp"] > 1:
             raise RuntimeError(
                 f"{_C.rank_prefix()}with tensor or context parallelism the replicas inside of "
@@ -108,7 +161,7 @@ class _Uneven:
 
     def close(self) -> None:
         """Ends the context."""
-        self._engine.uneven = None
+        self._engine.uneven = self._current.wrapped.uneven = None
         for handle in self._handles:
             handle.remove()
 
@@ -117,6 +170,8 @@ class _Uneven:
     def shadow(self) -> None:
         """Takes part in the steps of the others until none has a batch. Collective."""
         engine = self._engine
+        if self._shards is not None:
+            self._shards.begin_shadow()
         while any(active := self._exchange(_OUT)):
             if not engine.partitioned:
                 raise RuntimeError(
@@ -124,10 +179,16 @@ class _Uneven:
                     "partitioned yet; with pipeline parallelism give every replica at least one "
                     "batch inside of join(), or run a step before join()"
                 )
+            if max(active) == _CALL:
+                assert self._shards is not None
+                self._shards.make(*self.receive())
+                continue
             before = engine.gradients.num_reductions
             self._shadow_step(_first(active), max(active))
-            if engine.gradients.num_reductions != before:
-                self._drop_gradients()
+            if self._shards is not None:
+                self._shards.after_shadow_step()
+            elif engine.gradients.num_reductions != before:
+                self.drop_gradients()
         self._catch_up()
 
     def _shadow_step(self, first: int, state: int) -> None:
@@ -147,8 +208,8 @@ class _Uneven:
             weights.finish_exchange()
         self._engine.gradients.shadow_step()
 
-    def _drop_gradients(self) -> None:
-        """Drops gradients of others, which this rank does not use for an update."""
+    def drop_gradients(self) -> None:
+        """Drops gradients of others, which this rank does not use for an update any more."""
         assert self._engine.parts is not None
         for _, parameter in self._engine.parts.named_parameters():
             parameter.grad = None
@@ -198,20 +259,21 @@ class _Uneven:
 
     def _catch_up(self) -> None:
         """Brings replicas that ran out early to the state of those that did not."""
-        if all(self._last_active):
+        if not self.has_shadows:
             return
         current, parts = self._current, self._engine.parts
         assert parts is not None
-        active = dict(zip(self._ranks, self._last_active, strict=True))
-        peers = list(current.rank.groups["rdp_cp"])  # hold the same slices
-        first = next(i for i, rank in enumerate(peers) if active[rank])
-        local = [parameter for _, parameter in parts.named_parameters()]
-        data_parallel.broadcast_from_first(
-            self._rank, local + [buffer for _, buffer in parts.named_buffers()], "rdp_cp", first
-        )
+        first, active = self._peers()
+        local = [buffer for _, buffer in parts.named_buffers()]
+        if self._shards is None:
+            local = [parameter for _, parameter in parts.named_parameters()] + local
+        data_parallel.broadcast_from_first(self._rank, local, "rdp_cp", first)
+        if self._shards is not None:
+            self._shards.catch_up(active[current.rank.ranks["rdp_cp"]])
+            return
         reload_masters(self._engine.holdings.values())
         for optimizer in current.wrapped.optimizers:
-            self._send_state(optimizer, [active[rank] for rank in peers], first)
+            self._send_state(optimizer, active, first)
 
     def _send_state(self, optimizer: Any, active: Sequence[bool], first: int) -> None:
         own = self._current.rank.ranks["rdp_cp"]
@@ -248,7 +310,7 @@ def _check(current: runtime.Runtime, engine: Engine) -> None:
         "batches",
     )
     lockstep = lockstep_of(current.rank)
-    if lockstep is not None:
+    if lockstep is not None and lockstep.is_forward:
         reason = f"{lockstep.reason}, so all of them need the same number of batches"
         reasons[f"{lockstep.key}={lockstep.value}"] = (True, reason)
     for key, (is_so, reason) in reasons.items():

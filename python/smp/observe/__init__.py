@@ -3,6 +3,7 @@
 from smp.observe.batch_check.check import BatchCheckObserver
 from smp.observe.memory.out_of_memory import MemoryObserver
 from smp.observe.nonfinite import NonFiniteObserver
+from smp.observe.run_events import FirstStepEvent, RunEvents
 from smp.observe.step_log import StepLog
 from smp.observe.verification.first_step import FirstStepObserver
 from smp.observe.verification.recording import VerificationObserver
@@ -15,4 +16,6 @@ OBSERVERS = (
     BatchCheckObserver,
     StepLog,
     MemoryObserver,
+    RunEvents.maker,
+    FirstStepEvent.maker,
 )

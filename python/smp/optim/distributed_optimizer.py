@@ -14,6 +14,7 @@ import smp._C as _C
 from smp import precision
 from smp.model import DistributedModel, engine_of
 from smp.model.engine import Engine
+from smp.model.join_shards import announce
 from smp.model.torch_training.optimizers import refuse_replaced
 from smp.modules.watching import unwatched
 from smp.optim.fused_step import FusedUpdates
@@ -172,6 +173,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         Collective like :meth:`step` if the script has written any.
         """
         if self._written.is_new():
+            if self._runtime.wrapped.uneven is not None:
+                self._runtime.wrapped.uneven.refuse("writing to parameters")
             self._spread(self._engines())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -201,6 +204,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self._runtime.steps.refuse_inside("optimizer.zero_grad", "in front of")
         if set_grads_to_None is not None:
             set_to_none = set_grads_to_None
+        self._runtime.wrapped.note_dropped()
         self.optimizer.zero_grad(set_to_none=set_to_none)
         self._gradients_used(self._engines())
 
@@ -227,6 +231,9 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         """
         self._runtime.steps.refuse_inside("optimizer.step")
         self._load_pending()
+        if closure is not None and self._runtime.wrapped.uneven is not None:
+            self._runtime.wrapped.uneven.refuse("optimizer.step with a closure")
+        announce(self, "step")
         self._rank.check_sums()
         engines = self._engines()
         if self._is_scaled:
@@ -415,6 +422,8 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         self.loss_scaler.loss_scale = float(value)
 
     overflow = LegacyNames.overflow
+    update_master_grads = LegacyNames.update_master_grads
+    inspect_master_grad_data = LegacyNames.inspect_master_grad_data
 
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
@@ -445,21 +454,6 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             )
         models[0].backward(loss)
 
-    def update_master_grads(self) -> None:
-        """Takes the loss scale out of the gradients of masters. Collective over the MP group."""
-        self._gradients.unscale()
-
-    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """Returns gradients of the masters without loss scale, by group; None after an overflow.
-
-        Collective over the MP group.
-        """
-        self._gradients.check()
-        if self.overflow:
-            return None
-        self._gradients.divide()
-        return [[p.grad for p in group["params"]] for group in self.param_groups]
-
     # ---- clipping
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -472,6 +466,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             the norm before clipping, a tensor on the device as from :func:`smp.clip_grad_norm_`; -1
             if the gradients are not finite in fp16 training.
         """
+        announce(self, "clip_master_grads", max_norm, norm_type)
         self._gradients.check()
         norm = self._clip(max_norm, norm_type)
         found_inf = self._gradients.overflow.number
@@ -479,6 +474,7 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clips like :meth:`clip_master_grads`, but returns infinite or NaN norms unchanged."""
+        announce(self, "clip_grad_norm", max_norm)
         self._gradients.check()
         return self._clip(max_norm, 2.0)
 

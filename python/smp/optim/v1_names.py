@@ -37,6 +37,7 @@ class HalfState:
     _rank: Rank
     _is_scaled: bool
     first_closure_call_this_step: bool
+    param_groups: Any
 
     @property
     def loss_scaler(self) -> LossScaler:
@@ -98,6 +99,21 @@ class HalfState:
         if self._is_scaled and not self._gradients.is_checked:
             number = device_numbers.number(1.0, self._rank.device) if given else None
             self._gradients.overflow = device_numbers.DeviceFlag(number)
+
+    def update_master_grads(self) -> None:
+        """Takes the loss scale out of the gradients of masters. Collective over the MP group."""
+        self._gradients.unscale()
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """Returns gradients of the masters without loss scale, by group; None after an overflow.
+
+        Collective over the MP group.
+        """
+        self._gradients.check()
+        if self.overflow:
+            return None
+        self._gradients.divide()
+        return [[p.grad for p in group["params"]] for group in self.param_groups]
 
     def _half_state(self) -> dict[str, Any]:
         """Returns these values in 16-bit training; else an empty dict."""

@@ -49,7 +49,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and ``error_if_nonfinite``, on every rank; or a step
             function is running.
     """
-    norm = _true_norm(runtime.current(), parameters, norm_type, "clip_grad_norm_")
+    norm = _true_norm(runtime.current(), parameters, norm_type, "clip_grad_norm_", max_norm)
     if error_if_nonfinite and not math.isfinite(total := norm.total.item()):
         raise RuntimeError(
             f"{_C.rank_prefix()}the norm of the gradients is {total}, so they cannot be clipped; "
@@ -81,12 +81,19 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> 
 
 
 def _true_norm(
-    current: runtime.Runtime, parameters: Tensor | Iterable[Tensor], norm_type: float, what: str
+    current: runtime.Runtime,
+    parameters: Tensor | Iterable[Tensor],
+    norm_type: float,
+    what: str,
+    *arguments: float,
 ) -> GlobalNorm:
     """Divides the loss scale out of gradients, and computes their norm. Collective."""
     current.steps.refuse_inside(what)
     listed = [parameters] if isinstance(parameters, Tensor) else parameters
     updated = list({id(p): p for p in map(master_of, listed)}.values())
+    if current.wrapped.uneven is not None:
+        models = map(model_parameter_of, updated)
+        current.wrapped.uneven.call(what, models, *arguments, norm_type)
     for gradients in {id(g): g for p in updated if (g := gradients_of(p))}.values():
         gradients.unscale()
     if current.part_gradients is not None:

@@ -114,6 +114,7 @@ def _run_until_done(
             if not survivors.can_go_on:
                 raise
             noticed_s = time.monotonic()
+            current.record.failed(current.rank.culprit(error), error, ends=False)
             try:
                 decision = _meet(current, survivors, error)
             except Dismissed as dismissed:

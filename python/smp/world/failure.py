@@ -181,7 +181,7 @@ def report(error: BaseException, culprit: Culprit, path: str) -> list[str]:
         culprit: rank that caused the exception.
         path: path of the file with all stacks; empty: there is none.
     """
-    message = _message(error)
+    message = message_of(error)
     frames = _frames(error.__traceback__)
     lines = []
     if not culprit.is_other:
@@ -204,7 +204,7 @@ def report(error: BaseException, culprit: Culprit, path: str) -> list[str]:
     return [*lines, _RULE, *(_cut(line) for line in box), _RULE]
 
 
-def _message(error: BaseException) -> list[str]:
+def message_of(error: BaseException) -> list[str]:
     """Returns the lines of an exception, without the frames that pybind11 appends."""
     text = "".join(traceback.format_exception_only(error)).partition("\n\nAt:\n")[0]
     lines = text.removeprefix("smp._C.PeerFailure: ").strip().splitlines()

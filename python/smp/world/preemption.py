@@ -104,6 +104,7 @@ def leave() -> NoReturn:
     if _Process.saver is not None and runtime.is_initialized():
         current = _run()
         _Process.saver.end_uploads(current, current.rank.settings.upload_wait_s)
+        current.record.preempted(EXIT_RESUME)
     raise SystemExit(EXIT_RESUME)
 
 

@@ -58,6 +58,10 @@ class Hello:
     """Way by which the other hosts reach this one: a `HostAddress`."""
     secret: str = ""
     """Fingerprint of the secret that the environment gives; empty: none."""
+    pid: int = 0
+    """Number of the process."""
+    run: str = ""
+    """Name of the job; that of the first rank counts."""
 
 
 def machine_id(hostname: str) -> str:

@@ -30,7 +30,7 @@ from smp.world.attached import (
 from smp.world.host_groups import check_dist_backend, describe
 from smp.world.interfaces import INTERFACE_VARIABLE, HostAddress, choose_way
 from smp.world.job_secret import SECRET_KEY, fingerprint, given_secret, share_secret
-from smp.world.launch import plan_rendezvous, read_launch, with_hosts
+from smp.world.launch import Launch, plan_rendezvous, read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
 from smp.world.observers import Observers
 from smp.world.placement_map import placement_map, placement_words
@@ -38,6 +38,7 @@ from smp.world.presence import await_key, tell_failure
 from smp.world.process_groups import ProcessGroups
 from smp.world.rank import Rank
 from smp.world.rendezvous import Hello, MeetingPoint, machine_id, meet, raise_first_error
+from smp.world.run_record import RunRecord, check_files, draw_run
 from smp.world.settings import device_of, host_advice, look_at_devices, read_settings, shares_gpus
 from smp.world.shrinking import refuse_shrinking
 from smp.world.steps import Steps
@@ -65,6 +66,7 @@ class Runtime:
         survivors: meets the other ranks after a failure, if they are to go on then.
         launched: number that the launcher gave to each rank, index = global rank.
         on_resize: callbacks that receive what has become of the ranks after a failure.
+        record: writes what happens to this job, if files are named for it.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -87,12 +89,18 @@ class Runtime:
         self._num_regroups = 0
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False
+        self.record = RunRecord(self)
         self.observers = Observers(self)
 
     @property
     def server(self) -> _C.Server | None:
         """Module server of the partitioned models; None without several pipeline ranks."""
         return None if self.pipeline is None else self.pipeline.server
+
+    @property
+    def meeting(self) -> dist.Store | None:
+        """Store in which the ranks have met; None in a world of one."""
+        return None if self._met is None else self._met.store
 
     @property
     def activation_store(self) -> _C.ActivationStore | None:
@@ -125,6 +133,7 @@ class Runtime:
         self.process_groups.open(store, loopback=self._met.is_one_machine)
         self.rank.wait_for_all("smp.init")
         self._show_connections()
+        self.record.started(meeting)
 
     def _connect(self, store: dist.Store) -> None:
         """Makes the connections of the ranks that have met."""
@@ -208,6 +217,7 @@ class Runtime:
         )
         rank.take_place(with_hosts(launch, [other.host for other in met.hellos]))
         first_rank_log.begin(rank.global_rank)
+        self.record.met(met.hellos)
         self.process_groups = ProcessGroups(rank)
         if len(kept) == 1:
             return
@@ -355,8 +365,13 @@ def init(config: UserConfig = None) -> None:
             raise ValueError(read.error)
         assert read.config is not None
         check_dist_backend(read.config, [[0]], [launch.hostname], device_type)
+        check_files(settings, 0)
         rank = Rank(read, launch, settings, device_of(device_type, 0, num_devices))
-        _start(Runtime(rank), read.notes)
+        runtime = Runtime(rank)
+        _start(runtime, read.notes)
+        if runtime.record.has_events:
+            _install_hooks()  # the end of the process is an event
+        runtime.record.started([_hello(launch, device_type, num_devices)])
         return
     store = _meeting_point.open(launch, env, settings.timeout_s, group)
     _show_failures(launch.global_rank)
@@ -364,21 +379,19 @@ def init(config: UserConfig = None) -> None:
     try:
         way = choose_way(env, _meeting_point.host, hostname)
         secret = given_secret(env)
+        check_files(settings, launch.global_rank)
         if read.config is not None and read.config.on_failure == "shrink":
             place = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid(), group)
             refuse_shrinking(launch, place, env, device_type, settings.transport)
     except ValueError as error:  # all ranks are to hear of it
         own_error = str(error)
-    hello = Hello(
-        launch.world_size,
-        launch.hostname,
-        machine_id(hostname),
-        device_type,
-        num_devices,
-        read.config_dict(),
-        read.error or own_error,
-        asdict(way),
-        fingerprint(secret),
+    hello = replace(
+        _hello(launch, device_type, num_devices),
+        machine=machine_id(hostname),
+        config=read.config_dict(),
+        error=read.error or own_error,
+        way=asdict(way),
+        secret=fingerprint(secret),
     )
     meeting = meet(store, launch, hello, read, settings)
     launch = with_hosts(launch, [other.host for other in meeting])
@@ -397,6 +410,20 @@ def init(config: UserConfig = None) -> None:
         raise
 
 
+def _hello(launch: Launch, device_type: str, num_devices: int) -> Hello:
+    run = draw_run() if launch.global_rank == 0 else ""
+    return Hello(
+        launch.world_size,
+        launch.hostname,
+        launch.hostname,
+        device_type,
+        num_devices,
+        None,
+        pid=os.getpid(),
+        run=run,
+    )
+
+
 def _start(runtime: Runtime, notes: Sequence[str]) -> None:
     global _current
     _current, rank = runtime, runtime.rank
@@ -410,10 +437,15 @@ def _start(runtime: Runtime, notes: Sequence[str]) -> None:
 
 def _show_failures(global_rank: int) -> None:
     """Shortens reports of later failures on the terminal; their stacks are written to a file."""
-    global _failing, _has_hooks
+    global _failing
     file = failure.FailureFile(_meeting_point.identity)
     file.open()
     _failing = file, global_rank
+    _install_hooks()
+
+
+def _install_hooks() -> None:
+    global _has_hooks
     if not _has_hooks:
         _has_hooks = True
         process_hooks.install(_on_uncaught, _at_exit, _after_fork_in_child)
@@ -426,6 +458,7 @@ def _on_uncaught(error: BaseException) -> bool:
     if _current is not None:
         culprit = _current.rank.culprit(error)
         _current.rank.report_raised("the script (uncaught exception)", error)
+        _current.record.failed(culprit, error, ends=True)
     if _failing is None or not _failing[0].is_own_process:
         return False
     file, number = _failing

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from smp._device import device_module, is_accelerator, registered_types
+from smp._event_lines import MANIFEST_VARIABLE, PATH_VARIABLE
 from smp.world.fault_injection import InjectedFault, read_fault
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -52,9 +53,15 @@ class Settings:
     """`SMP_PREEMPTION_PATH`: path of the checkpoint that is saved on SIGTERM."""
     store_root: Path = Path("~/.cache/smp/checkpoints")
     """`SMP_STORE_FOLDER`: folder in which checkpoints are completed before their upload."""
+    store_per_host: bool = False
+    """`SMP_STORE_PER_HOST`: each host has a folder of its own for these."""
     upload_wait_s: float = DEFAULT_UPLOAD_WAIT_S
     """`SMP_UPLOAD_WAIT_S`: seconds for which preempted ranks wait for uploads of their checkpoints;
     0: not at all."""
+    events: str | None = None
+    """`SMP_EVENTS`: file that gets a line for each event; see `events`."""
+    manifest: str | None = None
+    """`SMP_MANIFEST`: file that describes the job."""
     fault: InjectedFault | None = None
     """`SMP_FAULT`: see `fault_injection`."""
     detect_nonfinite: str = "0"
@@ -87,7 +94,10 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         hang_action=_choice(env, "SMP_HANG_ACTION", "raise", "report"),
         preemption_path=env.get("SMP_PREEMPTION_PATH") or None,
         store_root=Path(env.get("SMP_STORE_FOLDER") or Settings.store_root),
+        store_per_host=_choice(env, "SMP_STORE_PER_HOST", "0", "1") == "1",
         upload_wait_s=_seconds(env, "SMP_UPLOAD_WAIT_S", DEFAULT_UPLOAD_WAIT_S, allows_zero=True),
+        events=env.get(PATH_VARIABLE) or None,
+        manifest=env.get(MANIFEST_VARIABLE) or None,
         fault=read_fault(env),
         detect_nonfinite=_choice(env, "SMP_DETECT_NONFINITE", "0", "1", "raise"),
         check_first_step=_choice(env, "SMP_CHECK_FIRST_STEP", "auto", "1", "0"),

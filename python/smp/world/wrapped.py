@@ -63,6 +63,22 @@ class WrappedOptimizer(Protocol):
     def param_name_to_index(self) -> dict[str, int]: ...
 
 
+class UnevenCalls(Protocol):
+    """An open `join` of replicas that share an optimizer state (`smp.model.join`).
+
+    Replicas without a batch make the calls that need all shards of the state, too.
+    """
+
+    def call(self, name: str, parameters: Iterable[Any], *arguments: Any) -> None:
+        """Announces a call. Collective over the replicas."""
+
+    def dropped(self) -> None:
+        """Notes that the script has dropped the gradients."""
+
+    def refuse(self, what: str) -> None:
+        """Raises, because replicas without a batch cannot do the same."""
+
+
 class Numbered(weakref.WeakValueDictionary[int, _T]):
     """Objects that still live, by their numbers in the order in which they came."""
 
@@ -86,6 +102,7 @@ class Wrapped:
         numbered_models, numbered_optimizers: models and optimizers that live, by number.
         num_wrapped: number of models wrapped so far, including deleted ones.
         has_holdings: whether optimizers update other tensors than the parameters of modules.
+        uneven: open `join` in which calls on shards are announced, or None.
     """
 
     def __init__(self) -> None:
@@ -98,6 +115,7 @@ class Wrapped:
         self.engines: dict[int, Any] = {}
         self.num_wrapped = 0
         self.has_holdings = False
+        self.uneven: UnevenCalls | None = None
         self._has_local: dict[int, tuple[tuple[int, ...], bool]] = {}
 
     def add_model(self, model: WrappedModel) -> int:
@@ -154,6 +172,11 @@ class Wrapped:
     def optimizers(self) -> list[WrappedOptimizer]:
         """Wrapped optimizers that live, in the order in which they were made."""
         return list(self.numbered_optimizers.values())
+
+    def note_dropped(self) -> None:
+        """Notes that the script has dropped gradients."""
+        if self.uneven is not None:
+            self.uneven.dropped()
 
     def spread_written(self) -> None:
         """Copies into models what the script has written to the tensors that optimizers update."""

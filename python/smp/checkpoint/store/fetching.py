@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from smp.checkpoint import file_system
 from smp.checkpoint import manifest as manifests
@@ -22,6 +25,8 @@ FOLDER = ".fetched"
 _LOCK = ".lock"
 _WORK = ".work"
 _DELETE_S = 300.0
+_POLL_S = 0.5
+_T = TypeVar("_T")
 
 
 class Fetched:
@@ -35,6 +40,9 @@ class Fetched:
         root: folder of the checkpoints of this address on this machine.
         patience_s: seconds after which this process fetches a file that another one is fetching. A
             rank that waits longer would count as stuck, and the other process may be stopped.
+        beside: folder on this machine with some files of the generation and its manifest, or None.
+        is_complete: whether the store has all files; otherwise other hosts are sending the rest,
+            and a file is waited for, for ``patience_s``.
 
     Attributes:
         key: key of the generation.
@@ -46,8 +54,18 @@ class Fetched:
         FileNotFoundError: the store does not have the generation any more.
     """
 
-    def __init__(self, store: ObjectStore, key: Key, root: Path, patience_s: float) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        key: Key,
+        root: Path,
+        patience_s: float,
+        *,
+        beside: Path | None = None,
+        is_complete: bool = True,
+    ) -> None:
         self._store, self.key, self._patience_s = store, key, patience_s
+        self._beside, self._is_complete = beside, is_complete
         self.folder = root / FOLDER / key.folder()
         self.fetched: list[str] = []
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -78,12 +96,28 @@ class Fetched:
         # Another process that has it for too long may be stuck.
         lock = OwnerLock.take(_work(self.folder) / f"{name}{_LOCK}", self._patience_s)
         try:
-            if not _has(path, record.num_bytes):
+            if not (_has(path, record.num_bytes) or self._take_beside(name, path)):
                 self._fetch(name, path)
         finally:
             if lock is not None:
                 lock.release(delete=False)
         return path
+
+    def _take_beside(self, name: str, path: Path) -> bool:
+        """Gives a file of this machine a second name in the folder; returns whether there is one.
+
+        The folder beside may be deleted at any time, and this one stays.
+        """
+        if self._beside is None or not _has(
+            self._beside / name, self.manifest.files[name].num_bytes
+        ):
+            return False
+        path.unlink(missing_ok=True)
+        try:
+            os.link(self._beside / name, path)
+        except FileNotFoundError:
+            return False  # it was deleted meanwhile
+        return True
 
     def get_all(self) -> None:
         """Fetches all files."""
@@ -103,10 +137,25 @@ class Fetched:
         return manifests.read(self.folder)
 
     def _read(self, name: str) -> bytes:
-        try:
-            return self._store.read(self.key, name)
-        except FileNotFoundError as error:
-            raise self._gone(name) from error
+        if self._beside is not None:
+            return (self._beside / name).read_bytes()
+        return self._waiting_for(name, lambda: self._store.read(self.key, name))
+
+    def _waiting_for(self, name: str, read: Callable[[], _T]) -> _T:
+        """Reads an object; waits for it while other hosts send the generation."""
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return read()
+            except FileNotFoundError as error:
+                if self._is_complete:
+                    raise self._gone(name) from error
+                if time.monotonic() > deadline:
+                    raise FileNotFoundError(
+                        f"{self._where(name)} has not arrived within {self._patience_s:g} s: it is "
+                        "in the folder of another host, which sends it; resume again later"
+                    ) from error
+            time.sleep(_POLL_S)
 
     def _where(self, name: str) -> str:
         return f"{self._store.address}/{self.key.folder()}/{name}"
@@ -121,10 +170,7 @@ class Fetched:
         record = self.manifest.files[name]
         temporary = _work(self.folder) / f"{name}.{secrets.token_hex(4)}.fetching"
         try:
-            try:
-                self._store.get(self.key, name, temporary)
-            except FileNotFoundError as error:
-                raise self._gone(name) from error
+            self._waiting_for(name, lambda: self._store.get(self.key, name, temporary))
             if manifests.record_of(temporary, record.chunk_bytes) != record:
                 raise ManifestError(
                     f"{self._where(name)} is damaged: its bytes are not those that were written; "

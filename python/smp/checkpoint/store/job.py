@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import torch.distributed as dist
 
 from smp.checkpoint import folder as folders
 from smp.checkpoint import manifest as manifests
@@ -15,13 +18,17 @@ from smp.checkpoint.locks import OwnerLock
 from smp.checkpoint.store import copies, fetching, names, pending, plan
 from smp.checkpoint.store.fetching import Fetched
 from smp.checkpoint.store.names import Address, Key
+from smp.checkpoint.store.nodes import Node
 from smp.checkpoint.store.objects import ObjectStore
 from smp.checkpoint.store.pending import Pending
+from smp.checkpoint.store.plan import Holding
 from smp.checkpoint.store.uploader import Upload, Uploader
 from smp.world import runtime
 from smp.world.rank import Rank
 from smp.world.roll_call import agree, together
+from smp.world.run_record import RunRecord
 
+_log = logging.getLogger("smp")
 _PATIENCE_S = 120.0
 
 _stores: weakref.WeakKeyDictionary[runtime.Runtime, dict[Address, JobStore]]
@@ -34,9 +41,13 @@ class JobStore:
     Args:
         address: address of the store.
         rank: rank of this process.
+        meeting: store in which the ranks have met; None in a world of one.
+        record: record of the job, which receives checkpoints that are in the store.
 
     Attributes:
         root: folder on this machine in which checkpoints are completed before they are sent.
+        node: ranks that share this folder.
+        meeting: store in which the ranks have met.
         uploader: sender of complete checkpoints.
 
     Raises:
@@ -44,13 +55,17 @@ class JobStore:
         ImportError: a package is missing; the text names it.
     """
 
-    def __init__(self, address: Address, rank: Rank) -> None:
+    def __init__(
+        self, address: Address, rank: Rank, meeting: dist.Store | None, record: RunRecord
+    ) -> None:
         if address.protocol == "memory" and rank.world_size > 1:
             raise ValueError(
                 f"{address} is in the memory of one process, and this job has {rank.world_size} "
                 "ranks; give them a store that all of them reach"
             )
-        self._rank, self._address = rank, address
+        self._rank, self._address, self.meeting = rank, address, meeting
+        hosts = rank.launch.hosts if rank.settings.store_per_host else None
+        self.node = Node.of(rank.global_rank, rank.world_size, hosts)
         self._is_first = rank.global_rank == 0
         self.root = names.local_folder(rank.settings.store_root.expanduser(), address)
         self._objects = ObjectStore(address, lambda: self.uploader.is_stopped())
@@ -58,48 +73,73 @@ class JobStore:
         self._reading: weakref.WeakSet[Fetched] = weakref.WeakSet()
         self.uploader = Uploader(
             self._objects,
-            rank.global_rank,
-            rank.world_size,
+            self.node,
             rank.prefix,
             rank.timeout_s,
             self._fault,
             lambda: {fetched.key for fetched in self._reading},
+            lambda key, seconds: record.stored(address, key.name, seconds),
         )
         self._left: list[tuple[Pending, OwnerLock]] | None = None
+        self._in_store: list[Holding] = []
         self._has_gone_on = False
         self._last_ns = 0
 
     # ---- generations left by earlier jobs
 
-    def find_unsent(self) -> list[str]:
+    def find_unsent(self) -> list[Holding]:
         """Reads the store and finds unsent generations of ended jobs, the first time.
 
-        Only the first rank reads, and only before :meth:`go_on`; the result is empty otherwise.
+        Only the first rank of a folder looks, and only before :meth:`go_on`; the result is empty
+        otherwise.
 
         Returns:
-            the folders of these generations; all ranks give them to :meth:`go_on`.
+            these generations, and incomplete ones of the store if hosts have folders of their own;
+            all ranks give those of all to :meth:`go_on`.
         """
-        if not self._is_first or self._has_gone_on:
+        if not self.node.leads or self._has_gone_on:
             return []
         if self._left is None:
-            found = self._reader.generations()
+            found = self._reader.generations() if self._is_first else []
             self.root.mkdir(parents=True, exist_ok=True)
             self._left = pending.left_by_the_dead(self.root)
             keys = [*found, *local_keys(self.root), *(one.key for one, _ in self._left)]
             self._last_ns = max((int(key.generation[:16], 16) for key in keys), default=0)
-        return [one.key.folder() for one, _ in self._left]
+            if not self.node.is_alone:
+                self._in_store = self._incomplete(found)
+        return [*(_holding(one.key, one.folder) for one, _ in self._left), *self._in_store]
 
-    def go_on(self, left: Iterable[str]) -> None:
-        """Sends generations that ended jobs have left; on all ranks, with the first one's list."""
+    def _incomplete(self, keys: Iterable[Key]) -> list[Holding]:
+        """Returns what the store has of generations that are not complete there."""
+        stored = (self._reader.stored(key) for key in keys)
+        return [Holding(one.key, list(one.sizes), 0) for one in stored if not one.is_complete]
+
+    def go_on(self, left: Sequence[Iterable[Holding]]) -> None:
+        """Sends generations that ended jobs have left; on all ranks, with the lists of all.
+
+        The first host that has a part of a generation completes it. Generations of which a part is
+        lost with its host are deleted.
+        """
         self._has_gone_on = True
         locks = {one.key: lock for one, lock in self._left or ()}
-        for name in left:
-            key = Key.of_folder(name)
-            assert key is not None
+        whole = plan.covered(one for own in left for one in own)
+        waiting = [{one.key for one in own if one.total} for own in left]
+        for key in sorted(waiting[self.node.leader]):
             one = Pending.of(self.root, key)
-            if self._is_first:
-                one.forget_failures()
-            self.uploader.add(Upload(one, locks.get(key), None))
+            if key in whole:
+                if self.node.leads:
+                    one.forget_failures()
+                completes = not any(key in own for own in waiting[: self.node.leader])
+                self.uploader.add(Upload(one, locks.get(key), None, completes))
+            elif self.node.leads:
+                _log.warning(
+                    "%sa part of %s is lost with another host, so it is not sent to %s",
+                    self._rank.prefix,
+                    key.name,
+                    self._address,
+                )
+                one.delete()
+                locks[key].release(delete=True)
 
     # ---- saving
 
@@ -109,11 +149,11 @@ class JobStore:
         return f"{self._last_ns:016x}{secrets.token_hex(4)}"
 
     def hold(self, source: Path, key: Key) -> OwnerLock:
-        """Makes a complete checkpoint pending before it gets its name. First rank."""
+        """Makes a checkpoint pending before it gets its name. First rank of a folder."""
         return pending.hold(self.root, source, key)[1]
 
     def let_go(self, key: Key, lock: OwnerLock) -> None:
-        """Deletes the pending copy of a checkpoint that did not get its name. First rank."""
+        """Deletes the pending copy of a checkpoint that did not get its name."""
         Pending.of(self.root, key).delete()
         lock.release(delete=True)
 
@@ -122,10 +162,10 @@ class JobStore:
 
         Args:
             key: key of the checkpoint.
-            lock: lock of `hold` on the first rank, else None.
+            lock: lock of `hold` on the first rank of a folder, else None.
             keep: number of complete generations that stay in the store; None: all.
         """
-        self.uploader.add(Upload(Pending.of(self.root, key), lock, keep))
+        self.uploader.add(Upload(Pending.of(self.root, key), lock, keep, self._is_first))
 
     # ---- loading
 
@@ -144,39 +184,52 @@ class JobStore:
             RuntimeError: the store cannot be read.
         """
         error: BaseException | None = None
-        local: list[Key] = []
+        local: list[Holding] = []
         stored: Key | None = None
-        left: list[str] = []
+        left: list[Holding] = []
         try:
-            local = local_keys(self.root)
+            local = [_holding(key, path) for key, path in self._local().items()]
+            left = self.find_unsent()
             if self._is_first:
-                left = self.find_unsent()
                 stored = copies.newest_complete(self._reader, tag)
         except Exception as caught:
             error = caught
         told = agree(self._rank, what, error, (local, stored, left))
-        self.go_on(told[0][2])
+        self.go_on([own[2] for own in told])
         stored = told[0][1]
-        found = plan.choose(
-            [] if stored is None else [stored],
-            [own[0] for own in told],
-            tag,
-            folders.PARTIAL_SUFFIX,
-        )
+        reports: list[Iterable[Key]] = [[one.key for one in own[0]] for own in told]
+        if not self.node.is_alone:
+            reports = [plan.covered(one for own in told for one in (*own[0], *own[2]))]
+        known = [] if stored is None else [stored]
+        found = plan.choose(known, reports, tag, folders.PARTIAL_SUFFIX)
         if found is None:
             asked = "no complete checkpoint" if tag is None else f"no complete checkpoint {tag!r}"
             raise FileNotFoundError(
                 f"{self._rank.prefix}{what}: {self._address} has {asked}, nor has {self.root}"
             )
         key, is_local = found
-        return together(
-            self._rank, what, lambda: self.root / key.name if is_local else self._fetched(key)
-        )
+        if is_local and self.node.is_alone:
+            return together(self._rank, what, lambda: self.root / key.name)
+        return together(self._rank, what, lambda: self._fetched(key, key == stored))
 
-    def _fetched(self, key: Key) -> Fetched:
+    def _local(self) -> dict[Key, Path]:
+        """Returns generations that are in the folder, or parts of them if hosts have their own.
+
+        Those that are pending count only then, because in a shared folder one is sent first.
+        """
+        found = {key: self.root / key.name for key in local_keys(self.root)}
+        if not self.node.is_alone:
+            for key in pending.keys(self.root):
+                found.setdefault(key, Pending.of(self.root, key).folder)
+        return found
+
+    def _fetched(self, key: Key, is_complete: bool) -> Fetched:
         hang_s = self._rank.settings.hang_s
         patience_s = min(_PATIENCE_S, hang_s / 2) if hang_s else _PATIENCE_S
-        fetched = Fetched(self._reader, key, self.root, patience_s)
+        beside = None if self.node.is_alone else self._local().get(key)
+        fetched = Fetched(
+            self._reader, key, self.root, patience_s, beside=beside, is_complete=is_complete
+        )
         self._reading.add(fetched)
         if self._rank.local_rank == 0:
             fetching.tidy(self.root, key)
@@ -196,7 +249,7 @@ def store_of(current: runtime.Runtime, path: str) -> JobStore:
     if address not in known:
         if not known:
             current.on_shutdown(lambda: _end(current))
-        known[address] = JobStore(address, current.rank)
+        known[address] = JobStore(address, current.rank, current.meeting, current.record)
     return known[address]
 
 
@@ -216,6 +269,15 @@ def local_keys(root: Path) -> list[Key]:
         if names.is_ordered(key.generation):
             keys.append(key)
     return keys
+
+
+def _holding(key: Key, path: Path) -> Holding:
+    """Returns the files of a generation that are in a folder."""
+    try:
+        files = manifests.read(path).files
+    except FileNotFoundError:
+        return Holding(key, [], 0)  # it was deleted meanwhile
+    return Holding(key, [name for name in files if (path / name).is_file()], len(files))
 
 
 def _end(current: runtime.Runtime) -> None:

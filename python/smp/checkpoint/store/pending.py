@@ -55,6 +55,15 @@ class Pending:
             self.folder, f"{self.folder}, which the first rank has created, is not visible here"
         )
 
+    def sizes_here(self) -> dict[str, int]:
+        """Returns the same as `sizes`, without files that are in folders of other hosts.
+
+        Raises:
+            FileNotFoundError: the generation is not pending any more.
+        """
+        sizes, there = self.sizes(), set(os.listdir(self.folder))
+        return {name: num_bytes for name, num_bytes in sizes.items() if name in there}
+
     def sizes(self) -> dict[str, int]:
         """Returns the files' sizes in bytes by name, from the manifest, which is left out.
 
@@ -119,6 +128,13 @@ class Pending:
         file_system.delete(gone)
 
 
+def keys(root: Path) -> list[Key]:
+    """Returns the keys of the generations that wait in a folder."""
+    parent = root / FOLDER
+    found = [Key.of_folder(path.name) for path in parent.glob("[!.]*") if path.is_dir()]
+    return sorted(key for key in found if key is not None)
+
+
 def lock_path(root: Path, key: Key) -> Path:
     """Returns the path of the lock of the sending process, the first rank's."""
     return root / FOLDER / f"{key.folder()}.lock"
@@ -148,7 +164,8 @@ def hold(root: Path, source: Path, key: Key) -> tuple[Pending, OwnerLock]:
         file_system.delete(linking)
         linking.mkdir()
         for name in (*manifests.read(source).files, FILE_NAME):
-            _link(source / name, linking / name)
+            if (source / name).exists():  # otherwise it is in the folder of another host
+                _link(source / name, linking / name)
         file_system.sync_folder(linking)
         linking.rename(pending.folder)
         file_system.sync_folder(parent)

@@ -29,6 +29,22 @@ class Stored:
         return FILE_NAME in self.sizes
 
 
+@dataclass(frozen=True)
+class Holding:
+    """The files of a generation that are in one place.
+
+    Attributes:
+        key: key of the generation.
+        names: files that are there, without the manifest.
+        total: number of files that the generation has; 0: unknown, because the place is the store
+            and has no manifest.
+    """
+
+    key: Key
+    names: list[str]
+    total: int
+
+
 def missing(wanted: Mapping[str, int], there: Mapping[str, int]) -> list[str]:
     """Returns files that are not in the store with all their bytes.
 
@@ -94,6 +110,16 @@ def newest(found: Iterable[Key], tag: str | None, suffix: str) -> Key | None:
     """Returns the newest generation, or the newest of a tag, with or without its suffix."""
     names = None if tag is None else (tag, tag + suffix)
     return max((key for key in found if names is None or key.name in names), default=None)
+
+
+def covered(holdings: Iterable[Holding]) -> set[Key]:
+    """Returns the generations of which several places together have all files."""
+    found: dict[Key, set[str]] = {}
+    totals: dict[Key, int] = {}
+    for one in holdings:
+        found.setdefault(one.key, set()).update(one.names)
+        totals[one.key] = max(one.total, totals.get(one.key, 0))
+    return {key for key, names in found.items() if 0 < totals[key] == len(names)}
 
 
 def choose(

@@ -54,8 +54,8 @@ def send_share(
     Args:
         store: store to send to.
         pending: generation to send.
-        rank: global rank of this process.
-        num_ranks: number of ranks that share the files.
+        rank: number of this process among the ranks that share the folder.
+        num_ranks: number of these ranks.
         progress: progress, which this call updates.
         pause: waits for so many seconds before another attempt; may raise `Stopped`.
 
@@ -64,7 +64,7 @@ def send_share(
         Stopped: the transfer is not needed any more.
         FileNotFoundError: the generation is not pending any more.
     """
-    sizes = pending.sizes()
+    sizes = pending.sizes_here()
     mine = plan.shares(sizes, num_ranks)[rank]
     pending.say_sending(rank)
     there = store.stored(pending.key).sizes
@@ -149,6 +149,33 @@ def complete(
     store.end_uploads(pending.key)
     if not found.is_complete:
         store.put(pending.key, FILE_NAME, pending.folder / FILE_NAME)
+
+
+def wait_until_complete(
+    store: ObjectStore, pending: Pending, wait: Callable[[], None], timeout_s: float
+) -> None:
+    """Waits until another host's first rank has written the manifest. First rank of a folder.
+
+    Args:
+        store: store that gets the generation.
+        pending: the part of the generation that is in the folder of this host.
+        wait: called while the manifest is missing; raises to give up.
+        timeout_s: seconds after which to give up if nothing arrives.
+
+    Raises:
+        NotSent: nothing arrived any more.
+    """
+    seen: dict[str, int] | None = None
+    deadline = time.monotonic() + timeout_s
+    while not (found := store.stored(pending.key)).is_complete:
+        if found.sizes != seen:
+            seen, deadline = dict(found.sizes), time.monotonic() + timeout_s
+        if time.monotonic() > deadline:
+            raise NotSent(
+                f"{store.address}: the files of other hosts of {pending.key.folder()} have not "
+                f"arrived within {timeout_s:g} s"
+            )
+        wait()
 
 
 def prune(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from smp.checkpoint.locks import OwnerLock
 from smp.checkpoint.store import sending
 from smp.checkpoint.store.names import Key
+from smp.checkpoint.store.nodes import Node
 from smp.checkpoint.store.objects import ObjectStore, Stopped
 from smp.checkpoint.store.pending import Pending
 from smp.checkpoint.store.sending import NotSent, Progress
@@ -27,14 +28,16 @@ class Upload:
 
     Attributes:
         pending: generation to send.
-        lock: lock of the generation on the first rank, else None.
+        lock: lock of the generation on the first rank of a folder, else None.
         keep: number of complete generations that stay in the store; None: all.
+        completes: whether this rank writes the manifest, if it has the lock.
         progress: progress of this rank.
     """
 
     pending: Pending
     lock: OwnerLock | None
     keep: int | None
+    completes: bool = True
     progress: Progress = field(default_factory=Progress)
 
 
@@ -43,26 +46,29 @@ class Uploader:
 
     Args:
         store: store to send to; stops its transfers when `is_stopped` returns True.
-        rank, num_ranks: global rank of this process, and number of ranks.
+        node: ranks that share the folder of the generations.
         prefix: text in front of log messages.
         timeout_s: seconds without progress after which a generation is given up.
         fault: returns the reason why the job ends, or None.
         held: returns the generations that this job reads.
+        told: called on the first rank with a generation that is complete in the store, and the
+            seconds that this took.
     """
 
     def __init__(
         self,
         store: ObjectStore,
-        rank: int,
-        num_ranks: int,
+        node: Node,
         prefix: str,
         timeout_s: float,
         fault: Callable[[], str | None],
         held: Callable[[], Set[Key]],
+        told: Callable[[Key, float], None] = lambda key, seconds: None,
     ) -> None:
         self._store = store
-        self._rank, self._num_ranks, self._prefix = rank, num_ranks, prefix
+        self._node, self._prefix = node, prefix
         self._timeout_s, self._fault, self._held = timeout_s, fault, held
+        self._told = told
         self._changed = threading.Condition()
         self._queue: deque[Upload] = deque()
         self._given_up: list[Upload] = []
@@ -192,8 +198,14 @@ class Uploader:
         pending, begin_s = upload.pending, time.monotonic()
         try:
             pending.wait_until_seen()
+            ranks = self._node.ranks
             sending.send_share(
-                self._store, pending, self._rank, self._num_ranks, upload.progress, self._pause
+                self._store,
+                pending,
+                ranks.index(self._node.rank),
+                len(ranks),
+                upload.progress,
+                self._pause,
             )
         except FileNotFoundError:
             if upload.lock is None and not pending.is_there():
@@ -202,13 +214,18 @@ class Uploader:
         if upload.lock is None:
             self._wait_for_first(pending)
             return
-        sending.complete(self._store, pending, lambda: self._pause(_POLL_S), self._timeout_s)
-        self._prune(upload)
+        finish = sending.complete if upload.completes else sending.wait_until_complete
+        finish(self._store, pending, lambda: self._pause(_POLL_S), self._timeout_s)
+        if upload.completes:
+            self._prune(upload)
         pending.delete()
         upload.lock.release(delete=True)
         upload.lock = None
+        if not upload.completes:
+            return
         seconds = time.monotonic() - begin_s
         _log.info("smp: %s is in %s (%.1f s)", pending.key.name, self._store.address, seconds)
+        self._told(pending.key, seconds)
 
     def _prune(self, upload: Upload) -> None:
         try:
@@ -226,12 +243,12 @@ class Uploader:
     def _wait_for_first(self, pending: Pending) -> None:
         """Waits until the first rank deletes the pending generation or records a failure."""
         while pending.is_there():
-            if 0 in (failures := pending.failures()):
-                raise NotSent(f"global_rank 0: {failures[0]}")
+            if (first := self._node.leader) in (failures := pending.failures()):
+                raise NotSent(f"global_rank {first}: {failures[first]}")
             self._pause(_POLL_S)
 
     def _give_up(self, upload: Upload, error: Exception) -> None:
-        upload.pending.say_failed(self._rank, str(error))
+        upload.pending.say_failed(self._node.rank, str(error))
         _log.warning(
             "%s%s is complete in its folder, but not in %s: %s. Training goes on; the next job "
             "that uses this folder sends what is missing (%s)",

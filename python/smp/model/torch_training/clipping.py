@@ -25,7 +25,7 @@ import smp._C as _C
 from smp.model.torch_training.known import has_known, has_known_gradient
 from smp.precision.grad_norm import clip_grad_norm_, refuse_without_gradients
 from smp.precision.gradients import gradients_of
-from smp.precision.holdings import master_of
+from smp.precision.holdings import master_of, model_parameter_of
 from smp.world import runtime
 
 Parameters = Tensor | Iterable[Tensor]
@@ -88,6 +88,9 @@ class TorchClipping:
         if self._is_ours(listed, "clip_grad_value_"):
             refuse_without_gradients(self._rank, "clipping of all gradients")
             updated = list({id(p): p for p in map(master_of, listed)}.values())
+            if self._wrapped.uneven is not None:
+                models = map(model_parameter_of, updated)
+                self._wrapped.uneven.call("clip_grad_value_", models, float(clip_value))
             for gradients in {id(g): g for p in updated if (g := gradients_of(p))}.values():
                 gradients.unscale()
             listed = [p for p in updated if p.grad is not None]

@@ -63,6 +63,8 @@ class TorchGradScaler:
         ) -> Found:
             if has_known(wrapped, parameters_of(optimizer)):
                 refuse_without_gradients(rank, "a check of all gradients by a GradScaler")
+                if wrapped.uneven is not None:
+                    wrapped.uneven.refuse("a GradScaler")
             found: Found = theirs(scaler, optimizer, inv_scale, found_inf, *args, **kwargs)
             is_ours = not getattr(scaler, "agrees_itself", False)
             if is_ours and has_known(wrapped, parameters_of(optimizer)):
