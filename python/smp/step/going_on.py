@@ -1,7 +1,7 @@
-"""Runs steps so that the ranks that live go on after a failure, with ``on_failure="shrink"``.
+"""Runs steps so that the ranks that live go on after a failure, if ``on_failure`` says so.
 
-A step that fails is run again by the ranks that are left, with the same arguments and the state
-that it began with. See docs/design/going_on.md.
+A step that fails is run again by the ranks that are left, and by processes that take the places of
+lost ones, with the same arguments and the state that it began with. See docs/design/going_on.md.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 import smp._C as _C
 from smp.model.engine import Engine
 from smp.precision.holdings import master_of
+from smp.step import taking_over
 from smp.world import failure, runtime
 from smp.world.survivors import Decision, Dismissed, Survivors
 
@@ -37,7 +38,8 @@ class Resized:
         dp_size: `smp.dp_size()` from now on.
         lost: numbers that the launcher gave to the ranks that do not go on.
         seconds: duration of each part: ``agree`` (the ranks meet), ``groups`` (connections are
-            made), ``models`` (reducers and pipelines are laid out).
+            made), ``models`` (reducers and pipelines are laid out, and newcomers get their state).
+        newcomers: numbers that the launcher gave to the processes that take places of lost ranks.
     """
 
     reason: str
@@ -45,14 +47,16 @@ class Resized:
     dp_size: int
     lost: list[int]
     seconds: dict[str, float] = field(compare=False)
+    newcomers: list[int] = field(default_factory=list)
 
     @property
     def words(self) -> str:
         """The change in words, for the log."""
         parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
         return (
-            f"{self.reason}; the ranks {self.lost} are lost, and the others go on: "
-            f"dp_size {self.dp_size_before} -> {self.dp_size} ({parts})"
+            f"{self.reason}; the ranks {self.lost} are lost, "
+            + (f"{self.newcomers} take their places, " if self.newcomers else "")
+            + f"and the others go on: dp_size {self.dp_size_before} -> {self.dp_size} ({parts})"
         )
 
 
@@ -68,10 +72,10 @@ def on_resize(callback: Callable[[Resized], None]) -> None:
         callback: receives a `Resized`.
 
     Raises:
-        ValueError: the configuration lacks ``on_failure="shrink"``, so it would never be called.
+        ValueError: ``on_failure`` is "end", so it would never be called.
     """
     current = runtime.current()
-    if current.rank.config.on_failure != "shrink":
+    if not current.rank.config.goes_on:
         raise ValueError(
             f"{_C.rank_prefix()}smp.on_resize: on_failure={current.rank.config.on_failure!r}, so "
             'all ranks end when one fails; pass on_failure="shrink" to smp.init'
@@ -124,7 +128,7 @@ def _run_until_done(
                 survivors.note_done()
                 return done[0]
             start.refuse_lost(name, error)
-            _go_on(current, decision, noticed_s)
+            _go_on(current, decision, noticed_s, start)
             start.restore()
     return call()
 
@@ -136,22 +140,31 @@ def _meet(current: runtime.Runtime, survivors: Survivors, error: BaseException) 
         raise reason from error
 
 
-def _go_on(current: runtime.Runtime, decision: Decision, noticed_s: float) -> None:
+def _go_on(
+    current: runtime.Runtime, decision: Decision, noticed_s: float, start: _Start
+) -> None:
     """Makes the groups of the ranks that go on, and lays out what uses them. Collective.
 
     Args:
         current: the runtime.
         decision: ranks that go on.
         noticed_s: time at which this rank has noticed the failure.
+        start: state at the beginning of the step, which newcomers get.
     """
     before, launched = current.rank.sizes["dp"], current.launched
     while True:
         times_s = [noticed_s, time.monotonic()]
         try:
-            current.regroup(decision.kept)
+            newcomers = dict(decision.newcomers)
+            current.regroup(decision.kept, newcomers)
             times_s.append(time.monotonic())
+            if newcomers:
+                taking_over.give_places(current, newcomers)
             for engine in current.wrapped.engines.values():
                 engine.join_groups()
+            if newcomers:
+                start.restore()
+                taking_over.give_state(current, newcomers)
             break
         except _C.PeerFailure as error:  # one more is lost
             survivors = current.survivors
@@ -168,6 +181,7 @@ def _go_on(current: runtime.Runtime, decision: Decision, noticed_s: float) -> No
         current.rank.sizes["dp"],
         sorted(set(launched) - set(current.launched)),
         {name: end_s - begin_s for name, begin_s, end_s in parts},
+        sorted(set(current.launched) - set(launched)),
     )
     if current.rank.global_rank == 0:
         failure.note_given_up(resized.lost)

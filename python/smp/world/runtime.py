@@ -17,6 +17,7 @@ import torch.distributed as dist
 import smp._C as _C
 from smp._device import is_accelerator
 from smp.config.processes import check_same_topology
+from smp.config.schema import config_error
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import connecting, failure, lanes, nccl, process_hooks, thread_device
 from smp.world.attached import (
@@ -30,7 +31,7 @@ from smp.world.attached import (
 from smp.world.host_groups import check_dist_backend, describe
 from smp.world.interfaces import INTERFACE_VARIABLE, HostAddress, choose_way
 from smp.world.job_secret import SECRET_KEY, fingerprint, given_secret, share_secret
-from smp.world.launch import plan_rendezvous, read_launch, with_hosts
+from smp.world.launch import Launch, plan_rendezvous, read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
 from smp.world.observers import Observers
 from smp.world.placement_map import placement_map, placement_words
@@ -38,10 +39,11 @@ from smp.world.presence import await_key, tell_failure
 from smp.world.process_groups import ProcessGroups
 from smp.world.rank import Rank
 from smp.world.rendezvous import Hello, MeetingPoint, machine_id, meet, raise_first_error
-from smp.world.settings import device_of, host_advice, look_at_devices, read_settings, shares_gpus
+from smp.world.settings import Settings, device_of, host_advice, look_at_devices, read_settings, shares_gpus
 from smp.world.shrinking import refuse_shrinking
+from smp.world.spares import Newcomer, Place, Spares, hello_of
 from smp.world.steps import Steps
-from smp.world.survivors import Survivors
+from smp.world.survivors import Decision, Survivors, await_decision
 from smp.world.torch_group import read_torch_group, refuse_lonely_worker
 from smp.world.wrapped import Wrapped, module_manager
 
@@ -65,6 +67,9 @@ class Runtime:
         survivors: meets the other ranks after a failure, if they are to go on then.
         launched: number that the launcher gave to each rank, index = global rank.
         on_resize: callbacks that receive what has become of the ranks after a failure.
+        newcomer: what this process is while it has the place of a lost rank and no state.
+        content_to_give: makes what the script in a process with the place of a lost rank gets.
+        has_newcomers: whether some process has taken the place of a lost rank.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -83,11 +88,19 @@ class Runtime:
         self.survivors: Survivors | None = None
         self.launched = list(range(rank.world_size))
         self.on_resize: list[Callable[[Any], None]] = []
+        self.newcomer: Newcomer | None = None
+        self.content_to_give: Callable[[], Any] | None = None
+        self.has_newcomers = False
         self._met: _Met | None = None
         self._num_regroups = 0
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False
         self.observers = Observers(self)
+
+    @property
+    def has_taken_place(self) -> bool:
+        """True if this process has the place of a lost rank."""
+        return self.launched[self.rank.global_rank] in self.rank.launch.spares
 
     @property
     def server(self) -> _C.Server | None:
@@ -118,9 +131,9 @@ class Runtime:
             own_host: address of this machine as others see it, if `meeting` does not have it.
             given: secret of this job from the environment; None: the job draws one.
         """
-        self._met = _Met(store, list(meeting), own_host, given)
+        self._met = _Met(store, list(meeting), own_host, given, self.rank.launch.spares)
         self._connect(store)
-        if self.rank.config.on_failure == "shrink":
+        if self.rank.config.goes_on:
             self._watch_for_failures(store)
         self.process_groups.open(store, loopback=self._met.is_one_machine)
         self.rank.wait_for_all("smp.init")
@@ -158,7 +171,12 @@ class Runtime:
         assert connections is not None
         if self.rank.global_rank == 0:
             failure.note_given_up([])
-        self.survivors = Survivors(store, self.rank, connections)
+        spares, met = None, self._met
+        if self.rank.config.on_failure == "spare":
+            assert met is not None
+            place = Place(0, self._num_regroups, self.launched, met.hellos)
+            spares = Spares(met.store, store, met.spares, place)
+        self.survivors = Survivors(store, self.rank, connections, spares)
 
     def _show_connections(self) -> None:
         assert self._met is not None
@@ -185,13 +203,48 @@ class Runtime:
             first_rank_log.info("smp: %s", line)
         first_rank_log.debug("%s", placement_map(hosts, devices, coordinates, grid.placement))
 
-    def regroup(self, kept: Sequence[int]) -> None:
+    def enter(
+        self, store: dist.Store, newcomer: Newcomer, own_host: str, given: bytes | None
+    ) -> None:
+        """Enters a place that was lost, without a connection yet. Not collective.
+
+        Args:
+            store: keys of this init.
+            newcomer: this process, which has its place.
+            own_host, given: see `connect`.
+        """
+        place, spares = newcomer.place, self.rank.launch.spares
+        assert place is not None
+        self._met = _Met(store, place.hellos, own_host, given, spares)
+        self.launched, self._num_regroups = place.launched, place.generation
+        self.newcomer, self.rank.is_apart = newcomer, True
+
+    def join(self) -> Decision | None:
+        """Joins the other ranks in a process that has the place of a lost one. Collective.
+
+        Returns:
+            their decision; None: they go on without this process.
+        """
+        assert self._met is not None and self.newcomer is not None
+        self.newcomer.ask_for_state()
+        decision = await_decision(self._met.store_of(self._num_regroups), self.rank.timeout_s)
+        newcomers = dict(decision.newcomers)
+        if newcomers.get(self.rank.global_rank) != self.newcomer.number:
+            return None
+        failure.note_taken(self.newcomer.number)
+        self.newcomer.close(has_joined=True)
+        self.newcomer, self.rank.is_apart = None, False
+        self.regroup(decision.kept, newcomers)
+        return decision
+
+    def regroup(self, kept: Sequence[int], newcomers: Mapping[int, int]) -> None:
         """Connects the ranks that go on after a failure, in place of all. Collective over them.
 
         Models and optimizers stay; their owners lay out again what uses groups.
 
         Args:
             kept: present global ranks, index = global rank from now on; this rank is among them.
+            newcomers: number of the process that takes a place, by global rank from now on.
 
         Raises:
             PeerFailure: one of them has failed meanwhile.
@@ -200,9 +253,13 @@ class Runtime:
         self.end_groups()
         rank, met = self.rank, self._met
         self._num_regroups += 1
-        store = dist.PrefixStore(f"regroup/{self._num_regroups}", met.store)
+        store = met.store_of(self._num_regroups)
         self.launched = [self.launched[number] for number in kept]
         met.hellos = [replace(met.hellos[number], world_size=len(kept)) for number in kept]
+        self.has_newcomers |= bool(newcomers)
+        for place, number in newcomers.items():
+            self.launched[place] = number
+            met.hellos[place] = hello_of(met.store, number)
         launch = replace(
             rank.launch, global_rank=kept.index(rank.global_rank), world_size=len(kept)
         )
@@ -247,7 +304,9 @@ class Runtime:
         self._closed = True
         with ExitStack() as last_first:  # every part is ended, whatever others raise
             if self.survivors is not None:
-                last_first.callback(self.survivors.close)
+                last_first.callback(self.survivors.withdraw)
+            if self.newcomer is not None:
+                last_first.callback(self.newcomer.close, has_joined=False)
             last_first.callback(_C.set_rank_prefix, "")
             last_first.callback(_C.use_host_allocator, False)
             last_first.callback(self.rank.close)
@@ -274,12 +333,18 @@ class _Met:
         hellos: hello of each rank, index = global rank.
         own_host: address of this machine as others see it, if the hello does not have it.
         secret: secret of this job from the environment; None: the job draws one.
+        spares: numbers of the processes that wait for places of lost ranks.
     """
 
     store: dist.Store
     hellos: list[Hello]
     own_host: str
     secret: bytes | None
+    spares: Sequence[int]
+
+    def store_of(self, generation: int) -> dist.Store:
+        """Returns the keys of ranks that were connected again so many times."""
+        return dist.PrefixStore(f"regroup/{generation}", self.store) if generation else self.store
 
     @property
     def is_one_machine(self) -> bool:
@@ -350,7 +415,7 @@ def init(config: UserConfig = None) -> None:
     if settings.device != "cpu":
         nccl.set_device_queues()  # before the first look, which may load the driver
     device_type, num_devices = look_at_devices(settings)
-    if launch.world_size == 1:
+    if launch.world_size == 1 and not launch.is_spare:
         if read.error is not None:
             raise ValueError(read.error)
         assert read.config is not None
@@ -364,9 +429,11 @@ def init(config: UserConfig = None) -> None:
     try:
         way = choose_way(env, _meeting_point.host, hostname)
         secret = given_secret(env)
-        if read.config is not None and read.config.on_failure == "shrink":
+        if read.config is not None and read.config.goes_on:
             place = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid(), group)
-            refuse_shrinking(launch, place, env, device_type, settings.transport)
+            refuse_shrinking(
+                read.config.on_failure, launch, place, env, device_type, settings.transport
+            )
     except ValueError as error:  # all ranks are to hear of it
         own_error = str(error)
     hello = Hello(
@@ -380,13 +447,16 @@ def init(config: UserConfig = None) -> None:
         asdict(way),
         fingerprint(secret),
     )
+    own_host = env.get("MASTER_ADDR") or _meeting_point.host or hostname
+    if launch.is_spare:
+        _take_place(store, launch, hello, read, settings, own_host, secret)
+        return
     meeting = meet(store, launch, hello, read, settings)
     launch = with_hosts(launch, [other.host for other in meeting])
     device = device_of(device_type, launch.local_rank, num_devices)
     runtime = Runtime(Rank(read, launch, settings, device))
     _start(runtime, read.notes)
     try:
-        own_host = env.get("MASTER_ADDR") or _meeting_point.host or hostname
         runtime.connect(store, meeting, own_host, secret)
     except BaseException as error:
         if not runtime.rank.is_watched:
@@ -395,6 +465,37 @@ def init(config: UserConfig = None) -> None:
         _init_culprit = runtime.rank.culprit(error)
         _end()
         raise
+
+
+def _take_place(
+    store: dist.Store,
+    launch: Launch,
+    hello: Hello,
+    read: ReadConfig,
+    settings: Settings,
+    own_host: str,
+    secret: bytes | None,
+) -> None:
+    """Waits until this process is needed, and starts it in its place."""
+    raise_first_error([hello.error])
+    if read.config is None or read.config.on_failure != "spare":
+        raise config_error(
+            "on_failure", "end" if read.config is None else read.config.on_failure,
+            "this process was started to wait for the place of a lost rank (smp run --spares)",
+            'set on_failure="spare", or start the job without --spares',
+        )  # fmt: skip
+    newcomer = Newcomer(store, launch.global_rank)
+    place = newcomer.wait(hello)
+    hosts = [other.host for other in place.hellos]
+    taken = replace(launch, global_rank=place.rank, world_size=len(hosts))
+    # The ranks have made these checks with each other.
+    settings = replace(settings, check_first_step="0")
+    hosts[place.rank] = hello.host
+    taken = with_hosts(taken, hosts)
+    device = device_of(hello.device, taken.local_rank, hello.num_devices)
+    runtime = Runtime(Rank(read, taken, settings, device))
+    runtime.enter(store, newcomer, own_host, secret)
+    _start(runtime, read.notes)
 
 
 def _start(runtime: Runtime, notes: Sequence[str]) -> None:

@@ -41,16 +41,38 @@ def lasting_ranks(grid: _C.ProcessGrid, lost: Collection[int]) -> list[int]:
     return [by_place[place.pp, place.tp, place.cp, kept[place.rdp]] for place in places]
 
 
+def fill_places(
+    lost: Collection[int], taken: Mapping[int, int], free: Collection[int]
+) -> dict[int, int]:
+    """Returns the process that takes the place of each lost rank.
+
+    Args:
+        lost: global ranks that are lost.
+        taken: numbers of processes that have taken such places already, which they keep.
+        free: numbers of processes that wait.
+
+    Returns:
+        number of a process by rank; empty: there are too few.
+    """
+    open_places = sorted(set(lost) - set(taken))
+    waiting = sorted(set(free) - set(taken.values()))
+    if len(waiting) < len(open_places):
+        return {}
+    return {**taken, **dict(zip(open_places, waiting, strict=False))}
+
+
 def refuse_shrinking(
+    on_failure: str,
     launch: Launch,
     place: Rendezvous,
     env: Mapping[str, str],
     device_type: str,
     transport: str,
 ) -> None:
-    """Refuses ``on_failure="shrink"`` where ranks cannot go on without others.
+    """Refuses ``on_failure`` where ranks cannot go on when others are lost.
 
     Args:
+        on_failure: value of the configuration.
         launch: launch of this process.
         place: place where the ranks meet.
         env: environment variables.
@@ -80,9 +102,12 @@ def refuse_shrinking(
         ),
         "the script has initialized torch.distributed, whose group cannot lose ranks; leave that "
         "to smp.init": dist.is_available() and dist.is_initialized(),
+        "no process waits for the place of a lost rank; start the job with smp run --spares N": (
+            on_failure == "spare" and not launch.spares
+        ),
     }
     for words, is_so in obstacles.items():
         if is_so:
             reason, _, fix = words.partition("; ")
             fix += ', or set on_failure="end"'
-            raise config_error("on_failure", "shrink", reason, fix)
+            raise config_error("on_failure", on_failure, reason, fix)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 
@@ -20,6 +20,7 @@ import smp._C as _C
 from smp.world.connections import Connections
 from smp.world.rank import Rank
 from smp.world.shrinking import lasting_ranks
+from smp.world.spares import Spares
 
 _LOOK_S, _LOOK_FOR_FAULTS_S = 0.02, 0.1
 _PULSE_S = 0.5
@@ -39,10 +40,12 @@ class Decision:
     Attributes:
         kept: present global ranks, index = global rank from now on.
         reason: the failure, in words.
+        newcomers: pairs of a place among these ranks and the number of the process that takes it.
     """
 
     kept: list[int]
     reason: str
+    newcomers: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Dismissed(Exception):
@@ -56,13 +59,20 @@ class Survivors:
         store: keys of these ranks alone.
         rank: rank of this process; its place is that among these ranks.
         connections: connections of these ranks.
+        spares: processes that wait for the places of lost ranks; None: there are none.
 
     Attributes:
         num_done: number of works that all ranks have finished, as far as this one knows.
     """
 
-    def __init__(self, store: dist.Store, rank: Rank, connections: Connections) -> None:
-        self._store = dist.PrefixStore("survivors", store)
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: Rank,
+        connections: Connections,
+        spares: Spares | None = None,
+    ) -> None:
+        self._store, self._spares = _open(store), spares
         self._own = rank.global_rank
         self._grid, self._needed = rank.grid, list(rank.groups["mp"])
         self._everyone = list(rank.groups["world"])
@@ -123,36 +133,50 @@ class Survivors:
         seen: dict[int, tuple[bytes, float]] = {}
         while True:
             if self._store.check([_DECISION]):
-                return self._taken(Decision(**json.loads(self._store.get(_DECISION))))
+                return self._taken(_decision_in(self._store.get(_DECISION)))
             if any(int(text.split()[0]) > self.num_done for text in self._pulses(seen)):
                 return None
             fault = self._board.known_fault()
             assert fault is not None
             lost = {fault[1], *self._gone(seen, began_s)}
             lost |= {rank for rank in self._everyone if self._board.has_left(rank)}
-            kept = lasting_ranks(self._grid, lost)
-            if not kept:
-                raise RuntimeError(
-                    f"{_C.rank_prefix()}no replica of the model is whole without the ranks "
-                    f"{sorted(lost)}, so the others cannot go on; resume from a checkpoint"
-                )
-            if self._own not in kept:
-                self._taken(Decision(kept, fault[2]))
-            waiting = [rank for rank in kept if not self._has_stopped(rank)]
-            if not waiting:
-                decided = json.dumps(asdict(Decision(kept, fault[2])))
-                self._store.compare_set(_DECISION, "", decided)
+            decision = self._without(lost, fault[2])
+            if decision is not None:
+                self._taken(decision)
+                lost |= {rank for rank, _ in decision.newcomers}
+            kept = self._everyone if decision is None else decision.kept
+            waiting = [rank for rank in kept if not self._has_stopped(rank) and rank not in lost]
+            if not waiting and decision is not None:
+                self._store.compare_set(_DECISION, "", json.dumps(asdict(decision)))
             elif time.monotonic() - began_s > timeout_s:
+                who = f"the ranks {waiting} live, but" if waiting else "processes for lost ranks"
                 raise RuntimeError(
-                    f"{_C.rank_prefix()}the ranks {waiting} live, but did not come to their next "
+                    f"{_C.rank_prefix()}{who} did not come to their next "
                     f"step within {timeout_s:g} s after the failure of global_rank {fault[1]}; "
                     "give all ranks the same number of steps, or raise SMP_TIMEOUT_S"
                 )
             else:
                 time.sleep(_LOOK_S / 4)
 
+    def _without(self, lost: set[int], reason: str) -> Decision | None:
+        """Returns the ranks that go on without lost ones; None: it is not known yet."""
+        kept = lasting_ranks(self._grid, lost)
+        if not kept:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}no replica of the model is whole without the ranks "
+                f"{sorted(lost)}, so the others cannot go on; resume from a checkpoint"
+            )
+        if self._spares is None:
+            return Decision(kept, reason)
+        found = self._spares.find(lost)
+        if found is None:
+            return None
+        if not found:
+            return Decision(kept, f"{reason}; too few processes wait for places of lost ranks")
+        return Decision(self._everyone, reason, sorted(found.items()))
+
     def _taken(self, decision: Decision) -> Decision:
-        if self._own not in decision.kept:
+        if self._own not in decision.kept or self._own in dict(decision.newcomers):
             raise Dismissed(
                 f"{_C.rank_prefix()}this rank ends, because its replica is not whole any more, or "
                 f"it was silent for too long; {len(decision.kept)} of {len(self._everyone)} ranks "
@@ -208,3 +232,33 @@ class Survivors:
         """Ends the thread. May be called twice."""
         self._is_over.set()
         self._thread.join()
+
+
+def _open(store: dist.Store) -> dist.Store:
+    return dist.PrefixStore("survivors", store)
+
+
+def await_decision(store: dist.Store, timeout_s: float) -> Decision:
+    """Waits, in a process that takes a place, for the decision of the other ranks.
+
+    Args:
+        store: keys of these ranks alone.
+        timeout_s: longest wait.
+
+    Raises:
+        RuntimeError: they have not decided within that time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not _open(store).check([_DECISION]):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}the other ranks did not come to their next step within "
+                f"{timeout_s:g} s, so this process cannot take its place; raise SMP_TIMEOUT_S"
+            )
+        time.sleep(_LOOK_S)
+    return _decision_in(_open(store).get(_DECISION))
+
+
+def _decision_in(text: bytes) -> Decision:
+    told = json.loads(text)
+    return Decision(told["kept"], told["reason"], [tuple(pair) for pair in told["newcomers"]])

@@ -9,7 +9,9 @@ or backward of its module (``forward``, ``backward``), before or after gradients
 before a barrier of the script (``barrier``), before the norm of the gradients is computed
 (``clip``), in the update (``optimizer``), after it (``between``); ``raise`` raises an exception in
 the forward, ``stop`` stops the process there; ``resize`` dies when it is told that others have
-died. It prints ``AT <monotonic time>`` before.
+died. A process that takes a place dies when it has entered it (``entered``), when it has built its
+model (``built``), or when it has the state (``taken``), whatever the step. It prints ``AT
+<monotonic time>`` before.
 """
 
 from __future__ import annotations
@@ -103,10 +105,12 @@ class Job:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.step = args, 0
         self.place, self.fatal_step = "", -1
+        number = int(os.environ.get("SMP_RANK", smp.rank()))  # of a process that waits: no rank
         for text in args.die:
             rank, place, step = text.split(":")
-            if int(rank) == smp.rank():
+            if int(rank) == number:
                 self.place, self.fatal_step = place, int(step)
+        self.at("entered")
         reads = [int(r) for r in args.reads.split(",")] if args.reads else range(smp.rdp_size())
         self.replica = reads[smp.rdp_rank()]
         torch.manual_seed(5)
@@ -121,9 +125,17 @@ class Job:
             content = smp.resume_from_checkpoint(args.resume)
             self.step = content["step"]
             self.schedule.load_state_dict(content["schedule"])
+        if smp.state.cfg.on_failure == "spare":
+            self.at("built")
+            content = smp.take_over(self.content)
+            if content is not None:
+                self.step = content["step"]
+                self.schedule.load_state_dict(content["schedule"])
+                say(f"TAKEN {smp.rank()} {self.step} {time.monotonic()}")
+                self.at("taken")
         self.resized: list[dict[str, Any]] = []
         self.save: Any = None  # the save in the background
-        if smp.state.cfg.on_failure == "shrink":
+        if smp.state.cfg.on_failure != "end":
             smp.on_resize(self.note)
         self.optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
 
@@ -135,6 +147,9 @@ class Job:
 
         self.train_step = train_step
 
+    def content(self) -> dict[str, Any]:
+        return {"step": self.step, "schedule": self.schedule.state_dict()}
+
     def note(self, resized: Any) -> None:
         assert (smp.dp_size(), smp.size()) == (resized.dp_size, len(smp.get_world_group()))
         self.resized.append(
@@ -142,13 +157,15 @@ class Job:
                 "step": self.step,
                 "sizes": [resized.dp_size_before, resized.dp_size],
                 "lost": resized.lost,
+                "newcomers": resized.newcomers,
             }
         )
         say(f"RESIZED {time.monotonic()} {json.dumps(resized.seconds)}")
         self.at("resize")
 
     def at(self, place: str) -> None:
-        if (place, self.step) != (self.place, self.fatal_step):
+        is_joining = place in ("entered", "built", "taken")
+        if place != self.place or not (is_joining or self.step == self.fatal_step):
             return
         self.fatal_step = -1  # a stopped process may come to a further microbatch
         if place == "raise":
@@ -185,7 +202,7 @@ class Job:
                 tag="saved",
                 model=self.model,
                 optimizer=self.optimizer,
-                user_content={"step": self.step, "schedule": self.schedule.state_dict()},
+                user_content=self.content(),
             )
 
     def save_in_background(self) -> None:
@@ -200,7 +217,7 @@ class Job:
             tag=f"after{self.step}",
             model=self.model,
             optimizer=self.optimizer,
-            user_content={"step": self.step, "schedule": self.schedule.state_dict()},
+            user_content=self.content(),
             blocking=False,
         )
 
