@@ -239,6 +239,7 @@ __all__ = [
     "state",
     "state_mod",
     "step",
+    "take_over",
     "stream_parameters",
     "tensor_parallelism",
     "tp_barrier",

@@ -125,11 +125,9 @@ def _watch(ranks: Ranks, grace_s: float, signals: _Signals, folder: Path) -> Non
                 ranks.send(signal.SIGKILL)
         idle = set(ranks.spares) - set(read_taken(folder))
         for rank, status in ranks.ended:
-            if rank in idle - told_idle:
+            if rank in idle - told_idle and not signals.is_ending:
                 told_idle.add(rank)
-                told = _read_failure(failure_file(folder, rank))
-                failure = Failure(rank, status, () if told is None else told.report)
-                say(f"{failure.words}, which has waited for the place of another", *failure.report)
+                _say_waited(rank, status, folder)
         has_failed = any(
             status not in (0, EXIT_RESUME) and rank not in idle for rank, status in ranks.ended
         )
@@ -144,6 +142,12 @@ def _watch(ranks: Ranks, grace_s: float, signals: _Signals, folder: Path) -> Non
             say(f"ending the ranks {ranks.running}, which still run, with {steps[0].name}")
             ranks.send(steps.pop(0))
             deadline = time.monotonic() + grace_s
+
+
+def _say_waited(rank: int, status: int, folder: Path) -> None:
+    told = _read_failure(failure_file(folder, rank))
+    failure = Failure(rank, status, () if told is None else told.report)
+    say(f"{failure.words}, which has waited for the place of another", *failure.report)
 
 
 def find_failure(ended: Sequence[tuple[int, int]], folder: Path) -> Failure | None:

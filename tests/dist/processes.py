@@ -135,9 +135,10 @@ def run_ranks(
     timeout: float = PATIENCE_S,
     env: dict[str, str] | None = None,
     launcher: str | None = "torchrun",
+    spares: int = 0,
 ) -> list[Ended]:
     """`start_ranks` and `wait_for_ranks`."""
-    started = start_ranks(pool, script, world_size, argv, timeout, env, launcher)
+    started = start_ranks(pool, script, world_size, argv, timeout, env, launcher, spares)
     return wait_for_ranks(pool, started)
 
 

@@ -197,6 +197,15 @@ class Rank:
         """Byte strings between ranks; None in a world of one."""
         return None if self.connections is None or self._is_alone else self.connections.exchange
 
+    def stand_apart(self) -> None:
+        """Begins the time before this process joins the others in the place of a lost rank.
+
+        Modules are split as in that place, and nothing is exchanged.
+        """
+        self.is_apart = True
+        split = _C.TensorParallelGroup(None, self.ranks["tp"], self.sizes["tp"])
+        self.comms = Groups(tp_group=split)
+
     @property
     def is_alone(self) -> bool:
         """True inside of `alone`."""

@@ -217,7 +217,8 @@ class Runtime:
         assert place is not None
         self._met = _Met(store, place.hellos, own_host, given, spares)
         self.launched, self._num_regroups = place.launched, place.generation
-        self.newcomer, self.rank.is_apart = newcomer, True
+        self.newcomer = newcomer
+        self.rank.stand_apart()
 
     def join(self) -> Decision | None:
         """Joins the other ranks in a process that has the place of a lost one. Collective.

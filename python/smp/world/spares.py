@@ -23,8 +23,9 @@ from smp.world.rendezvous import Hello
 from smp.world.shrinking import fill_places
 
 _LOOK_S, _PULSE_S = 0.2, 0.5
+_LOOK_FOR_ANSWERS_S = 0.03
 # A process that waits answers within this time if it lives, and one that has just been started.
-_ANSWER_S, _START_S = 3.0, 15.0
+_ANSWER_S, _START_S = 10.0, 30.0
 # A process without a pulse for so long has ended, or is stopped.
 _SILENT_S = 10.0
 _ASK = "ask"
@@ -68,6 +69,7 @@ class Spares:
         self._numbers, self._place = list(numbers), place
         self._token = str(place.generation)
         self._asked_s: float | None = None
+        self._next_s = 0.0
         self._num_offers = 0
         self._offer: dict[int, int] | None = None
         self._seen: dict[int, tuple[bytes, float]] = {}
@@ -82,8 +84,12 @@ class Spares:
             number of the process for each lost rank, all of which ask for their state; empty: too
             few are left; None: not known yet, ask again.
         """
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return None
+        self._next_s = now_s + _LOOK_FOR_ANSWERS_S
         if self._asked_s is None:
-            self._asked_s = time.monotonic()
+            self._asked_s = now_s
             self._store.set(_ASK, self._token)
         self._read_offers()
         offer = self._offer

@@ -52,6 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--barrier", action="store_true", help="has a barrier between steps")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--norm", action="store_true", help="adds running statistics")
+    parser.add_argument("--double", action="store_true", help="computes in FP64")
     return parser.parse_args()
 
 
@@ -114,6 +115,7 @@ class Job:
         reads = [int(r) for r in args.reads.split(",")] if args.reads else range(smp.rdp_size())
         self.replica = reads[smp.rdp_rank()]
         torch.manual_seed(5)
+        torch.set_default_dtype(torch.float64 if args.double else torch.float32)
         layers: list[nn.Module] = []
         for index in range(smp.pp_size()):
             with smp.partition(index), smp.tensor_parallelism(smp.tp_size() > 1):
