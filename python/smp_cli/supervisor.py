@@ -125,7 +125,7 @@ def _watch(ranks: Ranks, grace_s: float, signals: _Signals, folder: Path) -> Non
                 ranks.send(signal.SIGKILL)
         idle = set(ranks.spares) - set(read_taken(folder))
         for rank, status in ranks.ended:
-            if rank in idle - told_idle and not signals.is_ending:
+            if status and rank in idle - told_idle and not signals.is_ending:
                 told_idle.add(rank)
                 _say_waited(rank, status, folder)
         has_failed = any(

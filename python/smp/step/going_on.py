@@ -114,8 +114,8 @@ def _run_until_done(
             done.append(call())
             survivors.confirm()
             return done[0]
-        except _C.PeerFailure as error:
-            if not survivors.can_go_on:
+        except RuntimeError as error:
+            if not (survivors.can_go_on and survivors.is_cause_of(error)):
                 raise
             noticed_s = time.monotonic()
             try:

@@ -115,6 +115,13 @@ class Survivors:
         fault = self._board.known_fault()
         return fault is not None and fault[0] in _KINDS and fault[1] != self._own
 
+    def is_cause_of(self, error: RuntimeError) -> bool:
+        """Returns whether an error of this rank is the failure of another one."""
+        fault = self._board.known_fault()
+        # A backward raises errors of its nodes as its own, with their text.
+        in_words = fault is not None and fault[2] in str(error)
+        return isinstance(error, _C.PeerFailure) or in_words
+
     def meet(self, timeout_s: float) -> Decision | None:
         """Meets the other ranks, all of which have stopped in the same work. Collective.
 
