@@ -124,6 +124,7 @@ class Runtime:
             self._watch_for_failures(store)
         self.process_groups.open(store, loopback=self._met.is_one_machine)
         self.rank.wait_for_all("smp.init")
+        self._note_connected()
         self._show_connections()
 
     def _connect(self, store: dist.Store) -> None:
@@ -138,12 +139,13 @@ class Runtime:
         rank = self.rank
         if given is None and rank.global_rank:
             await_key(store, rank.global_rank, rank.world_size, SECRET_KEY, rank.timeout_s)
+        self._met.secret = share_secret(store, self.rank.global_rank, given)
         rank.connect(
             store,
             loopback=loopback,
             own_host=own.way["address"] or own_host,
             own_address=own.way["address"],
-            secret=share_secret(store, self.rank.global_rank, given),
+            secret=self._met.secret,
             addresses=[] if loopback else [other.way["address"] for other in meeting],
             machine=f"{own.host} {own.machine}",  # hosts may be simulated
             shares_gpus=shares_gpus(
@@ -154,11 +156,13 @@ class Runtime:
         )
 
     def _watch_for_failures(self, store: dist.Store) -> None:
-        connections = self.rank.connections
-        assert connections is not None
         if self.rank.global_rank == 0:
             failure.note_given_up([])
-        self.survivors = Survivors(store, self.rank, connections)
+        self.survivors = Survivors(store, self.rank)
+
+    def _note_connected(self) -> None:
+        if self.survivors is not None:
+            self.survivors.is_connected = True
 
     def _show_connections(self) -> None:
         assert self._met is not None
@@ -194,7 +198,7 @@ class Runtime:
             kept: present global ranks, index = global rank from now on; this rank is among them.
 
         Raises:
-            PeerFailure: one of them has failed meanwhile.
+            PeerFailure, RuntimeError: one of them has failed meanwhile.
         """
         assert self._met is not None
         self.end_groups()
@@ -211,11 +215,12 @@ class Runtime:
         self.process_groups = ProcessGroups(rank)
         if len(kept) == 1:
             return
-        self._connect(store)
-        if rank.sizes["rdp"] > 1:
+        if rank.sizes["rdp"] > 1:  # before connections: a rank may fail while these are made
             self._watch_for_failures(store)
+        self._connect(store)
         self.process_groups.open(store, loopback=met.is_one_machine)
         rank.wait_for_all("the meeting of the ranks that go on")
+        self._note_connected()
         self._show_connections()
 
     def end_groups(self) -> None:

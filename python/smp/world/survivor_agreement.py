@@ -1,0 +1,210 @@
+"""The agreement, after a failure, on the ranks that go on and on the work that is finished.
+
+This is the logic alone: it reads and writes keys of a store and is given the time, but has neither
+threads nor waits, so tests run it for a thousand simulated ranks. `survivors` runs it for real.
+
+Work is a call of a step function. Each rank counts the works that it knows to be finished on all
+ranks, and a rank that has stopped in a work wants to know one thing: whether some rank has passed
+it. Either all ranks that go on stop in the same work, and then they repeat it, or one of them has
+passed it, and then it is finished. The first outcome that any rank writes holds for all. See
+docs/design/going_on.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import smp._C as _C
+from smp.world.shrinking import lasting_ranks
+
+PULSE_S = 0.5
+# A rank without a pulse for so long has died as well, or is stopped.
+SILENT_S = 10.0
+_NUM_WATCHED = 2
+_FINISHED = "finished"
+
+
+class Keys(Protocol):
+    """The part of `torch.distributed.Store` that the agreement uses."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The ranks that go on.
+
+    Attributes:
+        kept: present global ranks, index = global rank from now on.
+        reason: the failure, in words.
+    """
+
+    kept: list[int]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The work in which a rank has stopped is finished on all ranks."""
+
+
+class Dismissed(Exception):
+    """The other ranks go on without this one."""
+
+
+class NoReplicaIsWhole(Exception):
+    """No rank can go on."""
+
+
+class SurvivorAgreement:
+    """One rank's part in an agreement. One object per set of ranks.
+
+    A look costs a fixed number of requests to the store, whatever the number of ranks.
+
+    Args:
+        keys: keys of these ranks alone.
+        grid: grid of these ranks.
+        global_rank: rank of this process among them.
+
+    Attributes:
+        waiting: ranks that live and have not stopped yet, after a `look` without an outcome.
+    """
+
+    def __init__(self, keys: Keys, grid: _C.ProcessGrid, global_rank: int) -> None:
+        self._keys, self._grid, self._own = keys, grid, global_rank
+        self.waiting: list[int] = []
+        self._num_stopped = -1  # number of works finished when this rank stopped; -1: it has not
+        self._num_pulses, self._next_pulse_s = 0, 0.0
+        self._num_passed = 0
+        self._pulses: dict[int, tuple[bytes, float]] = {}
+        self._next_look_s = 0.0
+        self._lost: dict[int, int] = {}  # lost ranks, by the number of the note
+
+    # ---- notes for the other ranks ---------------------------------------------
+
+    def beat(self, num_done: int, now_s: float) -> None:
+        """Sends a pulse if one is due, and the number of works that this rank knows to be done."""
+        if num_done > self._num_passed:
+            self._num_passed = num_done
+            self._keys.set(f"passed/{num_done}", "")
+        if now_s >= self._next_pulse_s:
+            self._num_pulses, self._next_pulse_s = self._num_pulses + 1, now_s + PULSE_S
+            self._keys.set(f"pulse/{self._own}", str(self._num_pulses))
+
+    def stop(self, num_done: int) -> None:
+        """Notes that this rank has stopped in the work after `num_done` others."""
+        self._num_stopped = num_done
+        self._keys.set(f"stopped/{num_done}/{self._own}", "")
+        self._keys.set("stopped", "")
+
+    def note_lost(self, global_rank: int) -> None:
+        """Notes that a rank is lost, so that no rank waits for it."""
+        key = f"lost/{global_rank}"
+        if not self._keys.check([key]):
+            self._keys.set(key, "")
+            self._keys.set(f"loss/{self._keys.add('num_losses', 1)}", str(global_rank))
+
+    # ---- the outcome -----------------------------------------------------------
+
+    def look(self, lost: Collection[int], reason: str, now_s: float) -> Decision | Finished | None:
+        """Looks whether the work in which this rank has stopped has an outcome, or makes it one.
+
+        Args:
+            lost: ranks that this one knows to be lost.
+            reason: the failure, in words.
+            now_s: present time.
+
+        Returns:
+            the outcome, equal on all ranks that stop in this work; None: look again later.
+
+        Raises:
+            Dismissed: this rank is not among those that go on.
+            NoReplicaIsWhole: there are none.
+        """
+        outcome = f"outcome/{self._num_stopped}"
+        if self._keys.check([outcome]):
+            return self._take(self._keys.get(outcome))
+        if self._keys.check([f"passed/{self._num_stopped + 1}"]):
+            return self._take(self._keys.compare_set(outcome, "", _FINISHED))
+        for rank in lost:
+            self.note_lost(rank)
+        gone = self._all_lost(now_s)
+        kept = lasting_ranks(self._grid, gone)
+        if not kept:
+            raise NoReplicaIsWhole(f"no replica of the model is whole without {sorted(gone)}")
+        if self._own not in kept:
+            self._dismiss(kept, reason)
+        if not self._keys.check([f"stopped/{self._num_stopped}/{rank}" for rank in kept]):
+            self.waiting = kept
+            return None
+        decided = json.dumps(asdict(Decision(kept, reason)))
+        return self._take(self._keys.compare_set(outcome, "", decided))
+
+    def find_failure(self, now_s: float) -> int | None:
+        """Looks for a failure before any rank has stopped here. For ranks that connect.
+
+        Args:
+            now_s: present time.
+
+        Returns:
+            a rank that is lost; -1: another rank has stopped, for a reason that is not known here;
+            None: there is no failure.
+        """
+        self.waiting = self.waiting or list(range(self._grid.world_size))
+        lost = min(self._all_lost(now_s), default=None)
+        if lost is None and self._keys.check(["stopped"]):
+            return -1
+        return lost
+
+    def _take(self, outcome: bytes) -> Decision | Finished:
+        text = outcome.decode()
+        if text == _FINISHED:
+            return Finished()
+        decision = Decision(**json.loads(text))
+        if self._own not in decision.kept:
+            self._dismiss(decision.kept, decision.reason)
+        return decision
+
+    def _dismiss(self, kept: Sequence[int], reason: str) -> None:
+        raise Dismissed(
+            f"this rank ends, because its replica is not whole any more, or it was silent for too "
+            f"long; {len(kept)} of {self._grid.world_size} ranks go on ({reason})"
+        )
+
+    def _all_lost(self, now_s: float) -> frozenset[int]:
+        """Returns the ranks that any rank has noted as lost, this one excepted."""
+        self._watch_next(now_s)
+        count = self._keys.add("num_losses", 0)
+        while len(self._lost) < count and self._keys.check([f"loss/{len(self._lost) + 1}"]):
+            self._lost[len(self._lost) + 1] = int(self._keys.get(f"loss/{len(self._lost) + 1}"))
+        return frozenset(self._lost.values()) - {self._own}
+
+    def _watch_next(self, now_s: float) -> None:
+        """Notes the ranks after this one as lost that are waited for and send no pulses.
+
+        They are few, so that the store is not asked for all ranks by all ranks.
+        """
+        if now_s < self._next_look_s or not self.waiting:
+            return
+        self._next_look_s = now_s + PULSE_S
+        lost = self._lost.values()
+        after = [rank for rank in self.waiting if rank > self._own and rank not in lost]
+        before = [rank for rank in self.waiting if rank < self._own and rank not in lost]
+        watched = (after + before)[:_NUM_WATCHED]
+        pulses = {}
+        for rank in watched:
+            key = f"pulse/{rank}"
+            pulse = self._keys.get(key) if self._keys.check([key]) else b""
+            known, since_s = self._pulses.get(rank, (None, now_s))
+            pulses[rank] = (pulse, since_s if pulse == known else now_s)
+            # A rank that has sent none may still be ending its former connections.
+            if now_s - pulses[rank][1] > (SILENT_S if pulse else 3 * SILENT_S):
+                self.note_lost(rank)
+        self._pulses = pulses
