@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Protocol
 
 import smp._C as _C
@@ -102,7 +103,7 @@ class SurvivorAgreement:
         """Notes that this rank has stopped in the work after `num_done` others."""
         self._num_stopped = num_done
         self._keys.set(f"stopped/{num_done}/{self._own}", "")
-        self._keys.set("stopped", "")
+        self._keys.add(f"num_stopped/{num_done}", 1)
 
     def note_lost(self, global_rank: int) -> None:
         """Notes that a rank is lost, so that no rank waits for it."""
@@ -133,15 +134,14 @@ class SurvivorAgreement:
             return self._take(self._keys.get(outcome))
         if self._keys.check([f"passed/{self._num_stopped + 1}"]):
             return self._take(self._keys.compare_set(outcome, "", _FINISHED))
-        for rank in lost:
-            self.note_lost(rank)
-        gone = self._all_lost(now_s)
+        # News of connections are not passed on: after a partition each side has lost the other.
+        gone = self._all_lost(now_s) | frozenset(lost)
         kept = lasting_ranks(self._grid, gone)
         if not kept:
             raise NoReplicaIsWhole(f"no replica of the model is whole without {sorted(gone)}")
         if self._own not in kept:
             self._dismiss(kept, reason)
-        if not self._keys.check([f"stopped/{self._num_stopped}/{rank}" for rank in kept]):
+        if not self._have_stopped(kept):
             self.waiting = kept
             return None
         decided = json.dumps(asdict(Decision(kept, reason)))
@@ -157,11 +157,17 @@ class SurvivorAgreement:
             a rank that is lost; -1: another rank has stopped, for a reason that is not known here;
             None: there is no failure.
         """
-        self.waiting = self.waiting or list(range(self._grid.world_size))
         lost = min(self._all_lost(now_s), default=None)
-        if lost is None and self._keys.check(["stopped"]):
+        if lost is None and self._keys.check(["num_stopped/0"]):
             return -1
         return lost
+
+    def _have_stopped(self, ranks: Sequence[int]) -> bool:
+        """Returns whether all of some ranks have stopped in the same work as this one."""
+        num_done = self._num_stopped
+        if self._keys.add(f"num_stopped/{num_done}", 0) < len(ranks):
+            return False  # a request of few bytes, before one that grows with the ranks
+        return self._keys.check([f"stopped/{num_done}/{rank}" for rank in ranks])
 
     def _take(self, outcome: bytes) -> Decision | Finished:
         text = outcome.decode()
@@ -187,24 +193,23 @@ class SurvivorAgreement:
         return frozenset(self._lost.values()) - {self._own}
 
     def _watch_next(self, now_s: float) -> None:
-        """Notes the ranks after this one as lost that are waited for and send no pulses.
+        """Notes the next ranks after this one as lost if they send no pulses.
 
-        They are few, so that the store is not asked for all ranks by all ranks.
+        They are few, so that the store is not asked for all ranks by all ranks; and ranks of which
+        connections have told this one are among them, as those have told others of other ranks.
         """
-        if now_s < self._next_look_s or not self.waiting:
+        if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + PULSE_S
-        lost = self._lost.values()
-        after = [rank for rank in self.waiting if rank > self._own and rank not in lost]
-        before = [rank for rank in self.waiting if rank < self._own and rank not in lost]
-        watched = (after + before)[:_NUM_WATCHED]
+        size, lost = self._grid.world_size, set(self._lost.values())
+        after = ((self._own + step) % size for step in range(1, size))
         pulses = {}
-        for rank in watched:
+        for rank in islice((rank for rank in after if rank not in lost), _NUM_WATCHED):
             key = f"pulse/{rank}"
             pulse = self._keys.get(key) if self._keys.check([key]) else b""
             known, since_s = self._pulses.get(rank, (None, now_s))
             pulses[rank] = (pulse, since_s if pulse == known else now_s)
             # A rank that has sent none may still be ending its former connections.
-            if now_s - pulses[rank][1] > (SILENT_S if pulse else 3 * SILENT_S):
+            if now_s - pulses[rank][1] > (SILENT_S if pulse else 2 * SILENT_S):
                 self.note_lost(rank)
         self._pulses = pulses
