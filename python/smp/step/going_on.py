@@ -6,13 +6,14 @@ lost ones, with the same arguments and the state that it began with. See docs/de
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,10 +23,13 @@ from smp.model.engine import Engine
 from smp.precision.holdings import master_of
 from smp.step import taking_over
 from smp.world import failure, runtime
-from smp.world.survivors import Decision, Dismissed, Survivors
+from smp.world.survivor_agreement import Decision, Dismissed
+from smp.world.survivors import Survivors
 
 _log = logging.getLogger("smp")
 _T = TypeVar("_T")
+# Times that ranks try to connect although none of them is lost.
+_MOST_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -118,11 +122,7 @@ def _run_until_done(
             if not (survivors.can_go_on and survivors.is_cause_of(error)):
                 raise
             noticed_s = time.monotonic()
-            try:
-                decision = _meet(current, survivors, error)
-            except Dismissed as dismissed:
-                _log.warning("smp: %s", dismissed)
-                raise SystemExit(0) from error
+            decision = _meet(survivors, error)
             if decision is None:
                 assert done, "a step that is over on some rank has a result on all"
                 survivors.note_done()
@@ -133,11 +133,12 @@ def _run_until_done(
     return call()
 
 
-def _meet(current: runtime.Runtime, survivors: Survivors, error: BaseException) -> Decision | None:
+def _meet(survivors: Survivors, error: BaseException) -> Decision | None:
     try:
-        return survivors.meet(current.rank.timeout_s)
-    except RuntimeError as reason:
-        raise reason from error
+        return survivors.meet(error)
+    except Dismissed as dismissed:
+        _log.warning("smp: %s%s", _C.rank_prefix(), dismissed)
+        raise SystemExit(0) from error
 
 
 def _go_on(
@@ -152,6 +153,7 @@ def _go_on(
         start: state at the beginning of the step, which newcomers get.
     """
     before, launched = current.rank.sizes["dp"], current.launched
+    num_tries = 0
     while True:
         times_s = [noticed_s, time.monotonic()]
         try:
@@ -165,13 +167,16 @@ def _go_on(
             if newcomers:
                 start.restore()
                 taking_over.give_state(current, newcomers)
+            if current.survivors is not None:
+                current.survivors.confirm()
             break
-        except _C.PeerFailure as error:  # one more is lost
-            survivors = current.survivors
-            if survivors is None or not survivors.can_go_on:
+        except RuntimeError as error:  # one more is lost
+            again = _meet_again(current, error)
+            if again is None:
+                break  # all have connected, and the next step finds the failure
+            num_tries += 1
+            if num_tries > _MOST_TRIES and len(again.kept) == current.rank.world_size:
                 raise
-            again = _meet(current, survivors, error)
-            assert again is not None, "no step was run meanwhile"
             decision = again
     times_s.append(time.monotonic())
     parts = zip(("agree", "groups", "models"), times_s, times_s[1:], strict=False)
@@ -190,6 +195,51 @@ def _go_on(
         callback(resized)
 
 
+def _meet_again(current: runtime.Runtime, error: RuntimeError) -> Decision | None:
+    """Agrees once more after a failure while ranks connected. Collective over them."""
+    survivors, connections = current.survivors, current.rank.connections
+    if survivors is None:  # no other replica is left
+        raise error
+    decision = _meet(survivors, error)
+    if decision is None:
+        survivors.note_done()
+    elif connections is not None:
+        connections.has_failed = True  # so that nothing waits for the others
+    return decision
+
+
+class _NumpyRandom:
+    """Reads the state of NumPy's global generator, which takes 40 us, only if it has changed.
+
+    Its words are compared in memory (`BitGenerator.ctypes`). They do not show whether half of a
+    pair of normal numbers is kept, so a state that has one is always read.
+    """
+
+    _NUM_BYTES = 625 * 4  # mt19937: 624 words and the position
+
+    def __init__(self) -> None:
+        self._words, self._state = b"", dict[str, Any]()
+
+    def state(self) -> dict[str, Any] | None:
+        """Returns the state; None: NumPy is not imported."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return None
+        words = self._read_words(numpy)
+        if not words or words != self._words or self._state["has_gauss"]:
+            self._words, self._state = words, numpy.random.get_state(legacy=False)
+        return self._state
+
+    def _read_words(self, numpy: Any) -> bytes:
+        generator = numpy.random.get_bit_generator()
+        if type(generator).__name__ != "MT19937":
+            return b""  # the script has chosen another one
+        return ctypes.string_at(generator.ctypes.state_address, self._NUM_BYTES)
+
+
+_numpy_random = _NumpyRandom()
+
+
 class _Start:
     """The state at the beginning of a step, as far as the step changes it."""
 
@@ -202,8 +252,7 @@ class _Start:
         self._partitioned = set(current.wrapped.partitioned)
         self._random = _C.RandomState.capture(str(current.rank.device))
         self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._numpy = _numpy_random.state()
         self._buffers = [(b, b.detach().clone()) for b in self._own_buffers()]
 
     def _engines(self) -> Sequence[Engine]:

@@ -53,11 +53,18 @@ def take_over(user_content: Callable[[], Any]) -> Any:
     current.content_to_give = user_content
     if not current.rank.is_apart:
         return None
-    decision = current.join()
-    if decision is None:
-        raise SystemExit(0)
-    with current.rank.reporting("smp.take_over"):
-        state = _receive(current, dict(decision.newcomers))
+    try:
+        decision = current.join()
+        if decision is None:
+            raise SystemExit(0)
+        with current.rank.reporting("smp.take_over"):
+            state = _receive(current, dict(decision.newcomers))
+            assert current.survivors is not None
+            current.survivors.confirm()
+    except BaseException:
+        if current.survivors is not None:
+            current.survivors.withdraw()
+        raise
     return state.user_content
 
 

@@ -147,6 +147,7 @@ class Rank:
             timeout_s=self.timeout_s,
             hang_s=self.settings.hang_s,
             shares_gpus=shares_gpus,
+            confirms_steps=self.config.on_failure != "end" and self.sizes["rdp"] > 1,
         )
 
     def _describe(self, rank: int) -> str:

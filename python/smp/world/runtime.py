@@ -43,7 +43,8 @@ from smp.world.settings import Settings, device_of, host_advice, look_at_devices
 from smp.world.shrinking import refuse_shrinking
 from smp.world.spares import Newcomer, Place, Spares, hello_of
 from smp.world.steps import Steps
-from smp.world.survivors import Decision, Survivors, await_decision
+from smp.world.survivor_agreement import Decision
+from smp.world.survivors import Survivors, await_decision
 from smp.world.torch_group import read_torch_group, refuse_lonely_worker
 from smp.world.wrapped import Wrapped, module_manager
 
@@ -137,6 +138,7 @@ class Runtime:
             self._watch_for_failures(store)
         self.process_groups.open(store, loopback=self._met.is_one_machine)
         self.rank.wait_for_all("smp.init")
+        self._note_connected()
         self._show_connections()
 
     def _connect(self, store: dist.Store) -> None:
@@ -151,12 +153,13 @@ class Runtime:
         rank = self.rank
         if given is None and rank.global_rank:
             await_key(store, rank.global_rank, rank.world_size, SECRET_KEY, rank.timeout_s)
+        self._met.secret = share_secret(store, self.rank.global_rank, given)
         rank.connect(
             store,
             loopback=loopback,
             own_host=own.way["address"] or own_host,
             own_address=own.way["address"],
-            secret=share_secret(store, self.rank.global_rank, given),
+            secret=self._met.secret,
             addresses=[] if loopback else [other.way["address"] for other in meeting],
             machine=f"{own.host} {own.machine}",  # hosts may be simulated
             shares_gpus=shares_gpus(
@@ -167,8 +170,6 @@ class Runtime:
         )
 
     def _watch_for_failures(self, store: dist.Store) -> None:
-        connections = self.rank.connections
-        assert connections is not None
         if self.rank.global_rank == 0:
             failure.note_given_up([])
         spares, met = None, self._met
@@ -176,7 +177,11 @@ class Runtime:
             assert met is not None
             place = Place(0, self._num_regroups, self.launched, met.hellos)
             spares = Spares(met.store, store, met.spares, place)
-        self.survivors = Survivors(store, self.rank, connections, spares)
+        self.survivors = Survivors(store, self.rank, spares)
+
+    def _note_connected(self) -> None:
+        if self.survivors is not None:
+            self.survivors.is_connected = True
 
     def _show_connections(self) -> None:
         assert self._met is not None
@@ -248,7 +253,7 @@ class Runtime:
             newcomers: number of the process that takes a place, by global rank from now on.
 
         Raises:
-            PeerFailure: one of them has failed meanwhile.
+            PeerFailure, RuntimeError: one of them has failed meanwhile.
         """
         assert self._met is not None
         self.end_groups()
@@ -269,11 +274,12 @@ class Runtime:
         self.process_groups = ProcessGroups(rank)
         if len(kept) == 1:
             return
-        self._connect(store)
-        if rank.sizes["rdp"] > 1:
+        if rank.sizes["rdp"] > 1:  # before connections: a rank may fail while these are made
             self._watch_for_failures(store)
+        self._connect(store)
         self.process_groups.open(store, loopback=met.is_one_machine)
         rank.wait_for_all("the meeting of the ranks that go on")
+        self._note_connected()
         self._show_connections()
 
     def end_groups(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 
 import torch.distributed as dist
 
@@ -24,11 +25,16 @@ def lasting_ranks(grid: _C.ProcessGrid, lost: Collection[int]) -> list[int]:
     Returns:
         present global ranks, index = global rank from now on; empty: no replica is whole.
     """
+    return list(_lasting_ranks(grid, frozenset(lost)))
+
+
+@lru_cache(maxsize=64)
+def _lasting_ranks(grid: _C.ProcessGrid, lost: frozenset[int]) -> tuple[int, ...]:
     at = {rank: grid.coordinates(rank) for rank in range(grid.world_size)}
     broken = {at[rank].rdp for rank in lost}
     kept = [rdp for rdp in range(grid.group_size("rdp")) if rdp not in broken]
     if not kept:
-        return []
+        return ()
     smaller = _C.ProcessGrid(
         grid.world_size // grid.group_size("rdp") * len(kept),
         grid.group_size("pp"),
@@ -38,7 +44,7 @@ def lasting_ranks(grid: _C.ProcessGrid, lost: Collection[int]) -> list[int]:
     )
     by_place = {(place.pp, place.tp, place.cp, place.rdp): rank for rank, place in at.items()}
     places = [smaller.coordinates(rank) for rank in range(smaller.world_size)]
-    return [by_place[place.pp, place.tp, place.cp, kept[place.rdp]] for place in places]
+    return tuple(by_place[place.pp, place.tp, place.cp, kept[place.rdp]] for place in places)
 
 
 def fill_places(

@@ -9,7 +9,8 @@ or backward of its module (``forward``, ``backward``), before or after gradients
 before a barrier of the script (``barrier``), before the norm of the gradients is computed
 (``clip``), in the update (``optimizer``), after it (``between``); ``raise`` raises an exception in
 the forward, ``stop`` stops the process there; ``resize`` dies when it is told that others have
-died. A process that takes a place dies when it has entered it (``entered``), when it has built its
+died, and ``connect``, ``connected``, ``join`` and ``joined`` before or after it connects to those
+that are left and lays out models with them. A process that takes a place dies when it has entered it (``entered``), when it has built its
 model (``built``), or when it has the state (``taken``), whatever the step. It prints ``AT
 <monotonic time>`` before.
 """
@@ -31,7 +32,9 @@ from torch import nn
 
 import smp
 from smp.checkpoint import archive
+from smp.model.engine import Engine
 from smp.model.gradients import GradientReduction
+from smp.world.connections import Connections
 from smp.world.survivors import Survivors
 
 WIDTH, ROWS = 8, 4
@@ -237,9 +240,9 @@ class Job:
 def die_around(method: str, owner: type, job: Job, before: str, after: str) -> None:
     own = getattr(owner, method)
 
-    def around(self: Any, *args: Any) -> Any:
+    def around(self: Any, *args: Any, **options: Any) -> Any:
         job.at(before)
-        result = own(self, *args)
+        result = own(self, *args, **options)
         job.at(after)
         return result
 
@@ -252,6 +255,8 @@ def main() -> None:
     job = Job(args)
     die_around("end_step", GradientReduction, job, "sum", "summed")
     die_around("confirm", Survivors, job, "confirm", "confirmed")
+    die_around("connect", Connections, job, "connect", "connected")
+    die_around("join_groups", Engine, job, "join", "joined")
     job.run()
     result = {
         "step": job.step,
