@@ -162,6 +162,8 @@ def test_a_spare_takes_the_place_and_the_job_is_as_if_none_had_died(
         (Layout(pp=2), 2, ["3:forward:2", "4:entered:0"]),
         (Layout(pp=2), 2, ["0:sum:2", "4:built:0"]),
         (Layout(pp=2), 2, ["3:backward:2", "4:taken:0"]),
+        (Layout(pp=2), 3, ["3:forward:2", "1:connect:2"]),
+        (Layout(pp=2), 3, ["0:forward:2", "2:joined:2"]),
         (Layout(pp=2, dp=3), 1, ["0:summed:2"]),
         (Layout(pp=2, flags=("--norm",)), 1, ["0:backward:3"]),
         (Layout(pp=2, keys=DROPS, flags=("--dropout=0.3",)), 1, ["1:backward:2"]),

@@ -220,7 +220,8 @@ class Runtime:
         """
         place, spares = newcomer.place, self.rank.launch.spares
         assert place is not None
-        self._met = _Met(store, place.hellos, own_host, given, spares)
+        secret = share_secret(store, newcomer.number, given)  # the number is no rank's
+        self._met = _Met(store, place.hellos, own_host, secret, spares)
         self.launched, self._num_regroups = place.launched, place.generation
         self.newcomer = newcomer
         self.rank.stand_apart()
