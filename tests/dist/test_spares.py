@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import spares as benchmark
 from tests.dist.pool import Pool
 from tests.dist.processes import Ended, Started, launch, run_ranks, start_ranks, wait_for_ranks
 from tests.dist.test_going_on import (
@@ -222,6 +223,27 @@ def test_losses_are_those_of_a_plain_script(pool: Pool) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("misuse", "text"),
+    [
+        ("plain", "smp.take_over: an optimizer is not wrapped, and its state would be lost"),
+        ("late", "was called before smp.take_over"),
+    ],
+)
+def test_scripts_that_would_lose_state_are_refused(pool: Pool, misuse: str, text: str) -> None:
+    job = start(pool, Layout(), 1, f"--misuse={misuse}")
+    ended = end(pool, job, 2)
+    for rank in ended[:2]:
+        assert rank.returncode == 1 and text in rank.output, words(ended)
+
+
+def test_a_call_that_others_do_not_make_is_refused_and_the_others_go_on(pool: Pool) -> None:
+    argv = [f"--steps={STEPS}", "--misuse=gather"]
+    ended = run(pool, Layout(), 1, "1:backward:2", argv=argv)
+    assert "smp.allgather was called in a process that takes the place" in ended[2].output
+    assert result_of(ended[0])["resized"][0]["newcomers"] == [], words(ended)
+
+
 def smp_run(*argv: str, spares: int = 1, on_failure: str = "spare") -> Any:
     command = [sys.executable, "-m", "smp_cli", "run", "-n", "2", f"--spares={spares}"]
     return launch([*command, str(SCRIPT), *Layout().argv(on_failure=on_failure), *argv])
@@ -276,3 +298,11 @@ def test_random_kills_change_nothing(pool: Pool, tmp_path: Path, index: int) -> 
     assert ended[victim].returncode == -signal.SIGKILL, "it was killed before its end"
     [resize] = check_as_never_killed(pool, tmp_path, layout, ended, MANY_STEPS)
     assert victim in resize["lost"] and len(resize["lost"]) == len(resize["newcomers"])
+
+
+@pytest.mark.sample(keep=0)
+def test_benchmark_measures_each_part_of_a_stall_and_the_waiting(pool: Pool) -> None:
+    result = benchmark.summarise([benchmark.stall(pool, "backward", 3)])
+    assert all(result[f"{name}_s"] > 0 for name in benchmark.PARTS)
+    assert result["median_s"] == result["worst_s"]
+    assert 0 <= benchmark.waiting(pool, 2.0) < 0.5

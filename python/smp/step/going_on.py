@@ -141,9 +141,7 @@ def _meet(survivors: Survivors, error: BaseException) -> Decision | None:
         raise SystemExit(0) from error
 
 
-def _go_on(
-    current: runtime.Runtime, decision: Decision, noticed_s: float, start: _Start
-) -> None:
+def _go_on(current: runtime.Runtime, decision: Decision, noticed_s: float, start: _Start) -> None:
     """Makes the groups of the ranks that go on, and lays out what uses them. Collective.
 
     Args:

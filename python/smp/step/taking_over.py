@@ -72,7 +72,7 @@ def _refuse(current: runtime.Runtime) -> None:
     policy = current.rank.config.on_failure
     others = current.torch_optimizers
     reasons = {
-        f"on_failure={policy!r}, so no process takes a place; pass on_failure='spare' to smp.init": (
+        f"on_failure={policy!r}, so no process takes a place; pass 'spare' to smp.init": (
             policy != "spare"
         ),
         "no model is wrapped yet; wrap it in smp.DistributedModel first": (

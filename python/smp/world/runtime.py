@@ -39,7 +39,14 @@ from smp.world.presence import await_key, tell_failure
 from smp.world.process_groups import ProcessGroups
 from smp.world.rank import Rank
 from smp.world.rendezvous import Hello, MeetingPoint, machine_id, meet, raise_first_error
-from smp.world.settings import Settings, device_of, host_advice, look_at_devices, read_settings, shares_gpus
+from smp.world.settings import (
+    Settings,
+    device_of,
+    host_advice,
+    look_at_devices,
+    read_settings,
+    shares_gpus,
+)
 from smp.world.shrinking import refuse_shrinking
 from smp.world.spares import Newcomer, Place, Spares, hello_of
 from smp.world.steps import Steps

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-import smp._C as _C
 from smp.config.schema import config_error
 from smp.world.rendezvous import Hello
 from smp.world.shrinking import fill_places

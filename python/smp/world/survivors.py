@@ -19,7 +19,6 @@ from smp.world.rank import Rank
 from smp.world.spares import Spares
 from smp.world.survivor_agreement import (
     Decision,
-    Dismissed,
     Finished,
     NoReplicaIsWhole,
     SurvivorAgreement,

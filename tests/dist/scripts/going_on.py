@@ -10,9 +10,9 @@ before a barrier of the script (``barrier``), before the norm of the gradients i
 (``clip``), in the update (``optimizer``), after it (``between``); ``raise`` raises an exception in
 the forward, ``stop`` stops the process there; ``resize`` dies when it is told that others have
 died, and ``connect``, ``connected``, ``join`` and ``joined`` before or after it connects to those
-that are left and lays out models with them. A process that takes a place dies when it has entered it (``entered``), when it has built its
-model (``built``), or when it has the state (``taken``), whatever the step. It prints ``AT
-<monotonic time>`` before.
+that are left and lays out models with them. A process that takes a place dies when it has entered
+it (``entered``), when it has built its model (``built``), or when it has the state (``taken``),
+whatever the step. It prints ``AT <monotonic time>`` before.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--barrier", action="store_true", help="has a barrier between steps")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--norm", action="store_true", help="adds running statistics")
+    parser.add_argument("--misuse", default="", help="how the script is wrong, see test_spares.py")
     parser.add_argument("--double", action="store_true", help="computes in FP64")
     return parser.parse_args()
 
@@ -124,15 +125,20 @@ class Job:
             with smp.partition(index), smp.tensor_parallelism(smp.tp_size() > 1):
                 layers.append(Layer(self, index == smp.pp_rank()))
         self.model = smp.DistributedModel(nn.Sequential(*layers))
-        self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(self.model.parameters(), 0.01))
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), 0.01)
+        if args.misuse != "plain":
+            self.optimizer = smp.DistributedOptimizer(self.optimizer)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
         if args.resume is not None:
             content = smp.resume_from_checkpoint(args.resume)
             self.step = content["step"]
             self.schedule.load_state_dict(content["schedule"])
         if smp.state.cfg.on_failure == "spare":
+            smp.barrier()  # returns at once in a process that takes a place
+            if args.misuse == "gather":
+                smp.allgather(1, smp.WORLD)
             self.at("built")
-            content = smp.take_over(self.content)
+            content = None if args.misuse == "late" else smp.take_over(self.content)
             if content is not None:
                 self.step = content["step"]
                 self.schedule.load_state_dict(content["schedule"])
