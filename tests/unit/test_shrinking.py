@@ -10,7 +10,7 @@ import pytest
 import smp._C as _C
 from smp.launching.first_rank import LAUNCHED_VARIABLE
 from smp.world.launch import Launch, Rendezvous
-from smp.world.shrinking import fill_places, lasting_ranks, refuse_shrinking
+from smp.world.shrinking import fill_places, have_all_parts, lasting_ranks, refuse_shrinking
 
 LAUNCH = Launch("smp", 0, 4, 0, 4, "node")
 IN_A_FILE = Rendezvous("file", path="/shared/rendezvous")
@@ -56,6 +56,13 @@ def test_jobs_that_cannot_lose_ranks_are_refused_by_name(
     with pytest.raises(ValueError, match="on_failure='shrink': .*; .*, or set on_failure") as error:
         refuse_shrinking("shrink", launch, place, env, device, transport)
     assert text in str(error.value)
+
+
+def test_parts_of_two_broken_replicas_may_be_all_there_are() -> None:
+    grid = _C.ProcessGrid(4, 2, 1, 1, "cluster")
+    assert lasting_ranks(grid, [0, 3]) == [] and have_all_parts(grid, [0, 3])
+    first, second = grid.groups("rdp")[0]
+    assert not have_all_parts(grid, [first, second])
 
 
 def test_places_go_to_processes_that_wait_and_are_kept() -> None:

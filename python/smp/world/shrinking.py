@@ -47,6 +47,16 @@ def _lasting_ranks(grid: _C.ProcessGrid, lost: frozenset[int]) -> tuple[int, ...
     return tuple(by_place[place.pp, place.tp, place.cp, kept[place.rdp]] for place in places)
 
 
+def have_all_parts(grid: _C.ProcessGrid, lost: Collection[int]) -> bool:
+    """Returns whether the ranks that are left have all parts of a replica, even of several ones.
+
+    Args:
+        grid: grid of all ranks.
+        lost: global ranks that are lost.
+    """
+    return not any(set(peers) <= set(lost) for peers in grid.groups("rdp"))
+
+
 def fill_places(
     lost: Collection[int], taken: Mapping[int, int], free: Collection[int]
 ) -> dict[int, int]:

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Protocol
 
 import smp._C as _C
-from smp.world.shrinking import lasting_ranks
+from smp.world.shrinking import have_all_parts, lasting_ranks
 
 PULSE_S = 0.5
 # A rank without a pulse for so long has died as well, or is stopped.
@@ -154,7 +154,7 @@ class SurvivorAgreement:
         # News of connections are not passed on: after a partition each side has lost the other.
         gone = self._all_lost(now_s) | frozenset(lost)
         kept = lasting_ranks(self._grid, gone)
-        if not kept:
+        if not kept and (self._spares is None or not have_all_parts(self._grid, gone)):
             raise NoReplicaIsWhole(f"no replica of the model is whole without {sorted(gone)}")
         decision = self._filled(gone, Decision(kept, reason))
         if decision is None:
@@ -177,6 +177,9 @@ class SurvivorAgreement:
 
         Returns:
             the decision; None: it is not known yet.
+
+        Raises:
+            NoReplicaIsWhole: too few processes wait, and fewer ranks cannot go on.
         """
         if self._spares is None:
             return smaller
@@ -185,8 +188,10 @@ class SurvivorAgreement:
             self.waiting = []
             return None
         if not found:
-            few = "; too few processes wait for places of lost ranks"
-            return replace(smaller, reason=smaller.reason + few)
+            few = "too few processes wait for places of lost ranks"
+            if not smaller.kept:
+                raise NoReplicaIsWhole(f"{few}, and no replica is whole without {sorted(lost)}")
+            return replace(smaller, reason=f"{smaller.reason}; {few}")
         everyone = list(range(self._grid.world_size))
         return Decision(everyone, smaller.reason, sorted(found.items()))
 
