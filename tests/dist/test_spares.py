@@ -84,7 +84,7 @@ def place_of(ended: Ended) -> int:
 def check_as_never_killed(
     pool: Pool, folder: Path, layout: Layout, ended: list[Ended], steps: int = STEPS
 ) -> list[dict[str, Any]]:
-    """Compares a job with one without deaths, and with one that resumes where it has shrunk.
+    """Compares a job with a job without deaths, which resumes where the first one has shrunk.
 
     Returns:
         what a rank that lived has noted about each loss.
@@ -227,7 +227,7 @@ def test_losses_are_those_of_a_plain_script(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("misuse", "text"),
     [
-        ("plain", "smp.take_over: an optimizer is not wrapped, and its state would be lost"),
+        ("plain", "an optimizer is not wrapped, and processes that take the places"),
         ("late", "was called before smp.take_over"),
     ],
 )

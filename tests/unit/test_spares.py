@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from smp.world import spares
 from smp.world.rendezvous import Hello
 from smp.world.spares import Newcomer, Place, Spares
+from tests.patience import wait_until
 
 HELLO = Hello(4, "node", "machine", "cpu", 0, {"microbatches": 2})
 PLACE = Place(0, 0, [0, 1, 2, 3], [HELLO] * 4)
@@ -39,25 +39,27 @@ def waiting(store: dist.Store, number: int) -> tuple[Newcomer, threading.Thread]
 def agree(found: list[Spares], lost: list[set[int]]) -> list[dict[int, int]]:
     """Asks on all ranks until each has an answer."""
     answers: dict[int, dict[int, int]] = {}
-    deadline = time.monotonic() + 30
-    while len(answers) < len(found):
-        assert time.monotonic() < deadline
+
+    def have_answers() -> bool:
         for number, (own, known) in enumerate(zip(found, lost, strict=True)):
             answer = own.find(known)
             if answer is not None:
                 answers[number] = answer
-        time.sleep(0.01)
+        return len(answers) == len(found)
+
+    wait_until(have_answers, lambda: answers)
     return [answers[number] for number in range(len(found))]
 
 
 def test_ranks_that_know_of_different_losses_agree(store: dist.Store) -> None:
     newcomers = [waiting(store, number) for number in (4, 5)]
     first, second = ranks(store, [4, 5])
-    deadline = time.monotonic() + 30
-    while not all(newcomer.place for newcomer, _ in newcomers):
+
+    def have_places() -> bool:
         assert first.find({3}) is None and second.find({3, 1}) is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        return all(newcomer.place for newcomer, _ in newcomers)
+
+    wait_until(have_places, lambda: newcomers)
     assert first.find({3}) is None, "nobody asks for a state yet"
     for newcomer, thread in newcomers:
         thread.join()
@@ -83,15 +85,21 @@ def test_a_process_that_is_gone_is_replaced_and_others_keep_their_places(
 ) -> None:
     threads = [waiting(store, number) for number in (4, 5)]
     [own] = ranks(store, [4, 5], 1)
-    while not any(newcomer.place for newcomer, _ in threads):
+
+    def somebody_has_the_place() -> bool:
         assert own.find({2}) is None
-        time.sleep(0.01)
+        return any(newcomer.place for newcomer, _ in threads)
+
+    wait_until(somebody_has_the_place, lambda: threads)
     first = next(newcomer for newcomer, _ in threads if newcomer.place)
     first.close(has_joined=False)
     second = next(newcomer for newcomer, _ in threads if newcomer is not first)
-    while second.place is None:
+
+    def has_the_place() -> bool:
         assert own.find({2}) is None
-        time.sleep(0.01)
+        return second.place is not None
+
+    wait_until(has_the_place, lambda: second)
     second.ask_for_state()
     assert agree([own], [{2}]) == [{2: second.number}]
     second.close(has_joined=True)

@@ -43,8 +43,7 @@ def take_over(user_content: Callable[[], Any]) -> Any:
         None on ranks that begin the job; in a process that takes a place the content.
 
     Raises:
-        ValueError: the configuration lacks ``on_failure="spare"``; no model is wrapped, or an
-            optimizer is not.
+        ValueError: the configuration lacks ``on_failure="spare"``, or no model is wrapped.
         RuntimeError: the model or the optimizer is not that of the other ranks.
         SystemExit: the others go on without this process.
     """
@@ -70,7 +69,6 @@ def take_over(user_content: Callable[[], Any]) -> Any:
 
 def _refuse(current: runtime.Runtime) -> None:
     policy = current.rank.config.on_failure
-    others = current.torch_optimizers
     reasons = {
         f"on_failure={policy!r}, so no process takes a place; pass 'spare' to smp.init": (
             policy != "spare"
@@ -78,8 +76,6 @@ def _refuse(current: runtime.Runtime) -> None:
         "no model is wrapped yet; wrap it in smp.DistributedModel first": (
             not current.wrapped.models
         ),
-        "an optimizer is not wrapped, and its state would be lost; wrap it in "
-        "smp.DistributedOptimizer": others is not None and bool(len(others.own)),
     }
     for reason, is_so in reasons.items():
         if is_so:
@@ -87,7 +83,7 @@ def _refuse(current: runtime.Runtime) -> None:
 
 
 def refuse_missing(current: runtime.Runtime, name: str) -> None:
-    """Raises if a step begins without `take_over`.
+    """Raises if a step begins without `take_over`, or with state that it does not give.
 
     Args:
         current: the runtime.
@@ -96,6 +92,13 @@ def refuse_missing(current: runtime.Runtime, name: str) -> None:
     Raises:
         RuntimeError: on all ranks.
     """
+    others = current.torch_optimizers
+    if current.rank.config.on_failure == "spare" and others is not None and len(others.own):
+        raise RuntimeError(
+            f"{_C.rank_prefix()}step '{name}': an optimizer is not wrapped, and processes that "
+            "take the places of lost ranks would not get its state (on_failure='spare'); wrap it in "
+            "smp.DistributedOptimizer"
+        )
     is_missing = current.rank.config.on_failure == "spare" and current.content_to_give is None
     if is_missing or current.rank.is_apart:
         raise RuntimeError(

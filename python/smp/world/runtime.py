@@ -9,7 +9,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +17,6 @@ import torch.distributed as dist
 import smp._C as _C
 from smp._device import is_accelerator
 from smp.config.processes import check_same_topology
-from smp.config.schema import config_error
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import connecting, failure, lanes, nccl, process_hooks, thread_device
 from smp.world.attached import (
@@ -33,8 +32,8 @@ from smp.world.interfaces import INTERFACE_VARIABLE, HostAddress, choose_way
 from smp.world.job_secret import SECRET_KEY, fingerprint, given_secret, share_secret
 from smp.world.launch import Launch, plan_rendezvous, read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
+from smp.world.members import Members
 from smp.world.observers import Observers
-from smp.world.placement_map import placement_map, placement_words
 from smp.world.presence import await_key, tell_failure
 from smp.world.process_groups import ProcessGroups
 from smp.world.rank import Rank
@@ -48,7 +47,7 @@ from smp.world.settings import (
     shares_gpus,
 )
 from smp.world.shrinking import refuse_shrinking
-from smp.world.spares import Newcomer, Place, Spares, hello_of
+from smp.world.spares import Newcomer, Place, Spares, wait_for_place
 from smp.world.steps import Steps
 from smp.world.survivor_agreement import Decision
 from smp.world.survivors import Survivors, await_decision
@@ -75,7 +74,7 @@ class Runtime:
         survivors: meets the other ranks after a failure, if they are to go on then.
         launched: number that the launcher gave to each rank, index = global rank.
         on_resize: callbacks that receive what has become of the ranks after a failure.
-        newcomer: what this process is while it has the place of a lost rank and no state.
+        newcomer: place of a lost rank that this process has, while it has no state.
         content_to_give: makes what the script in a process with the place of a lost rank gets.
         has_newcomers: whether some process has taken the place of a lost rank.
     """
@@ -99,8 +98,7 @@ class Runtime:
         self.newcomer: Newcomer | None = None
         self.content_to_give: Callable[[], Any] | None = None
         self.has_newcomers = False
-        self._met: _Met | None = None
-        self._num_regroups = 0
+        self._met: Members | None = None
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False
         self.observers = Observers(self)
@@ -139,7 +137,9 @@ class Runtime:
             own_host: address of this machine as others see it, if `meeting` does not have it.
             given: secret of this job from the environment; None: the job draws one.
         """
-        self._met = _Met(store, list(meeting), own_host, given, self.rank.launch.spares)
+        self._met = Members(
+            store, list(meeting), own_host, given, self.rank.launch.spares, self.launched
+        )
         self._connect(store)
         if self.rank.config.goes_on:
             self._watch_for_failures(store)
@@ -182,7 +182,7 @@ class Runtime:
         spares, met = None, self._met
         if self.rank.config.on_failure == "spare":
             assert met is not None
-            place = Place(0, self._num_regroups, self.launched, met.hellos)
+            place = Place(0, met.generation, met.launched, met.hellos)
             spares = Spares(met.store, store, met.spares, place)
         self.survivors = Survivors(store, self.rank, spares)
 
@@ -192,9 +192,11 @@ class Runtime:
 
     def _show_connections(self) -> None:
         assert self._met is not None
-        meeting = self._met.hellos
-        own = meeting[self.rank.global_rank]
-        self._log_placement(meeting)
+        own = self._met.hellos[self.rank.global_rank]
+        words, picture = self._met.placement(self.rank.grid)
+        for line in words:
+            first_rank_log.info("smp: %s", line)
+        first_rank_log.debug("%s", picture)
         if text := describe(self.rank.comms.by_hosts):
             first_rank_log.debug("smp: %s", text)
         if not self._met.is_one_machine:
@@ -203,18 +205,6 @@ class Runtime:
             if text := lanes.describe(self.rank.mailbox.lanes()):
                 first_rank_log.info("smp: tensors between devices: %s", text)
 
-    def _log_placement(self, meeting: Sequence[Hello]) -> None:
-        hosts, grid = [other.host for other in meeting], self.rank.grid
-        devices = [
-            str(device_of(other.device, hosts[:rank].count(other.host), other.num_devices))
-            for rank, other in enumerate(meeting)
-        ]
-        places = [grid.coordinates(rank) for rank in range(len(meeting))]
-        coordinates = [(at.pp, at.tp, at.cp, at.rdp) for at in places]
-        for line in placement_words(hosts, devices, coordinates):
-            first_rank_log.info("smp: %s", line)
-        first_rank_log.debug("%s", placement_map(hosts, devices, coordinates, grid.placement))
-
     def enter(
         self, store: dist.Store, newcomer: Newcomer, own_host: str, given: bytes | None
     ) -> None:
@@ -222,14 +212,16 @@ class Runtime:
 
         Args:
             store: keys of this init.
-            newcomer: this process, which has its place.
+            newcomer: the place of this process.
             own_host, given: see `connect`.
         """
         place, spares = newcomer.place, self.rank.launch.spares
         assert place is not None
         secret = share_secret(store, newcomer.number, given)  # the number is no rank's
-        self._met = _Met(store, place.hellos, own_host, secret, spares)
-        self.launched, self._num_regroups = place.launched, place.generation
+        self._met = Members(
+            store, place.hellos, own_host, secret, spares, place.launched, place.generation
+        )
+        self.launched = place.launched
         self.newcomer = newcomer
         self.rank.stand_apart()
 
@@ -241,7 +233,7 @@ class Runtime:
         """
         assert self._met is not None and self.newcomer is not None
         self.newcomer.ask_for_state()
-        decision = await_decision(self._met.store_of(self._num_regroups), self.rank.timeout_s)
+        decision = await_decision(self._met.keys, self.rank.timeout_s)
         newcomers = dict(decision.newcomers)
         if newcomers.get(self.rank.global_rank) != self.newcomer.number:
             return None
@@ -266,14 +258,9 @@ class Runtime:
         assert self._met is not None
         self.end_groups()
         rank, met = self.rank, self._met
-        self._num_regroups += 1
-        store = met.store_of(self._num_regroups)
-        self.launched = [self.launched[number] for number in kept]
-        met.hellos = [replace(met.hellos[number], world_size=len(kept)) for number in kept]
+        met.become(kept, newcomers)
+        self.launched, store = met.launched, met.keys
         self.has_newcomers |= bool(newcomers)
-        for place, number in newcomers.items():
-            self.launched[place] = number
-            met.hellos[place] = hello_of(met.store, number)
         launch = replace(
             rank.launch, global_rank=kept.index(rank.global_rank), world_size=len(kept)
         )
@@ -337,33 +324,6 @@ class Runtime:
         self.wrapped.forget()
         self.pipeline = None
         self._on_shutdown = []
-
-
-@dataclass
-class _Met:
-    """The hellos of ranks that have met, and what connects them.
-
-    Attributes:
-        store: keys of this init.
-        hellos: hello of each rank, index = global rank.
-        own_host: address of this machine as others see it, if the hello does not have it.
-        secret: secret of this job from the environment; None: the job draws one.
-        spares: numbers of the processes that wait for places of lost ranks.
-    """
-
-    store: dist.Store
-    hellos: list[Hello]
-    own_host: str
-    secret: bytes | None
-    spares: Sequence[int]
-
-    def store_of(self, generation: int) -> dist.Store:
-        """Returns the keys of ranks that were connected again so many times."""
-        return dist.PrefixStore(f"regroup/{generation}", self.store) if generation else self.store
-
-    @property
-    def is_one_machine(self) -> bool:
-        return len({hello.machine for hello in self.hellos}) == 1
 
 
 # ---- the process-wide object -------------------------------------------------------
@@ -492,23 +452,11 @@ def _take_place(
     secret: bytes | None,
 ) -> None:
     """Waits until this process is needed, and starts it in its place."""
-    raise_first_error([hello.error])
-    if read.config is None or read.config.on_failure != "spare":
-        raise config_error(
-            "on_failure", "end" if read.config is None else read.config.on_failure,
-            "this process was started to wait for the place of a lost rank (smp run --spares)",
-            'set on_failure="spare", or start the job without --spares',
-        )  # fmt: skip
-    newcomer = Newcomer(store, launch.global_rank)
-    place = newcomer.wait(hello)
-    hosts = [other.host for other in place.hellos]
-    taken = replace(launch, global_rank=place.rank, world_size=len(hosts))
+    newcomer, launch = wait_for_place(store, launch, hello, read)
     # The ranks have made these checks with each other.
     settings = replace(settings, check_first_step="0")
-    hosts[place.rank] = hello.host
-    taken = with_hosts(taken, hosts)
-    device = device_of(hello.device, taken.local_rank, hello.num_devices)
-    runtime = Runtime(Rank(read, taken, settings, device))
+    device = device_of(hello.device, launch.local_rank, hello.num_devices)
+    runtime = Runtime(Rank(read, launch, settings, device))
     runtime.enter(store, newcomer, own_host, secret)
     _start(runtime, read.notes)
 

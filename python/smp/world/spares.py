@@ -12,18 +12,20 @@ import json
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 
 from smp.config.schema import config_error
-from smp.world.rendezvous import Hello
+from smp.config.sources import ReadConfig
+from smp.world.launch import Launch, with_hosts
+from smp.world.rendezvous import Hello, raise_first_error
 from smp.world.shrinking import fill_places
 
 _LOOK_S, _PULSE_S = 0.2, 0.5
 _LOOK_FOR_ANSWERS_S = 0.03
-# A process that waits answers within this time if it lives, and one that has just been started.
+# Time within which a process that waits answers if it lives, or comes if it has just started.
 _ANSWER_S, _START_S = 10.0, 30.0
 # A process without a pulse for so long has ended, or is stopped.
 _SILENT_S = 10.0
@@ -211,6 +213,40 @@ class Newcomer:
             self._thread.join()
         if not has_joined:
             _open(self.store).set(f"gone/{self.number}", "")
+
+
+def wait_for_place(
+    store: dist.Store, launch: Launch, hello: Hello, read: ReadConfig
+) -> tuple[Newcomer, Launch]:
+    """Waits, in a process that was started for that, for the place of a lost rank.
+
+    Args:
+        store: keys of this `init`.
+        launch: launch of this process.
+        hello: message that a rank would send to the others.
+        read: configuration of this process.
+
+    Returns:
+        the process with its place, and the launch of a rank with this place.
+
+    Raises:
+        ValueError: the configuration is wrong, has no use for it, or is not that of the ranks.
+    """
+    raise_first_error([hello.error])
+    policy = None if read.config is None else read.config.on_failure
+    if policy != "spare":
+        raise config_error(
+            "on_failure",
+            policy,
+            "this process was started to wait for the place of a lost rank (smp run --spares)",
+            'set on_failure="spare", or start the job without --spares',
+        )
+    newcomer = Newcomer(store, launch.global_rank)
+    place = newcomer.wait(hello)
+    hosts = [other.host for other in place.hellos]
+    hosts[place.rank] = hello.host
+    launch = replace(launch, global_rank=place.rank, world_size=len(hosts))
+    return newcomer, with_hosts(launch, hosts)
 
 
 def _compare(number: int, own: dict[str, Any], first: dict[str, Any]) -> None:
