@@ -96,8 +96,8 @@ def refuse_missing(current: runtime.Runtime, name: str) -> None:
     if current.rank.config.on_failure == "spare" and others is not None and len(others.own):
         raise RuntimeError(
             f"{_C.rank_prefix()}step '{name}': an optimizer is not wrapped, and processes that "
-            "take the places of lost ranks would not get its state (on_failure='spare'); wrap it in "
-            "smp.DistributedOptimizer"
+            "take the places of lost ranks would not get its state (on_failure='spare'); wrap it "
+            "in smp.DistributedOptimizer"
         )
     is_missing = current.rank.config.on_failure == "spare" and current.content_to_give is None
     if is_missing or current.rank.is_apart:

@@ -191,9 +191,9 @@ class Newcomer:
             time.sleep(_LOOK_S)
         told = json.loads(store.get(f"take/{self.number}"))
         told["hellos"] = [Hello(**hello) for hello in told["hellos"]]
-        self.place = Place(**told)
         self._thread = threading.Thread(target=self._pulse, name="smp-newcomer", daemon=True)
         self._thread.start()
+        self.place = Place(**told)
         return self.place
 
     def _pulse(self) -> None:
