@@ -11,6 +11,8 @@ before a barrier of the script (``barrier``), before the norm of the gradients i
 the forward, ``stop`` stops the process there; ``resize`` dies when it is told that others have
 died, and ``connect``, ``connected``, ``join`` and ``joined`` before or after it connects to those
 that are left and lays out models with them. It prints ``AT <monotonic time>`` before.
+
+SIGUSR1 raises an exception wherever the script is.
 """
 
 from __future__ import annotations
@@ -63,6 +65,10 @@ def say(line: str) -> None:
 def die(number: int = signal.SIGKILL) -> None:
     say(f"AT {time.monotonic()}")
     os.kill(os.getpid(), number)
+
+
+def raise_anywhere(*_: Any) -> None:
+    raise ZeroDivisionError("the script broke")
 
 
 def slow_write(*args: Any, **options: Any) -> Any:
@@ -234,6 +240,7 @@ def main() -> None:
     args = parse()
     smp.init({"microbatches": 2, "auto_partition": False, "ddp": True, **args.config})
     job = Job(args)
+    signal.signal(signal.SIGUSR1, raise_anywhere)
     die_around("end_step", GradientReduction, job, "sum", "summed")
     die_around("confirm", Survivors, job, "confirm", "confirmed")
     die_around("connect", Connections, job, "connect", "connected")
