@@ -103,6 +103,7 @@ class SurvivorAgreement:
     def stop(self, num_done: int) -> None:
         """Notes that this rank has stopped in the work after `num_done` others."""
         self._num_stopped = num_done
+        self._pulses = {}  # ranks send none while they are connected, so earlier ones are old
         self._keys.set(f"stopped/{num_done}/{self._own}", "")
         self._keys.add(f"num_stopped/{num_done}", 1)
 
