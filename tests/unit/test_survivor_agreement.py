@@ -28,7 +28,7 @@ from smp.world.survivor_agreement import (
 ALL = os.environ.get("SMP_GRID") == "all"
 NUM_FAILURES = int(os.environ.get("SMP_NUM_FAILURES", "1000" if ALL else "16"))
 NUM_RANKS = 1024
-LOOK_S = 0.5  # longer than in a job, so that 1,024 ranks take seconds
+LOOK_S = 1.0  # longer than in a job, so that 1,024 ranks take seconds
 # A lost rank is noticed after SILENT_S, or twice that if it never came. Two ranks watch each rank,
 # and may be lost with it.
 LIMIT_S = 6 * SILENT_S
@@ -134,9 +134,14 @@ def survive(
     own = job.members.index(rank)
     agreement = SurvivorAgreement(store, grid, own)
     lost = [] if known is None else [job.members.index(known)]
+    if known is not None:  # the ranks have connected long ago, and have been quiet since
+        agreement.beat(0, job.now_s - 3 * SILENT_S)
+        yield 0.0
+        agreement.find_failure(job.now_s - 3 * SILENT_S)
     num_done += passed
     # The script computes, or the rank is in a wait that ends with the fault.
     until_s = job.now_s + job.dice.uniform(0.0, 3.0 if passed or known is None else 0.5)
+    yield 0.0  # all ranks have begun
     while job.now_s < until_s:
         agreement.beat(num_done, job.now_s)
         if known is None and agreement.find_failure(job.now_s) is not None:
@@ -203,10 +208,14 @@ def check_outcomes(job: Job, world: int) -> Decision | None:
         if isinstance(first, Decision):
             decisions.append((first, by_rank))
     living = [rank for rank in job.members if not job.is_dead(rank)]
+    hit = [i for i, rank in enumerate(job.members) if rank in job.dies_s or rank in job.sleeps]
+    unhurt = set(lasting_ranks(job.grid(), hit))
     if not decisions:
+        assert not unhurt, "a replica without a failure has ended"
         assert job.ended >= set(living), "a rank has neither gone on nor ended"
         return None
     [(decision, by_rank)] = decisions
+    assert unhurt <= set(decision.kept), "a replica without a failure has ended"
     kept = {job.members[index] for index in decision.kept}
     for rank in living:
         assert (rank in by_rank) == (rank in kept and rank not in job.ended), rank

@@ -99,6 +99,7 @@ class SurvivorAgreement:
         self._spares = spares
         self.waiting: list[int] = []
         self._num_stopped = -1  # number of works finished when this rank stopped; -1: it has not
+        self._awaited = -1  # a rank that had not stopped at the last look
         self._num_pulses, self._next_pulse_s = 0, 0.0
         self._num_passed = 0
         self._pulses: dict[int, tuple[bytes, float]] = {}
@@ -119,6 +120,7 @@ class SurvivorAgreement:
     def stop(self, num_done: int) -> None:
         """Notes that this rank has stopped in the work after `num_done` others."""
         self._num_stopped = num_done
+        self._pulses = {}  # ranks send none while they are connected, so earlier ones are old
         self._keys.set(f"stopped/{num_done}/{self._own}", "")
         self._keys.add(f"num_stopped/{num_done}", 1)
 
@@ -211,11 +213,24 @@ class SurvivorAgreement:
         return lost
 
     def _have_stopped(self, ranks: Sequence[int]) -> bool:
-        """Returns whether all of some ranks have stopped in the same work as this one."""
-        num_done = self._num_stopped
-        if self._keys.add(f"num_stopped/{num_done}", 0) < len(ranks):
-            return False  # a request of few bytes, before one that grows with the ranks
-        return self._keys.check([f"stopped/{num_done}/{rank}" for rank in ranks])
+        """Returns whether all of some ranks have stopped in the same work as this one.
+
+        A request with the keys of all ranks is large, so most looks ask for one of them only.
+        """
+        if self._awaited in ranks and not self._check_stopped([self._awaited]):
+            return False
+        if self._keys.add(f"num_stopped/{self._num_stopped}", 0) < len(ranks):
+            return False
+        if self._check_stopped(ranks):
+            return True
+        while len(ranks) > 1:  # finds one that has not stopped
+            half = ranks[: len(ranks) // 2]
+            ranks = ranks[len(half) :] if self._check_stopped(half) else half
+        self._awaited = ranks[0]
+        return False
+
+    def _check_stopped(self, ranks: Sequence[int]) -> bool:
+        return self._keys.check([f"stopped/{self._num_stopped}/{rank}" for rank in ranks])
 
     def _take(self, outcome: bytes) -> Decision | Finished:
         text = outcome.decode()

@@ -13,6 +13,8 @@ died, and ``connect``, ``connected``, ``join`` and ``joined`` before or after it
 that are left and lays out models with them. A process that takes a place dies when it has entered
 it (``entered``), when it has built its model (``built``), or when it has the state (``taken``),
 whatever the step. It prints ``AT <monotonic time>`` before.
+
+SIGUSR1 raises an exception wherever the script is.
 """
 
 from __future__ import annotations
@@ -67,6 +69,10 @@ def say(line: str) -> None:
 def die(number: int = signal.SIGKILL) -> None:
     say(f"AT {time.monotonic()}")
     os.kill(os.getpid(), number)
+
+
+def raise_anywhere(*_: Any) -> None:
+    raise ZeroDivisionError("the script broke")
 
 
 def slow_write(*args: Any, **options: Any) -> Any:
@@ -259,6 +265,7 @@ def main() -> None:
     args = parse()
     smp.init({"microbatches": 2, "auto_partition": False, "ddp": True, **args.config})
     job = Job(args)
+    signal.signal(signal.SIGUSR1, raise_anywhere)
     die_around("end_step", GradientReduction, job, "sum", "summed")
     die_around("confirm", Survivors, job, "confirm", "confirmed")
     die_around("connect", Connections, job, "connect", "connected")
