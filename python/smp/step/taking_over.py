@@ -6,6 +6,7 @@ same tensors. Its memory is sent and written as it is. See docs/design/going_on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from smp.precision.holdings import model_parameter_of, parameters_of
 from smp.world import comm, runtime
 from smp.world.comm import RankType
 
+_log = logging.getLogger("smp")
 _COUNTS = (
     "num_begun", "num_finished", "num_passes", "has_trained", "dropout_seed"
 )  # fmt: skip
@@ -55,6 +57,7 @@ def take_over(user_content: Callable[[], Any]) -> Any:
     try:
         decision = current.join()
         if decision is None:
+            _log.warning("%sthe other ranks go on without this process", _C.rank_prefix())
             raise SystemExit(0)
         with current.rank.reporting("smp.take_over"):
             state = _receive(current, dict(decision.newcomers))
