@@ -35,7 +35,7 @@ LIMIT_S = 6 * SILENT_S
 
 
 class SimulatedStore:
-    """Has the functions of `torch.distributed.Store`, and counts requests."""
+    """A stand-in for `torch.distributed.Store` that counts requests."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}

@@ -18,7 +18,6 @@ import smp._C as _C
 from smp.world.rank import Rank
 from smp.world.survivor_agreement import (
     Decision,
-    Dismissed,
     Finished,
     NoReplicaIsWhole,
     SurvivorAgreement,
@@ -124,7 +123,7 @@ class Survivors:
                 return None if isinstance(outcome, Finished) else outcome
             if time.monotonic() - began_s > timeout_s:
                 raise RuntimeError(
-                    f"{_C.rank_prefix()}not all of the ranks {self._agreement.waiting}, which live, "
+                    f"{_C.rank_prefix()}not all of the living ranks {self._agreement.waiting} "
                     f"came to their next step within {timeout_s:g} s after a failure ({reason}); "
                     "give all ranks the same number of steps, or raise SMP_TIMEOUT_S"
                 ) from error
