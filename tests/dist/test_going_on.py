@@ -20,7 +20,15 @@ import pytest
 
 from benchmarks import going_on
 from tests.dist.pool import Pool
-from tests.dist.processes import REPO, Ended, launch, run_ranks, start_ranks, wait_for_ranks
+from tests.dist.processes import (
+    REPO,
+    Ended,
+    Started,
+    launch,
+    run_ranks,
+    start_ranks,
+    wait_for_ranks,
+)
 from tests.patience import wait_until
 
 pytestmark = pytest.mark.waits

@@ -35,7 +35,7 @@ LIMIT_S = 6 * SILENT_S
 
 
 class SimulatedStore:
-    """Has the functions of `torch.distributed.Store`, and counts requests."""
+    """A stand-in for `torch.distributed.Store` that counts requests."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -85,7 +85,7 @@ class Job:
     sleeps: dict[int, tuple[float, float]] = field(default_factory=dict)
     outcomes: dict[tuple[int, int], dict[int, Decision | Finished]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
-    now_s: float = 0.0
+    now_s: float = 1000.0
     num_requests: int = 0
     num_looks: int = 0
 
@@ -138,10 +138,10 @@ def survive(
         agreement.beat(0, job.now_s - 3 * SILENT_S)
         yield 0.0
         agreement.find_failure(job.now_s - 3 * SILENT_S)
+        yield job.dice.uniform(0.0, 2.0)  # the news of the failure
     num_done += passed
     # The script computes, or the rank is in a wait that ends with the fault.
     until_s = job.now_s + job.dice.uniform(0.0, 3.0 if passed or known is None else 0.5)
-    yield 0.0  # all ranks have begun
     while job.now_s < until_s:
         agreement.beat(num_done, job.now_s)
         if known is None and agreement.find_failure(job.now_s) is not None:

@@ -284,8 +284,8 @@ def build_groups(
 
     made.dp_cp_control = watched(control("dp_cp"), own["dp_cp"])
     if confirms_steps:
-        ranks = ranks_of("world")
-        made.everyone = watched(on_host(on_cpu("everyone", ranks), ranks), ranks)
+        everyone = ranks_of("world")
+        made.everyone = watched(on_host(on_cpu("everyone", everyone), everyone), everyone)
     made.dp_cp = summing("dp_cp")
     made.dp_cp_host = beside("dp_cp", made.dp_cp)
     if shard_size > 1:

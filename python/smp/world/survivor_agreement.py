@@ -63,7 +63,7 @@ class Dismissed(Exception):
 
 
 class NoReplicaIsWhole(Exception):
-    """No rank can go on."""
+    """Without a whole replica, no rank can go on."""
 
 
 class Replacements(Protocol):
@@ -73,7 +73,7 @@ class Replacements(Protocol):
 
 
 class SurvivorAgreement:
-    """One rank's part in an agreement. One object per set of ranks.
+    """Takes part in an agreement, for one rank. One object per set of ranks.
 
     A look costs a fixed number of requests to the store, whatever the number of ranks.
 
@@ -223,7 +223,7 @@ class SurvivorAgreement:
             return False
         if self._check_stopped(ranks):
             return True
-        while len(ranks) > 1:  # finds one that has not stopped
+        while len(ranks) > 1:  # finds a rank that has not stopped
             half = ranks[: len(ranks) // 2]
             ranks = ranks[len(half) :] if self._check_stopped(half) else half
         self._awaited = ranks[0]

@@ -133,7 +133,7 @@ class Survivors:
                 return None if isinstance(outcome, Finished) else outcome
             if time.monotonic() - began_s > timeout_s:
                 ranks = self._agreement.waiting
-                who = f"ranks {ranks}, which live," if ranks else "processes that take places"
+                who = f"living ranks {ranks}" if ranks else "processes that take places"
                 raise RuntimeError(
                     f"{_C.rank_prefix()}not all of the {who} "
                     f"came to their next step within {timeout_s:g} s after a failure ({reason}); "
