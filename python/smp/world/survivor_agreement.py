@@ -63,7 +63,7 @@ class Dismissed(Exception):
 
 
 class NoReplicaIsWhole(Exception):
-    """Without a whole replica, no rank can go on."""
+    """Says that no rank can go on."""
 
 
 class Replacements(Protocol):
