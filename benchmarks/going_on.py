@@ -2,10 +2,12 @@
 
     python benchmarks/going_on.py                 # JSON lines on the standard output
     python benchmarks/going_on.py --only stall --repeats 20
+    python benchmarks/going_on.py --only torchft  # needs torchft-nightly beside the package
 
 `stall` is the time from the death of a rank to the end of the first step without it, over places of
 death in a step. `overhead` is the ratio of steps with `on_failure="shrink"` to steps without, which
-take turns in one job; wall time, and CPU time of all ranks.
+take turns in one job; wall time, and CPU time of all ranks. `torchft` has the same deaths of one of
+three replicas without a pipeline, one after the other with this library and with torchft over Gloo.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import re
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -36,16 +39,20 @@ from tests.dist.pool import Pool  # noqa: E402
 from tests.dist.processes import run_ranks  # noqa: E402
 
 SCRIPT = REPO / "tests" / "dist" / "scripts" / "going_on.py"
+TORCHFT_SCRIPT = REPO / "benchmarks" / "torchft_loop.py"
+# Milliseconds after which torchft's lighthouse gives up ranks that do not join or say nothing: its
+# own defaults, and short ones.
+TORCHFT_TIMES = {"default": (60_000, 5_000), "short": (1_000, 1_000)}
 PLACES = ("forward", "backward", "sum", "confirm", "optimizer")
 PARTS = ("notice", "agree", "groups", "models", "first_step")
 TURN = 10  # steps of one kind, one after the other
 
 
-def stall(pool: Pool, place: str, victim: int) -> dict[str, float]:
-    """Returns the seconds of each part after the death of a rank of pp 2 x dp 2."""
-    config = {"pipeline_parallel_degree": 2, "on_failure": "shrink"}
+def stall(pool: Pool, place: str, victim: int, pp: int = 2, dp: int = 2) -> dict[str, float]:
+    """Returns the seconds of each part after the death of a rank."""
+    config = {"pipeline_parallel_degree": pp, "on_failure": "shrink"}
     argv = [f"--config={json.dumps(config)}", f"--die={victim}:{place}:3"]
-    ended = run_ranks(pool, SCRIPT, 4, argv)
+    ended = run_ranks(pool, SCRIPT, pp * dp, argv)
     texts = [rank.output for rank in ended]
     died = re.search(r"^AT (\S+)", texts[victim], re.MULTILINE)
     parts: list[dict[str, float]] = []
@@ -57,9 +64,62 @@ def stall(pool: Pool, place: str, victim: int) -> dict[str, float]:
             parts.append(
                 {"notice": notice, **seconds, "first_step": float(found[3]) - float(found[1])}
             )
-    if len(parts) != 2:
+    if len(parts) != pp * (dp - 1):
         raise RuntimeError("\n".join(texts))
     return max(parts, key=lambda own: sum(own.values()))
+
+
+def torchft_stall(pool: Pool, place: str, victim: int, times_ms: tuple[int, int]) -> float:
+    """Returns the seconds from the death of one of three replicas to the next update of all others.
+
+    Args:
+        times_ms: limits for ranks that do not join and that say nothing.
+    """
+    from torchft.coordination import LighthouseServer
+
+    join_ms, heartbeat_ms = times_ms
+    house = LighthouseServer(
+        bind="127.0.0.1:0",
+        min_replicas=2,
+        join_timeout_ms=join_ms,
+        quorum_tick_ms=100,
+        heartbeat_timeout_ms=heartbeat_ms,
+    )
+    try:
+        argv = [f"--lighthouse={house.address()}", f"--die={victim}:{place}:3", "--steps=8"]
+        with tempfile.TemporaryDirectory() as folder:
+            argv.append(f"--meet={folder}")
+            texts = [rank.output for rank in run_ranks(pool, TORCHFT_SCRIPT, 3, argv)]
+    finally:
+        house.shutdown()
+    died = re.search(r"^AT (\S+)", texts[victim], re.MULTILINE)
+    seconds = []
+    for text in texts[:victim] + texts[victim + 1 :]:
+        updates = re.findall(r"^DONE \d+ (\S+) 2$", text, re.MULTILINE)
+        if died and updates:
+            seconds.append(float(updates[0]) - float(died[1]))
+    if len(seconds) != 2:
+        raise RuntimeError("\n".join(texts))
+    return max(seconds)
+
+
+def beside_torchft(pool: Pool, repeats: int) -> dict[str, Any]:
+    """Returns median and longest stalls of both libraries, which take turns."""
+    found: dict[str, list[float]] = {"smp": [], **{name: [] for name in TORCHFT_TIMES}}
+    for number in range(repeats):
+        for place in ("forward", "backward", "optimizer"):
+            victim = number % 3
+            parts = stall(pool, place, victim, pp=1, dp=3)
+            found["smp"].append(sum(parts.values()))
+            for name, times_ms in TORCHFT_TIMES.items():
+                found[name].append(torchft_stall(pool, place, victim, times_ms))
+    return {
+        "benchmark": "going_on",
+        "case": "torchft",
+        "repeats": len(found["smp"]),
+        **{f"{name}_median_s": statistics.median(seconds) for name, seconds in found.items()},
+        **{f"{name}_worst_s": max(seconds) for name, seconds in found.items()},
+    }
 
 
 def overhead(rank: int, pp: int, width: int, num_turns: int) -> list[tuple[float, float]]:
@@ -137,7 +197,7 @@ def summarise_stall(found: list[dict[str, float]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("stall", "overhead"), help="this case alone")
+    parser.add_argument("--only", choices=("stall", "overhead", "torchft"), help="this case alone")
     parser.add_argument("--repeats", type=int, default=5, help="of each place of death")
     parser.add_argument("--turns", type=int, default=40, help="turns of ten steps")
     args = parser.parse_args()
@@ -152,6 +212,8 @@ def main() -> None:
             turns = pool.run(2 * pp, going_on.overhead, pp, width, args.turns)
             result = summarise_overhead(pp, width, turns) | {"environment": where}
             print(json.dumps(result), flush=True)
+    if args.only == "torchft":
+        print(json.dumps(beside_torchft(pool, args.repeats) | {"environment": where}), flush=True)
     pool.close()
 
 

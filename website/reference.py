@@ -43,7 +43,7 @@ PAGES = (
          ("init", "auto", "launch", "is_initialized", "shutdown", "step", "StepOutput",
           "DistributedModel", "DistributedOptimizer",
           "clip_grad_norm_", "grad_norm", "whole_parameters", "is_tracing",
-          "on_resize", "Resized",
+          "on_resize", "Resized", "take_over",
           "model",
           "PeerFailure", "__version__")),
     Page("ranks", "Ranks and messages",

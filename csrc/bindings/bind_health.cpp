@@ -94,6 +94,12 @@ void report_raised(FaultBoard& board, std::string where, std::string text) {
                 .text = std::move(text)});
 }
 
+void report_lost(FaultBoard& board, int global_rank, std::string text) {
+  board.report({.kind = health::Fault::Kind::kDied,
+                .global_rank = global_rank,
+                .text = std::move(text)});
+}
+
 py::dict activity(FaultBoard& board) {
   const auto snapshot = board.waits().snapshot();
   py::dict result;
@@ -160,6 +166,8 @@ void bind_fault_board(py::module_& m) {
            py::arg("text"),
            "Records an exception of this rank; the liveness client tells it "
            "to the others.")
+      .def("report_lost", &report_lost, release_gil(), py::arg("global_rank"),
+           py::arg("text"), "Records that another rank is lost.")
       .def("raise_if_faulted", &FaultBoard::raise_if_faulted, release_gil())
       .def("fault_text", &fault_text, release_gil(),
            "The first fault in words, or None.")

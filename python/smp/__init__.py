@@ -66,6 +66,7 @@ from smp.replacement import (  # noqa: E402
 from smp.step import step  # noqa: E402
 from smp.step.going_on import Resized, on_resize  # noqa: E402
 from smp.step.microbatch import StepOutput  # noqa: E402
+from smp.step.taking_over import take_over  # noqa: E402
 from smp.world.comm import (  # noqa: E402
     CP_GROUP,
     DP_GROUP,
@@ -238,6 +239,7 @@ __all__ = [
     "state",
     "state_mod",
     "step",
+    "take_over",
     "stream_parameters",
     "tensor_parallelism",
     "tp_barrier",

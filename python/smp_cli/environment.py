@@ -36,11 +36,18 @@ class Share:
     """Set torchrun's variables, too."""
     folder: str = field(default_factory=os.getcwd)
     """Current folder of the ranks."""
+    num_spares: int = 0
+    """Processes that wait for the places of ranks; their numbers are behind those of the ranks."""
 
     @property
     def ranks(self) -> range:
-        """Returns the global ranks."""
-        return range(self.first_rank, self.first_rank + self.num_ranks)
+        """Returns the numbers of the processes: global ranks, and processes that wait."""
+        return range(self.first_rank, self.first_rank + self.num_ranks + self.num_spares)
+
+    @property
+    def spares(self) -> range:
+        """Returns the numbers of the processes that wait."""
+        return self.ranks[self.num_ranks :]
 
     def environment_of(self, rank: int, restart_count: int, meeting: Path) -> dict[str, str]:
         """Returns the environment of one rank.
@@ -65,6 +72,8 @@ class Share:
             "SMP_RESTART_COUNT": str(restart_count),
             "SMP_FAILURE_FILE": str(failure_file(meeting, rank)),
         }
+        if self.num_spares:
+            env["SMP_SPARES"] = str(self.num_spares)
         if self.torch_env:
             env |= {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
             env |= {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
@@ -79,6 +88,11 @@ def failure_file(meeting: Path, rank: int) -> Path:
 def given_up_file(meeting: Path) -> Path:
     """Returns the file of ranks that go on when others fail: it lists the ranks that were lost."""
     return meeting / "given_up"
+
+
+def taken_file(meeting: Path) -> Path:
+    """Returns the file of processes that have the places of lost ranks."""
+    return meeting / "taken"
 
 
 def without_foreign(env: Mapping[str, str]) -> dict[str, str]:

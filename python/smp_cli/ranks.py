@@ -30,6 +30,8 @@ class Ranks(ABC):
     def __init__(self) -> None:
         self.ended: list[tuple[int, int]] = []
         """Rank and status of ended ranks, in the order of their ends."""
+        self.spares = range(0)
+        """Numbers of processes that wait for the places of ranks."""
         self._running: set[int] = set()
         self._selector = selectors.DefaultSelector()
         self._relays: list[LineRelay] = []
@@ -131,6 +133,7 @@ class LocalRanks(Ranks):
         """
         super().__init__()
         self._share, self._write, self.meeting = share, write, meeting
+        self.spares = share.spares
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, restart_count: int) -> None:

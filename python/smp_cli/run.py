@@ -52,6 +52,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "they exit with 75, which means that they saved and are to be resumed",
     )
     add(
+        "--spares",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="start N processes more, which wait for the places of ranks that die (0); with "
+        "on_failure: spare in the configuration, on one machine",
+    )
+    add(
         "--grace-s",
         type=float,
         default=10.0,
@@ -117,6 +125,8 @@ def execute(arguments: argparse.Namespace) -> int:
             base[variable] = str(path.absolute())
     try:
         hosts = plan_hosts(arguments.hosts, arguments.ranks) if arguments.hosts else []
+        if arguments.spares and (hosts or arguments.torch_env):
+            raise ValueError("--spares is for one machine, without --hosts and --torch-env")
         if arguments.preflight and len(hosts) < 2:
             raise ValueError("--preflight compares hosts; name at least two with --hosts")
         if arguments.config is not None:
@@ -135,7 +145,10 @@ def execute(arguments: argparse.Namespace) -> int:
     python = agent.python if hosts else sys.executable
     module = ["-m"] if arguments.module else []
     command = [python, *module, arguments.script, *arguments.args]
-    share = Share(command, base, arguments.ranks, arguments.ranks, torch_env=arguments.torch_env)
+    share = Share(
+        command, base, arguments.ranks, arguments.ranks,
+        torch_env=arguments.torch_env, num_spares=arguments.spares,
+    )  # fmt: skip
     make = _make_ranks(arguments, share, hosts, agent)
     job_events = events.JobEvents(base)
     return run_job(make, arguments.max_restarts, arguments.grace_s, job_events)
@@ -160,7 +173,7 @@ def _make_ranks(
     """Returns a function that makes the ranks of one start, with the folder for it."""
     prefix, logs = arguments.output == "prefix", arguments.log_dir
     is_direct = not (hosts or prefix or logs)
-    write = None if is_direct else Output(prefix, logs, arguments.ranks).write
+    write = None if is_direct else Output(prefix, logs, len(share.ranks)).write
 
     def here(meeting: Path) -> Ranks:
         environment = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from smp_cli.environment import failure_file, given_up_file
+from smp_cli.environment import failure_file, given_up_file, taken_file
 from smp_cli.events import JobEvents
 from smp_cli.output import say
 from smp_cli.ranks import Ranks
@@ -93,11 +93,15 @@ def run_job(
                     return EXIT_NOT_STARTED
                 finally:
                     ranks.end()
-                failure = find_failure(ranks.ended, Path(folder))
+                taken = read_taken(Path(folder))
+                idle = set(ranks.spares) - set(taken)
+                ended = [(rank, status) for rank, status in ranks.ended if rank not in idle]
+                failure = find_failure(ended, Path(folder))
                 given_up = read_given_up(Path(folder))
             if failure is None:
                 if given_up:
-                    say(f"the job has finished without the ranks {given_up}, which it has lost")
+                    by = f"; {taken} have taken places" if taken else ""
+                    say(f"the job has finished without the ranks {given_up}, which it has lost{by}")
                 events.ended(restart_count, "finished", 0)
                 return 0
             is_preempted = failure.status == EXIT_RESUME
@@ -126,19 +130,29 @@ def _watch(ranks: Ranks, grace_s: float, signals: _Signals, folder: Path) -> Non
 
     Ranks that go on after a failure note so in the folder, and end by themselves if they cannot.
     """
-    num_told = 0
+    num_told, told_idle = 0, set[int]()
     steps = [signal.SIGTERM, signal.SIGKILL]  # for ranks that do not end by themselves
     deadline = float("inf")
-    while ranks.running:
+    while True:
+        idle = set(ranks.spares) - set(read_taken(folder))
+        if not set(ranks.running) - idle:
+            return  # processes that wait are ended with the rest
         ranks.wait(_POLL_S)
         for number in signals.take():
             ranks.send(number)
             if signals.num_interrupts > 1:
                 ranks.send(signal.SIGKILL)
-        has_failed = any(status not in (0, EXIT_RESUME) for _, status in ranks.ended)
+        idle = set(ranks.spares) - set(read_taken(folder))
+        for rank, status in ranks.ended:
+            if status and rank in idle - told_idle and not signals.is_ending:
+                told_idle.add(rank)
+                _say_waited(rank, status, folder)
+        has_failed = any(
+            status not in (0, EXIT_RESUME) and rank not in idle for rank, status in ranks.ended
+        )
         if has_failed and given_up_file(folder).exists():
             for rank, status in ranks.ended[num_told:]:
-                if status not in (0, EXIT_RESUME) and ranks.running:
+                if status not in (0, EXIT_RESUME) and ranks.running and rank not in idle:
                     say(f"{Failure(rank, status).words}; the ranks {ranks.running} may go on")
             num_told = len(ranks.ended)
         elif has_failed and deadline == float("inf"):
@@ -147,6 +161,12 @@ def _watch(ranks: Ranks, grace_s: float, signals: _Signals, folder: Path) -> Non
             say(f"ending the ranks {ranks.running}, which still run, with {steps[0].name}")
             ranks.send(steps.pop(0))
             deadline = time.monotonic() + grace_s
+
+
+def _say_waited(rank: int, status: int, folder: Path) -> None:
+    told = _read_failure(failure_file(folder, rank))
+    failure = Failure(rank, status, () if told is None else told.report)
+    say(f"{failure.words}, which has waited for the place of another", *failure.report)
 
 
 def find_failure(ended: Sequence[tuple[int, int]], folder: Path) -> Failure | None:
@@ -186,6 +206,14 @@ def read_given_up(folder: Path) -> list[int]:
         return sorted(map(int, given_up_file(folder).read_text().split()))
     except FileNotFoundError:
         return []  # the job ends when a rank fails
+
+
+def read_taken(folder: Path) -> list[int]:
+    """Returns the processes that have the places of lost ranks."""
+    try:
+        return sorted(map(int, taken_file(folder).read_text().split()))
+    except FileNotFoundError:
+        return []
 
 
 class _Told(NamedTuple):

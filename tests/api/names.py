@@ -84,6 +84,8 @@ NAMES: dict[str, tuple[str | None, str]] = {
                   "test_others_go_on_as_a_job_that_resumes_on_their_layout"),
     "Resized": (None, f"{DIST}test_going_on.py::"
                 "test_others_go_on_as_a_job_that_resumes_on_their_layout"),
+    "take_over": ("user_content", f"{DIST}test_spares.py::"
+                  "test_a_spare_takes_the_place_and_the_job_is_as_if_none_had_died"),
     "batch_slice": ("num_samples", f"{DIST}test_uneven_devices.py::"
                     "test_uneven_devices_train_like_the_plain_script"),
     # ---- model

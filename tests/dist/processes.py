@@ -54,18 +54,21 @@ def start_ranks(
     timeout: float = PATIENCE_S,
     env: dict[str, str] | None = None,
     launcher: str | None = "torchrun",
+    spares: int = 0,
 ) -> Started:
     """Starts a script in `world_size` processes of its own, as `launcher` would.
 
-    With "smp run" ranks have names of their own, in which Accelerate does not see a job of its own;
-    with None there is no word of ranks.
+    With "smp run" ranks have names of their own, in which Accelerate does not see a job of its own,
+    and there may be processes that wait for the places of ranks; with None there is no word of
+    ranks.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"smp-run{next(_RUN_IDS)}-"))
     pids = []
-    for rank in range(world_size):
+    for rank in range(world_size + spares):
         settings: dict[str, str] = {}
         if launcher == "smp run":
             settings = {"SMP_RANK": str(rank), "SMP_WORLD_SIZE": str(world_size)}
+            settings |= {"SMP_SPARES": str(spares)} if spares else {}
         elif launcher is not None:
             settings = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             settings |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
@@ -132,9 +135,10 @@ def run_ranks(
     timeout: float = PATIENCE_S,
     env: dict[str, str] | None = None,
     launcher: str | None = "torchrun",
+    spares: int = 0,
 ) -> list[Ended]:
     """`start_ranks` and `wait_for_ranks`."""
-    started = start_ranks(pool, script, world_size, argv, timeout, env, launcher)
+    started = start_ranks(pool, script, world_size, argv, timeout, env, launcher, spares)
     return wait_for_ranks(pool, started)
 
 

@@ -20,7 +20,15 @@ import pytest
 
 from benchmarks import going_on
 from tests.dist.pool import Pool
-from tests.dist.processes import REPO, Ended, launch, run_ranks, start_ranks, wait_for_ranks
+from tests.dist.processes import (
+    REPO,
+    Ended,
+    Started,
+    launch,
+    run_ranks,
+    start_ranks,
+    wait_for_ranks,
+)
 from tests.patience import wait_until
 
 pytestmark = pytest.mark.waits
@@ -153,6 +161,11 @@ def test_others_go_on_as_a_job_that_resumes_on_their_layout(
         (Layout(pp=2, dp=3), ["0:sum:2", "5:confirm:2"]),
         (Layout(pp=2, dp=3), ["3:forward:2", "4:resize:2"]),
         (Layout(pp=2, dp=3), ["2:optimizer:1", "1:backward:4"]),
+        (Layout(pp=2, dp=3), ["3:forward:2", "4:connect:2"]),
+        (Layout(pp=2, dp=3), ["3:forward:2", "0:connect:2"]),
+        (Layout(pp=2, dp=3), ["3:forward:2", "0:connected:2"]),
+        (Layout(pp=2, dp=3), ["3:forward:2", "5:join:2"]),
+        (Layout(dp=4), ["3:forward:2", "1:joined:2"]),
         (Layout(pp=2, flags=("--norm",)), ["0:backward:3"]),
         (Layout(pp=2, dp=3, keys=DROPS, flags=("--dropout=0.3",)), ["1:backward:2"]),
         (Layout(pp=2, keys=(("fp16", True),)), ["0:clip:3"]),
@@ -236,18 +249,25 @@ def test_an_error_of_all_ranks_ends_all(pool: Pool) -> None:
         assert not rank.hung and "RESULT" not in rank.output, words(ended)
 
 
+def wake_when_others_have_ended(pool: Pool, job: Started, replica: int, layout: Layout) -> None:
+    """Lets a stopped rank of a replica go on when the ranks of other replicas have a result."""
+    ranks = [rank for rank in range(len(job.pids)) if rank // layout.per_replica != replica]
+    logs = [job.folder / f"rank{rank}.log" for rank in ranks]
+    wait_until(
+        lambda: all(log.exists() and "RESULT " in log.read_text() for log in logs),
+        lambda: "\n".join(log.read_text() for log in logs),
+    )
+    for pid in job.pids:
+        if pool.zygote().ended(pid) is None:
+            os.kill(pid, signal.SIGCONT)
+
+
 def test_a_rank_that_was_stopped_for_too_long_is_refused_when_it_comes_back(
     pool: Pool, tmp_path: Path
 ) -> None:
     argv = [*PP2_DP2.argv(on_failure="shrink"), f"--steps={STEPS}", "--die=1:stop:2"]
     job = start_ranks(pool, SCRIPT, 4, argv, env={"SMP_HANG_S": "1"})
-    logs = [job.folder / f"rank{rank}.log" for rank in (2, 3)]
-    wait_until(
-        lambda: all(log.exists() and "RESULT " in log.read_text() for log in logs),
-        lambda: "\n".join(log.read_text() for log in logs),
-    )
-    assert pool.zygote().ended(job.pids[1]) is None, "it is stopped"
-    os.kill(job.pids[1], signal.SIGCONT)
+    wake_when_others_have_ended(pool, job, 0, PP2_DP2)
     ended = wait_for_ranks(pool, job)
     assert not any(rank.hung for rank in ended), words(ended)
     assert "STEP 2 " not in ended[1].output, ended[1].output
@@ -263,6 +283,8 @@ def test_benchmark_measures_each_part_of_a_stall(pool: Pool) -> None:
     assert result["median_s"] == result["worst_s"] == pytest.approx(sum(parts))
 
 
+MEANS = (signal.SIGKILL, signal.SIGKILL, signal.SIGUSR1, signal.SIGSTOP)
+HANG = {"SMP_HANG_S": "2"}  # a rank that is stopped for twice as long is lost
 RANDOM_LAYOUTS = (Layout(pp=2), Layout(pp=2, dp=3), Layout(dp=3), Layout(tp=2), Layout(pp=3))
 
 
@@ -274,7 +296,8 @@ def test_random_kills_lose_nothing(pool: Pool, tmp_path: Path, index: int) -> No
     num_ranks = layout.per_replica * layout.dp
     victim = dice.randrange(num_ranks)
     argv = [*layout.argv(on_failure="shrink"), f"--steps={MANY_STEPS}", "--step-s=0.03"]
-    job = start_ranks(pool, SCRIPT, num_ranks, argv)
+    means = MEANS[index // len(RANDOM_LAYOUTS) % len(MEANS)]
+    job = start_ranks(pool, SCRIPT, num_ranks, argv, env=HANG if means == signal.SIGSTOP else None)
     log = job.folder / f"rank{victim}.log"
     wait_until(
         lambda: log.exists() and "STEP 0 " in log.read_text(),
@@ -283,8 +306,14 @@ def test_random_kills_lose_nothing(pool: Pool, tmp_path: Path, index: int) -> No
         pause_s=0.01,
     )
     time.sleep(dice.uniform(0.0, 1.0))
-    pool.zygote().kill(job.pids[victim])
+    assert pool.zygote().ended(job.pids[victim]) is None, "it lives"
+    os.kill(job.pids[victim], means)
+    if means == signal.SIGSTOP:
+        wake_when_others_have_ended(pool, job, victim // layout.per_replica, layout)
     ended = wait_for_ranks(pool, job)
-    assert ended[victim].returncode == -signal.SIGKILL, "it was killed before its end"
+    # A stopped rank that comes back finds a decision, or the news that it was stuck.
+    statuses = {signal.SIGKILL: [-signal.SIGKILL], signal.SIGUSR1: [1], signal.SIGSTOP: [0, 1]}
+    assert ended[victim].returncode in statuses[means], ended[victim].output
+    assert "RESULT " not in ended[victim].output
     [resize] = check_as_resumed(pool, tmp_path, layout, ended, MANY_STEPS)
     assert victim in resize["lost"] and len(resize["lost"]) == layout.per_replica

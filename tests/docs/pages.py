@@ -4,6 +4,7 @@
 
 * ``run: N``: a Python script for N processes, or a diff of such scripts;
   ``run: N, M``: first with N processes, then with M (of a diff: the old script with N);
+* ``spares: N``: with N processes more, which wait for the places of ranks;
 * ``continues``: goes on where the block before ended, in the same script;
 * ``file: NAME``: is also saved under this name, where later commands of the page find it;
 * ``with: NAME``: ``tests/docs/setup/NAME.py`` has the names that the block leaves out, and may have
@@ -26,7 +27,7 @@ REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 
 _MARK = re.compile(r"<!--\s*(.*?)\s*-->\s*\Z")
-_KEYS = {"run", "continues", "file", "with", "ends", "prints", "not run"}
+_KEYS = {"run", "spares", "continues", "file", "with", "ends", "prints", "not run"}
 #: Languages, and the marks of which a block has to have one.
 LANGUAGES: dict[str, frozenset[str]] = {
     "python": frozenset({"run", "continues", "not run"}),

@@ -92,7 +92,9 @@ class Page:
         # The first line of a script is that of a fence, or above it.
         body = source.removeprefix("\n") if source.startswith("\n") else source
         script.write_text(f"{prefix}\n{body}{suffix}")
-        ended = run_ranks(self._pool, script, size, env=env)
+        spares = int(block.marks.get("spares", 0))
+        launcher = "smp run" if spares else "torchrun"
+        ended = run_ranks(self._pool, script, size, env=env, launcher=launcher, spares=spares)
         status = int(block.marks.get("ends", 0))
         failed = sorted((r for r in ended if r.returncode != status), key=lambda rank: rank.time)
         assert not failed, (

@@ -40,6 +40,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "replacement/marks.py": frozenset({"_run"}),
     "step/decorator.py": frozenset({"StepFunction.__call__"}),
     "step/going_on.py": frozenset({"on_resize"}),
+    "step/taking_over.py": frozenset({"take_over"}),
     "tensor_parallel/reading.py": frozenset({"is_outside"}),
     "tensor_parallel/regions.py": frozenset({"_group"}),
     "v1/replicas.py": frozenset({"DistributedDataParallel.__init__"}),
@@ -48,7 +49,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "world/state.py": frozenset({"_run"}),
 }
 
-MOST_CALLS = 40
+MOST_CALLS = 41
 
 
 def calls(text: str) -> Iterator[str]:

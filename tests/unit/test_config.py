@@ -315,11 +315,13 @@ def test_updates_in_the_backward_need_gradients_that_are_complete_there(
         ("expert_parallel_degree", 2),
     ],
 )
+@pytest.mark.parametrize("on_failure", ["shrink", "spare"])
 def test_ranks_that_are_lost_take_nothing_with_them_or_it_is_refused(
-    key: str, value: object
+    on_failure: str, key: str, value: object
 ) -> None:
-    given = {"ddp": True, "tensor_parallel_degree": 2, "on_failure": "shrink", key: value}
-    assert f"({key}=" in refusal(given, 4)
+    given = {"ddp": True, "tensor_parallel_degree": 2, "on_failure": on_failure, key: value}
+    text = refusal(given, 4)
+    assert f"({key}=" in text and f"on_failure='{on_failure}'" in text
     given.pop("on_failure")
     processes.check_world(Config.from_dict(given), 4)
 

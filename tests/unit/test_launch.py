@@ -272,3 +272,14 @@ def test_a_group_of_torch_of_one_is_a_single_process() -> None:
 def test_a_group_of_torch_that_has_met_nowhere_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 1 of 2 with a HashStore, .* set MASTER_ADDR"):
         of_group({}, ALONE)
+
+
+def test_numbers_behind_the_ranks_are_those_of_processes_that_wait() -> None:
+    env = {"SMP_WORLD_SIZE": "4", "SMP_SPARES": "2"}
+    for number in range(6):
+        place = launch.read_launch({**env, "SMP_RANK": str(number)}, "node")
+        assert place.is_spare == (number >= 4) and place.spares == range(4, 6)
+    with pytest.raises(ValueError, match="gives rank 6 of 4 processes"):
+        launch.read_launch({**env, "SMP_RANK": "6"}, "node")
+    with pytest.raises(ValueError, match="gives rank 4 of 4 processes"):
+        launch.read_launch({"SMP_WORLD_SIZE": "4", "SMP_RANK": "4"}, "node")

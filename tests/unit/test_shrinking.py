@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 import smp._C as _C
 from smp.launching.first_rank import LAUNCHED_VARIABLE
 from smp.world.launch import Launch, Rendezvous
-from smp.world.shrinking import lasting_ranks, refuse_shrinking
+from smp.world.shrinking import fill_places, have_all_parts, lasting_ranks, refuse_shrinking
 
 LAUNCH = Launch("smp", 0, 4, 0, 4, "node")
 IN_A_FILE = Rendezvous("file", path="/shared/rendezvous")
@@ -51,7 +52,27 @@ def test_nothing_is_left_without_a_whole_replica() -> None:
 def test_jobs_that_cannot_lose_ranks_are_refused_by_name(
     launch: Launch, place: Rendezvous, env: dict[str, str], device: str, transport: str, text: str
 ) -> None:
-    refuse_shrinking(LAUNCH, IN_A_FILE, {}, "cpu", "tcp")
+    refuse_shrinking("shrink", LAUNCH, IN_A_FILE, {}, "cpu", "tcp")
     with pytest.raises(ValueError, match="on_failure='shrink': .*; .*, or set on_failure") as error:
-        refuse_shrinking(launch, place, env, device, transport)
+        refuse_shrinking("shrink", launch, place, env, device, transport)
     assert text in str(error.value)
+
+
+def test_parts_of_two_broken_replicas_may_be_all_there_are() -> None:
+    grid = _C.ProcessGrid(4, 2, 1, 1, "cluster")
+    assert lasting_ranks(grid, [0, 3]) == [] and have_all_parts(grid, [0, 3])
+    first, second = grid.groups("rdp")[0]
+    assert not have_all_parts(grid, [first, second])
+
+
+def test_places_go_to_processes_that_wait_and_are_kept() -> None:
+    assert fill_places({3}, {}, [5, 4]) == {3: 4}
+    assert fill_places({3, 0}, {3: 4}, [4, 6, 5]) == {3: 4, 0: 5}
+    assert fill_places({3, 0}, {}, [4]) == {}, "one process is too few for two places"
+    assert fill_places({3}, {3: 4}, []) == {3: 4}
+
+
+def test_a_job_without_spares_has_nothing_to_take_a_place() -> None:
+    refuse_shrinking("spare", replace(LAUNCH, spares=range(4, 5)), IN_A_FILE, {}, "cpu", "tcp")
+    with pytest.raises(ValueError, match="on_failure='spare': no process waits .* --spares N"):
+        refuse_shrinking("spare", LAUNCH, IN_A_FILE, {}, "cpu", "tcp")

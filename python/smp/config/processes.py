@@ -44,10 +44,10 @@ def check_world(config: Config, world_size: int) -> None:
             f"has {len(config.device_speeds)} speeds for {world_size} processes",
             f"give one speed for each of the {world_size} processes, in the order of their ranks",
         )
-    if config.on_failure == "shrink" and world_size == per_replica:
+    if config.goes_on and world_size == per_replica:
         raise config_error(
             "on_failure",
-            "shrink",
+            config.on_failure,
             f"{world_size} processes hold one replica of the model, without which nothing is left",
             f'start at least {2 * per_replica} processes, or set on_failure="end"',
         )

@@ -217,8 +217,9 @@ class Config:
     """Heads of language models compute losses in chunks of tokens, without logits in memory."""
     layout_independent_dropout: bool = _bool(False)
     """Masks of dropout depend on seed, step, sample, module and element, and on no layout."""
-    on_failure: str = _choice("end", "end", "shrink")
-    """When a rank dies, all ranks end, or the replicas that are whole go on without the others."""
+    on_failure: str = _choice("end", "end", "shrink", "spare")
+    """When a rank dies, all ranks end, or the replicas that are whole go on without the others, or
+    a process that waits takes its place."""
 
     @property
     def partitions(self) -> int:
@@ -234,6 +235,11 @@ class Config:
             num_replicas: number of ranks that have the same slices of the same partition.
         """
         return num_replicas if self.shard_optimizer_state else self.sharded_data_parallel_degree
+
+    @property
+    def goes_on(self) -> bool:
+        """True if other ranks go on when one has failed."""
+        return self.on_failure != "end"
 
     @property
     def memory_limits(self) -> tuple[int, ...]:
@@ -310,8 +316,8 @@ class Config:
         check_ranks(config)
         if config.update_in_backward:
             check_updates(config)
-        if config.on_failure == "shrink":
-            check_shrink(config)
+        if config.goes_on:
+            check_going_on(config)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -517,8 +523,8 @@ def check_updates(config: Config) -> None:
             )
 
 
-def check_shrink(config: Config) -> None:
-    """Raises ValueError if replicas cannot go on without those that a failure has broken."""
+def check_going_on(config: Config) -> None:
+    """Raises ValueError if replicas cannot go on when a failure has broken others."""
     reasons = {
         "shard_optimizer_state": (config.shard_optimizer_state, _PART_IS_LOST),
         "sharded_data_parallel_degree": (config.sharded_data_parallel_degree > 1, _PART_IS_LOST),
@@ -537,7 +543,7 @@ def check_shrink(config: Config) -> None:
         if is_so:
             raise config_error(
                 "on_failure",
-                "shrink",
+                config.on_failure,
                 f"{reason} ({key}={getattr(config, key)!r})",
                 f'leave {key} out, or set on_failure="end"',
             )

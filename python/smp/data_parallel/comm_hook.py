@@ -124,7 +124,7 @@ def refuse_comm_hook(rank: Rank, overlaps: bool, of_storage: str | None) -> None
         f"tensor_parallel_degree={config.tensor_parallel_degree}": rank.sizes["tp"] > 1,
         f"update_in_backward={config.update_in_backward}": config.update_in_backward,
         # The hook's group has lost ranks then, and its state is the script's.
-        f"on_failure={config.on_failure!r}": config.on_failure == "shrink",
+        f"on_failure={config.on_failure!r}": config.goes_on,
         # Hooks sum over `smp.get_dp_process_group()`, which leaves ranks with the same batch out.
         f"context_parallel_degree={config.context_parallel_degree}": rank.sizes["cp"] > 1,
     }

@@ -251,7 +251,7 @@ def broadcast_from_first(
         kind: "dp_cp", or "rdp_cp" for slices, which only these ranks share.
         first: position in the group of the rank whose values are sent.
     """
-    if not tensors or rank.sizes[kind] == 1:
+    if not tensors or rank.sizes[kind] == 1 or rank.is_alone:
         return
     is_of_slices = kind == "rdp_cp" and rank.sizes["tp"] > 1
     communicator = rank.comms.rdp_cp if is_of_slices else rank.comms.dp_cp

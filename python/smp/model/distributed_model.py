@@ -171,7 +171,7 @@ class DistributedModel(ModelViews):
         let_go = weakref.finalize(self, self._engine.close)
         let_go.atexit = False  # the runtime has its own order at exit
         current.on_shutdown(let_go)
-        if current.rank.sizes["pp"] == 1:
+        if current.rank.sizes["pp"] == 1 and not current.rank.is_apart:
             self.prepare()
 
     # ---- running

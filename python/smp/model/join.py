@@ -304,8 +304,8 @@ def _check(current: runtime.Runtime, engine: Engine) -> None:
         config.update_in_backward,
         "a replica without a batch would update as well, but has no call of optimizer.step()",
     )
-    reasons["on_failure='shrink'"] = (
-        config.on_failure == "shrink",
+    reasons[f"on_failure={config.on_failure!r}"] = (
+        config.goes_on,
         "after a failure all replicas run a step again, so all of them need the same number of "
         "batches",
     )

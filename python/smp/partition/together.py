@@ -127,7 +127,9 @@ def decide_together(
             raises it.
     """
     config, pp_size = rank.config, rank.sizes["pp"]
-    demands = _with_rooms(rank, demands or Demands())
+    demands = demands or Demands()
+    if demands.earlier is None:
+        demands = _with_rooms(rank, demands)
     if demands.earlier is not None:
         decision = _follow(build_tree(root), pp_size, demands.earlier)
     elif rank.world_size == 1 or (make_trace is None and demands.file is None):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from smp.data_parallel import BatchWeights
 from smp.model.engine import Engine
-from smp.step import going_on, microbatch
+from smp.step import going_on, microbatch, taking_over
 from smp.step.batches import Batch, TrainedStep
 from smp.step.bodies import Bodies, BodiesOfRanks, MicrobatchRunner
 from smp.step.cutting import Cutting
@@ -103,11 +103,14 @@ class StepFunction(Generic[P, R]):
             current.wrapped.spread_written()
             # The models are kept until the step is over: garbage is collected at any time.
             models = current.wrapped.models
+            taking_over.refuse_missing(current, self._name)
             if current.survivors is None:
                 alone: R = self._run(current, models, args, kwargs)
                 return alone
             known, trains = self._known.get(current), torch.is_grad_enabled()
+            # In a process that has taken a place the models are laid out and checked already.
             has_run = known is not None and trains in known.has_run
+            has_run = has_run or (known is None and current.has_taken_place)
             result: R = going_on.run(
                 current, self._name, has_run, lambda: self._run(current, models, args, kwargs)
             )
@@ -243,7 +246,8 @@ class StepFunction(Generic[P, R]):
         """Shows a step to the observers, which may run its function again, until they know it."""
         known, observers = self._known[current], current.observers
         step = observers.version, [(engine.idx, engine.uneven is None) for engine in engines]
-        if step == known.shown:
+        # A process that has taken a place has not seen the first calls, with which others are done.
+        if step == known.shown or current.has_newcomers:
             return
 
         def make(own: Batch) -> Bodies:

@@ -1,18 +1,19 @@
-"""Runs steps so that the ranks that live go on after a failure, with ``on_failure="shrink"``.
+"""Runs steps so that the ranks that live go on after a failure, if ``on_failure`` says so.
 
-A step that fails is run again by the ranks that are left, with the same arguments and the state
-that it began with. See docs/design/going_on.md.
+A step that fails is run again by the ranks that are left, and by processes that take the places of
+lost ones, with the same arguments and the state that it began with. See docs/design/going_on.md.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,11 +21,15 @@ from torch import Tensor
 import smp._C as _C
 from smp.model.engine import Engine
 from smp.precision.holdings import master_of
+from smp.step import taking_over
 from smp.world import failure, runtime
-from smp.world.survivors import Decision, Dismissed, Survivors
+from smp.world.survivor_agreement import Decision, Dismissed
+from smp.world.survivors import Survivors
 
 _log = logging.getLogger("smp")
 _T = TypeVar("_T")
+# Times that ranks try to connect although none of them is lost.
+_MOST_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ class Resized:
         dp_size: `smp.dp_size()` from now on.
         lost: numbers that the launcher gave to the ranks that do not go on.
         seconds: duration of each part: ``agree`` (the ranks meet), ``groups`` (connections are
-            made), ``models`` (reducers and pipelines are laid out).
+            made), ``models`` (reducers and pipelines are laid out, and newcomers get their state).
+        newcomers: numbers that the launcher gave to the processes that take places of lost ranks.
     """
 
     reason: str
@@ -45,14 +51,16 @@ class Resized:
     dp_size: int
     lost: list[int]
     seconds: dict[str, float] = field(compare=False)
+    newcomers: list[int] = field(default_factory=list)
 
     @property
     def words(self) -> str:
         """The change in words, for the log."""
         parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
         return (
-            f"{self.reason}; the ranks {self.lost} are lost, and the others go on: "
-            f"dp_size {self.dp_size_before} -> {self.dp_size} ({parts})"
+            f"{self.reason}; the ranks {self.lost} are lost, "
+            + (f"{self.newcomers} take their places, " if self.newcomers else "")
+            + f"and the others go on: dp_size {self.dp_size_before} -> {self.dp_size} ({parts})"
         )
 
 
@@ -68,10 +76,10 @@ def on_resize(callback: Callable[[Resized], None]) -> None:
         callback: receives a `Resized`.
 
     Raises:
-        ValueError: the configuration lacks ``on_failure="shrink"``, so it would never be called.
+        ValueError: ``on_failure`` is "end", so it would never be called.
     """
     current = runtime.current()
-    if current.rank.config.on_failure != "shrink":
+    if not current.rank.config.goes_on:
         raise ValueError(
             f"{_C.rank_prefix()}smp.on_resize: on_failure={current.rank.config.on_failure!r}, so "
             'all ranks end when one fails; pass on_failure="shrink" to smp.init'
@@ -110,56 +118,65 @@ def _run_until_done(
             done.append(call())
             survivors.confirm()
             return done[0]
-        except _C.PeerFailure as error:
-            if not survivors.can_go_on:
+        except RuntimeError as error:
+            if not (survivors.can_go_on and survivors.is_cause_of(error)):
                 raise
             noticed_s = time.monotonic()
-            current.record.failed(current.rank.culprit(error), error, ends=False)
-            try:
-                decision = _meet(current, survivors, error)
-            except Dismissed as dismissed:
-                _log.warning("smp: %s", dismissed)
-                raise SystemExit(0) from error
+            peer = _C.PeerFailure(str(error))  # also where autograd has raised it
+            current.record.failed(current.rank.culprit(peer), error, ends=False)
+            decision = _meet(survivors, error)
             if decision is None:
                 assert done, "a step that is over on some rank has a result on all"
                 survivors.note_done()
                 return done[0]
             start.refuse_lost(name, error)
-            _go_on(current, decision, noticed_s)
+            _go_on(current, decision, noticed_s, start)
             start.restore()
     return call()
 
 
-def _meet(current: runtime.Runtime, survivors: Survivors, error: BaseException) -> Decision | None:
+def _meet(survivors: Survivors, error: BaseException) -> Decision | None:
     try:
-        return survivors.meet(current.rank.timeout_s)
-    except RuntimeError as reason:
-        raise reason from error
+        return survivors.meet(error)
+    except Dismissed as dismissed:
+        _log.warning("smp: %s%s", _C.rank_prefix(), dismissed)
+        raise SystemExit(0) from error
 
 
-def _go_on(current: runtime.Runtime, decision: Decision, noticed_s: float) -> None:
+def _go_on(current: runtime.Runtime, decision: Decision, noticed_s: float, start: _Start) -> None:
     """Makes the groups of the ranks that go on, and lays out what uses them. Collective.
 
     Args:
         current: the runtime.
         decision: ranks that go on.
         noticed_s: time at which this rank has noticed the failure.
+        start: state at the beginning of the step, which newcomers get.
     """
     before, launched = current.rank.sizes["dp"], current.launched
+    num_tries = 0
     while True:
         times_s = [noticed_s, time.monotonic()]
         try:
-            current.regroup(decision.kept)
+            newcomers = dict(decision.newcomers)
+            current.regroup(decision.kept, newcomers)
             times_s.append(time.monotonic())
+            if newcomers:
+                taking_over.give_places(current, newcomers)
             for engine in current.wrapped.engines.values():
                 engine.join_groups()
+            if newcomers:
+                start.restore()
+                taking_over.give_state(current, newcomers)
+            if current.survivors is not None:
+                current.survivors.confirm()
             break
-        except _C.PeerFailure as error:  # one more is lost
-            survivors = current.survivors
-            if survivors is None or not survivors.can_go_on:
+        except RuntimeError as error:  # one more is lost
+            again = _meet_again(current, error)
+            if again is None:
+                break  # all have connected, and the next step finds the failure
+            num_tries += 1
+            if num_tries > _MOST_TRIES and len(again.kept) == current.rank.world_size:
                 raise
-            again = _meet(current, survivors, error)
-            assert again is not None, "no step was run meanwhile"
             decision = again
     times_s.append(time.monotonic())
     parts = zip(("agree", "groups", "models"), times_s, times_s[1:], strict=False)
@@ -169,12 +186,58 @@ def _go_on(current: runtime.Runtime, decision: Decision, noticed_s: float) -> No
         current.rank.sizes["dp"],
         sorted(set(launched) - set(current.launched)),
         {name: end_s - begin_s for name, begin_s, end_s in parts},
+        sorted(set(current.launched) - set(launched)),
     )
     if current.rank.global_rank == 0:
         failure.note_given_up(resized.lost)
         _log.warning("smp: %s", resized.words)
     for callback in list(current.on_resize):
         callback(resized)
+
+
+def _meet_again(current: runtime.Runtime, error: RuntimeError) -> Decision | None:
+    """Agrees once more after a failure while ranks connected. Collective over them."""
+    survivors, connections = current.survivors, current.rank.connections
+    if survivors is None:  # no other replica is left
+        raise error
+    decision = _meet(survivors, error)
+    if decision is None:
+        survivors.note_done()
+    elif connections is not None:
+        connections.has_failed = True  # so that nothing waits for the others
+    return decision
+
+
+class _NumpyRandom:
+    """Reads the state of NumPy's global generator, which takes 40 us, only if it has changed.
+
+    Its words are compared in memory (`BitGenerator.ctypes`). They do not show whether half of a
+    pair of normal numbers is kept, so a state that has one is always read.
+    """
+
+    _NUM_BYTES = 625 * 4  # mt19937: 624 words and the position
+
+    def __init__(self) -> None:
+        self._words, self._state = b"", dict[str, Any]()
+
+    def state(self) -> dict[str, Any] | None:
+        """Returns the state; None: NumPy is not imported."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return None
+        words = self._read_words(numpy)
+        if not words or words != self._words or self._state["has_gauss"]:
+            self._words, self._state = words, numpy.random.get_state(legacy=False)
+        return self._state
+
+    def _read_words(self, numpy: Any) -> bytes:
+        generator = numpy.random.get_bit_generator()
+        if type(generator).__name__ != "MT19937":
+            return b""  # the script has chosen another one
+        return ctypes.string_at(generator.ctypes.state_address, self._NUM_BYTES)
+
+
+_numpy_random = _NumpyRandom()
 
 
 class _Start:
@@ -189,8 +252,7 @@ class _Start:
         self._partitioned = set(current.wrapped.partitioned)
         self._random = _C.RandomState.capture(str(current.rank.device))
         self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._numpy = _numpy_random.state()
         self._buffers = [(b, b.detach().clone()) for b in self._own_buffers()]
 
     def _engines(self) -> Sequence[Engine]:

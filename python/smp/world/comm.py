@@ -314,7 +314,12 @@ def of_shard_group(objects: Sequence[_T]) -> list[_T]:
 
 
 def barrier(group: CommGroup = WORLD) -> None:
-    """Waits for the members of the caller's group of this kind. Collective over the group."""
+    """Waits for the members of the caller's group of this kind. Collective over the group.
+
+    Returns at once in a process that has not called `smp.take_over` yet.
+    """
+    if _run().rank.is_apart:
+        return
     here, members = _communicating("barrier", group)
     if here.exchange is not None and len(members) > 1:
         with here.reporting("smp.barrier"):

@@ -116,7 +116,8 @@ class Connections:
             )
             host = "127.0.0.1" if loopback else own_host
             store.set("liveness", f"{host} {self._hub.port}")
-        await_key(store, rank, size, "liveness", self._timeout_s)
+        look = self.board.raise_if_faulted
+        await_key(store, rank, size, "liveness", self._timeout_s, look)
         host, port = store.get("liveness").decode().split()
         stacks_signals, stacks_fd = process_hooks.register_stack_dump()
         self._client = _C.LivenessClient(

@@ -27,8 +27,8 @@ import smp._C as _C
 from smp.world.rendezvous import make_private
 
 FAILURE_VARIABLE = "SMP_FAILURE_FILE"
-#: Name of a file beside; ``smp run`` has the same.
-GIVEN_UP_FILE = "given_up"
+#: Names of files beside; ``smp run`` has the same.
+GIVEN_UP_FILE, TAKEN_FILE = "given_up", "taken"
 _TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _MAX_FRAMES = 4  # frames of the traceback, two lines each
 _FIRST_LINES, _LAST_LINES = 5, 3  # lines of a message
@@ -281,6 +281,18 @@ def note_given_up(launched: Sequence[int]) -> None:
     if path:
         with (Path(path).parent / GIVEN_UP_FILE).open("a", encoding="ascii") as file:
             file.write("".join(f"{rank}\n" for rank in launched))
+
+
+def note_taken(number: int) -> None:
+    """Notes, for the launcher, that this process has the place of a lost rank.
+
+    Args:
+        number: number that the launcher has given to it.
+    """
+    path = os.environ.get(FAILURE_VARIABLE)
+    if path:
+        with (Path(path).parent / TAKEN_FILE).open("a", encoding="ascii") as file:
+            file.write(f"{number}\n")
 
 
 def _tell_torchrun(lines: Sequence[str], culprit: Culprit) -> None:

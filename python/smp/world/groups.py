@@ -63,6 +63,7 @@ class Groups:
     `whole_replica` and then `whole_tp`, because reducers do not agree on an order among each other.
     Where a shard group of devices spans hosts evenly, `shard_across` connects equal places of its
     hosts and `shard_within` the ranks of this host.
+    `everyone` ends steps with ``on_failure``, and has no tensors.
     Without tensor parallelism the rdp_cp group is the dp_cp group, and has no communicator of its
     own.
     ``run_ahead`` is true if the host does not wait for the collectives of some of them.
@@ -96,6 +97,7 @@ class Groups:
     cp_group: _C.TensorParallelGroup = field(
         default_factory=lambda: _C.TensorParallelGroup(None, 0, 1)
     )
+    everyone: _C.Communicator | None = None
     by_hosts: dict[str, tuple[int, int]] = field(default_factory=dict)
     run_ahead: bool = False
 
@@ -167,6 +169,7 @@ def build_groups(
     timeout_s: float,
     hang_s: float = 0.0,
     shares_gpus: bool = False,
+    confirms_steps: bool = False,
 ) -> Groups:
     """Makes communicators of the groups of `global_rank`. Collective over the world.
 
@@ -187,6 +190,7 @@ def build_groups(
         timeout_s: time-out of the connections, and of operations that run on a device.
         hang_s: seconds after which a collective that blocks a device is reported; 0: never.
         shares_gpus: whether pipeline ranks share GPUs, which NCCL does not allow within a group.
+        confirms_steps: whether all ranks end each step together.
     """
     made = Groups()
     own = own_groups(grid, global_rank, shard_size)
@@ -279,6 +283,9 @@ def build_groups(
         return communicator, on_hosts, group
 
     made.dp_cp_control = watched(control("dp_cp"), own["dp_cp"])
+    if confirms_steps:
+        everyone = ranks_of("world")
+        made.everyone = watched(on_host(on_cpu("everyone", everyone), everyone), everyone)
     made.dp_cp = summing("dp_cp")
     made.dp_cp_host = beside("dp_cp", made.dp_cp)
     if shard_size > 1:

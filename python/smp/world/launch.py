@@ -34,6 +34,13 @@ class Launch:
     hostname: str
     hosts: tuple[str, ...] = ()
     """Host name of each rank, once the ranks have exchanged them."""
+    spares: range = range(0)
+    """Numbers of the processes beside the ranks that wait for the place of a lost one."""
+
+    @property
+    def is_spare(self) -> bool:
+        """True for a process that waits, whose number is behind those of the ranks."""
+        return self.global_rank in self.spares
 
     @property
     def is_one_host(self) -> bool:
@@ -80,6 +87,7 @@ class TorchGroup:
 # Names of our own: Accelerate takes those of torchrun as the sign of a plain data-parallel job.
 _SMP_RUN = ("SMP_RANK", "SMP_WORLD_SIZE")
 _SMP_LOCAL = ("SMP_LOCAL_RANK", "SMP_LOCAL_SIZE")
+_SMP_SPARES = "SMP_SPARES"
 _TORCHRUN = ("RANK", "WORLD_SIZE")
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS")
@@ -101,6 +109,9 @@ def read_launch(env: Mapping[str, str], hostname: str, group: TorchGroup | None 
     if any(name in env for name in _SMP_RUN):
         local = _SMP_LOCAL if _SMP_LOCAL[0] in env else _SMP_RUN  # else one host
         launch = _read(env, "smp", *_SMP_RUN, *local)
+        if _SMP_SPARES in env:
+            end = launch.world_size + _integer(env, _SMP_SPARES, "smp")
+            launch = replace(launch, spares=range(launch.world_size, end))
     elif any(name in env for name in _TORCHRUN):
         launch = _read(env, "torchrun", *_TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     elif any(name in env for name in _OPEN_MPI):
@@ -116,7 +127,7 @@ def read_launch(env: Mapping[str, str], hostname: str, group: TorchGroup | None 
         return Launch("single", 0, 1, 0, 1, hostname, hosts=(hostname,))
     hosts = (hostname,) if launch.world_size == 1 else ()
     launch = replace(launch, hostname=hostname, hosts=hosts)
-    if not 0 <= launch.global_rank < launch.world_size:
+    if not (0 <= launch.global_rank < launch.world_size or launch.is_spare):
         raise ValueError(
             f"smp launch: {launch.launcher} gives rank {launch.global_rank} of "
             f"{launch.world_size} processes; expected 0 <= rank < size, check the environment"

@@ -123,7 +123,12 @@ def wait_for_hellos(
 
 
 def await_key(
-    store: dist.Store, own_rank: int, world_size: int, key: str, timeout_s: float
+    store: dist.Store,
+    own_rank: int,
+    world_size: int,
+    key: str,
+    timeout_s: float,
+    look: Callable[[], None] = lambda: None,
 ) -> None:
     """Waits for a value that rank 0 sets when all ranks have arrived. Ctrl-C ends it.
 
@@ -133,6 +138,7 @@ def await_key(
         world_size: number of all ranks.
         key: key that rank 0 sets.
         timeout_s: time-out in seconds.
+        look: function that is called again and again, and may raise to end the wait.
 
     Raises:
         RuntimeError: rank 0 did not set it in time, or some rank has ended.
@@ -140,7 +146,7 @@ def await_key(
     deadline_s = time.monotonic() + timeout_s
     pulses = _Pulses(store, own_rank, world_size)
     try:
-        _wait_for(store, [key], [key], pulses, deadline_s, timeout_s)
+        _wait_for(store, [key], [key], pulses, deadline_s, timeout_s, look)
     except dist.DistNetworkError as error:
         raise _no_answer(error) from None
 
@@ -167,12 +173,14 @@ def _wait_for(
     pulses: _Pulses,
     deadline_s: float,
     timeout_s: float,
+    look: Callable[[], None] = lambda: None,
 ) -> None:
     """Waits until all of ``wanted`` are there; ``keys`` show which ranks have arrived."""
     pause_s = _SHORTEST_PAUSE_S
     while not store.check(list(wanted)):  # a wait of the store ignores Ctrl-C
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        look()
         pulses.raise_if_gone()
         pulses.beat()
         if time.monotonic() < deadline_s:

@@ -44,6 +44,8 @@ class Rank:
         connections: liveness, messages and objects; None in a world of one.
         comms: tensor communicators of the groups; None for a group of one.
         stops: finds the boundary between steps at which all ranks stop.
+        is_apart: whether this process is to take the place of a lost rank, and builds its models
+            before it joins the others.
         terms_at: makes the `Terms` that roll calls compare, from a name of what the ranks do; None
             before a model is wrapped.
     """
@@ -57,7 +59,8 @@ class Rank:
         self.device = device
         self.meter = _C.DeviceMeter(str(device))
         self.pid = os.getpid()
-        self._has_ended = False
+        self._has_ended = self._is_alone = False
+        self.is_apart = False
         self.terms_at: Callable[[str], Any] | None = None
         self.take_place(launch)
 
@@ -144,6 +147,7 @@ class Rank:
             timeout_s=self.timeout_s,
             hang_s=self.settings.hang_s,
             shares_gpus=shares_gpus,
+            confirms_steps=self.config.on_failure != "end" and self.sizes["rdp"] > 1,
         )
 
     def _describe(self, rank: int) -> str:
@@ -192,7 +196,33 @@ class Rank:
     @property
     def exchange(self) -> _C.ObjectExchange | None:
         """Byte strings between ranks; None in a world of one."""
-        return None if self.connections is None else self.connections.exchange
+        return None if self.connections is None or self._is_alone else self.connections.exchange
+
+    def stand_apart(self) -> None:
+        """Begins the time before this process joins the others in the place of a lost rank.
+
+        Modules are split as in that place, and nothing is exchanged.
+        """
+        self.is_apart = True
+        split = _C.TensorParallelGroup(None, self.ranks["tp"], self.sizes["tp"])
+        self.comms = Groups(tp_group=split)
+
+    @property
+    def is_alone(self) -> bool:
+        """True inside of `alone`."""
+        return self._is_alone
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lets this rank repeat alone what the others have done together before it came.
+
+        Nothing is exchanged in the block, and nothing is broadcast.
+        """
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     # ---- health ----------------------------------------------------------------
 
@@ -223,6 +253,12 @@ class Rank:
                 f"{self.prefix}{what} was called in a process forked from process {self.pid}, "
                 "which is the one that called smp.init; communicate there (ranks and sizes may be "
                 "read here)"
+            )
+        if self.is_apart:
+            raise RuntimeError(
+                f"{self.prefix}{what} was called in a process that takes the place of a lost rank, "
+                "where the others do not make this call again; call smp.take_over before it, and "
+                "leave out what the result of smp.take_over replaces (a checkpoint that is loaded)"
             )
 
     def check_sums(self) -> None:

@@ -194,8 +194,10 @@ class RunRecord:
         self.write(events.Resized(list(lost), ranks, before, self._layout, parts, reason))
 
     def met(self, hellos: Sequence[Hello]) -> None:
-        """Takes the hellos of the ranks that go on."""
+        """Takes the hellos of the ranks that go on, also in a process that has just come."""
         self._hellos = hellos
+        self._run = self._run or next(hello.run for hello in hellos if hello.run)
+        self._layout = self._layout or self._layout_now()
 
     def _ended(self) -> None:
         if self._is_writer and self._run:
@@ -222,7 +224,7 @@ class RunRecord:
             self._warn(_event_lines.PATH_VARIABLE, self._events, error)
 
     def _write_manifest(self) -> None:
-        if self._manifest is None or not self._is_writer:
+        if self._manifest is None or not (self._is_writer and self._run):
             return
         draft = _draft_of(self._manifest)
         assert draft is not None

@@ -9,7 +9,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -32,17 +32,26 @@ from smp.world.interfaces import INTERFACE_VARIABLE, HostAddress, choose_way
 from smp.world.job_secret import SECRET_KEY, fingerprint, given_secret, share_secret
 from smp.world.launch import Launch, plan_rendezvous, read_launch, with_hosts
 from smp.world.log import first_rank_log, logger
+from smp.world.members import Members
 from smp.world.observers import Observers
-from smp.world.placement_map import placement_map, placement_words
 from smp.world.presence import await_key, tell_failure
 from smp.world.process_groups import ProcessGroups
 from smp.world.rank import Rank
 from smp.world.rendezvous import Hello, MeetingPoint, machine_id, meet, raise_first_error
 from smp.world.run_record import RunRecord, check_files, draw_run
-from smp.world.settings import device_of, host_advice, look_at_devices, read_settings, shares_gpus
+from smp.world.settings import (
+    Settings,
+    device_of,
+    host_advice,
+    look_at_devices,
+    read_settings,
+    shares_gpus,
+)
 from smp.world.shrinking import refuse_shrinking
+from smp.world.spares import Newcomer, Place, Spares, wait_for_place
 from smp.world.steps import Steps
-from smp.world.survivors import Survivors
+from smp.world.survivor_agreement import Decision
+from smp.world.survivors import Survivors, await_decision
 from smp.world.torch_group import read_torch_group, refuse_lonely_worker
 from smp.world.wrapped import Wrapped, module_manager
 
@@ -67,6 +76,9 @@ class Runtime:
         launched: number that the launcher gave to each rank, index = global rank.
         on_resize: callbacks that receive what has become of the ranks after a failure.
         record: writes what happens to this job, if files are named for it.
+        newcomer: place of a lost rank that this process has, while it has no state.
+        content_to_give: makes what the script in a process with the place of a lost rank gets.
+        has_newcomers: whether some process has taken the place of a lost rank.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -85,12 +97,19 @@ class Runtime:
         self.survivors: Survivors | None = None
         self.launched = list(range(rank.world_size))
         self.on_resize: list[Callable[[Any], None]] = []
-        self._met: _Met | None = None
-        self._num_regroups = 0
+        self.newcomer: Newcomer | None = None
+        self.content_to_give: Callable[[], Any] | None = None
+        self.has_newcomers = False
+        self._met: Members | None = None
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False
         self.record = RunRecord(self)
         self.observers = Observers(self)
+
+    @property
+    def has_taken_place(self) -> bool:
+        """True if this process has the place of a lost rank."""
+        return self.launched[self.rank.global_rank] in self.rank.launch.spares
 
     @property
     def server(self) -> _C.Server | None:
@@ -126,12 +145,15 @@ class Runtime:
             own_host: address of this machine as others see it, if `meeting` does not have it.
             given: secret of this job from the environment; None: the job draws one.
         """
-        self._met = _Met(store, list(meeting), own_host, given)
+        self._met = Members(
+            store, list(meeting), own_host, given, self.rank.launch.spares, self.launched
+        )
         self._connect(store)
-        if self.rank.config.on_failure == "shrink":
+        if self.rank.config.goes_on:
             self._watch_for_failures(store)
         self.process_groups.open(store, loopback=self._met.is_one_machine)
         self.rank.wait_for_all("smp.init")
+        self._note_connected()
         self._show_connections()
         self.record.started(meeting)
 
@@ -147,12 +169,13 @@ class Runtime:
         rank = self.rank
         if given is None and rank.global_rank:
             await_key(store, rank.global_rank, rank.world_size, SECRET_KEY, rank.timeout_s)
+        self._met.secret = share_secret(store, self.rank.global_rank, given)
         rank.connect(
             store,
             loopback=loopback,
             own_host=own.way["address"] or own_host,
             own_address=own.way["address"],
-            secret=share_secret(store, self.rank.global_rank, given),
+            secret=self._met.secret,
             addresses=[] if loopback else [other.way["address"] for other in meeting],
             machine=f"{own.host} {own.machine}",  # hosts may be simulated
             shares_gpus=shares_gpus(
@@ -163,17 +186,26 @@ class Runtime:
         )
 
     def _watch_for_failures(self, store: dist.Store) -> None:
-        connections = self.rank.connections
-        assert connections is not None
         if self.rank.global_rank == 0:
             failure.note_given_up([])
-        self.survivors = Survivors(store, self.rank, connections)
+        spares, met = None, self._met
+        if self.rank.config.on_failure == "spare":
+            assert met is not None
+            place = Place(0, met.generation, met.launched, met.hellos)
+            spares = Spares(met.store, store, met.spares, place)
+        self.survivors = Survivors(store, self.rank, spares)
+
+    def _note_connected(self) -> None:
+        if self.survivors is not None:
+            self.survivors.is_connected = True
 
     def _show_connections(self) -> None:
         assert self._met is not None
-        meeting = self._met.hellos
-        own = meeting[self.rank.global_rank]
-        self._log_placement(meeting)
+        own = self._met.hellos[self.rank.global_rank]
+        words, picture = self._met.placement(self.rank.grid)
+        for line in words:
+            first_rank_log.info("smp: %s", line)
+        first_rank_log.debug("%s", picture)
         if text := describe(self.rank.comms.by_hosts):
             first_rank_log.debug("smp: %s", text)
         if not self._met.is_one_machine:
@@ -182,36 +214,62 @@ class Runtime:
             if text := lanes.describe(self.rank.mailbox.lanes()):
                 first_rank_log.info("smp: tensors between devices: %s", text)
 
-    def _log_placement(self, meeting: Sequence[Hello]) -> None:
-        hosts, grid = [other.host for other in meeting], self.rank.grid
-        devices = [
-            str(device_of(other.device, hosts[:rank].count(other.host), other.num_devices))
-            for rank, other in enumerate(meeting)
-        ]
-        places = [grid.coordinates(rank) for rank in range(len(meeting))]
-        coordinates = [(at.pp, at.tp, at.cp, at.rdp) for at in places]
-        for line in placement_words(hosts, devices, coordinates):
-            first_rank_log.info("smp: %s", line)
-        first_rank_log.debug("%s", placement_map(hosts, devices, coordinates, grid.placement))
+    def enter(
+        self, store: dist.Store, newcomer: Newcomer, own_host: str, given: bytes | None
+    ) -> None:
+        """Enters a place that was lost, without a connection yet. Not collective.
 
-    def regroup(self, kept: Sequence[int]) -> None:
+        Args:
+            store: keys of this init.
+            newcomer: the place of this process.
+            own_host, given: see `connect`.
+        """
+        place, spares = newcomer.place, self.rank.launch.spares
+        assert place is not None
+        secret = share_secret(store, newcomer.number, given)  # the number is no rank's
+        self._met = Members(
+            store, place.hellos, own_host, secret, spares, place.launched, place.generation
+        )
+        self.launched = place.launched
+        self.newcomer = newcomer
+        self.rank.stand_apart()
+
+    def join(self) -> Decision | None:
+        """Joins the other ranks in a process that has the place of a lost one. Collective.
+
+        Returns:
+            their decision; None: they go on without this process.
+        """
+        assert self._met is not None and self.newcomer is not None
+        self.newcomer.ask_for_state()
+        decision = await_decision(self._met.keys, self.rank.timeout_s)
+        newcomers = dict(decision.newcomers)
+        if newcomers.get(self.rank.global_rank) != self.newcomer.number:
+            return None
+        failure.note_taken(self.newcomer.number)
+        self.newcomer.close(has_joined=True)
+        self.newcomer, self.rank.is_apart = None, False
+        self.regroup(decision.kept, newcomers)
+        return decision
+
+    def regroup(self, kept: Sequence[int], newcomers: Mapping[int, int]) -> None:
         """Connects the ranks that go on after a failure, in place of all. Collective over them.
 
         Models and optimizers stay; their owners lay out again what uses groups.
 
         Args:
             kept: present global ranks, index = global rank from now on; this rank is among them.
+            newcomers: number of the process that takes a place, by global rank from now on.
 
         Raises:
-            PeerFailure: one of them has failed meanwhile.
+            PeerFailure, RuntimeError: one of them has failed meanwhile.
         """
         assert self._met is not None
         self.end_groups()
         rank, met = self.rank, self._met
-        self._num_regroups += 1
-        store = dist.PrefixStore(f"regroup/{self._num_regroups}", met.store)
-        self.launched = [self.launched[number] for number in kept]
-        met.hellos = [replace(met.hellos[number], world_size=len(kept)) for number in kept]
+        met.become(kept, newcomers)
+        self.launched, store = met.launched, met.keys
+        self.has_newcomers |= bool(newcomers)
         launch = replace(
             rank.launch, global_rank=kept.index(rank.global_rank), world_size=len(kept)
         )
@@ -221,11 +279,12 @@ class Runtime:
         self.process_groups = ProcessGroups(rank)
         if len(kept) == 1:
             return
-        self._connect(store)
-        if rank.sizes["rdp"] > 1:
+        if rank.sizes["rdp"] > 1:  # before connections: a rank may fail while these are made
             self._watch_for_failures(store)
+        self._connect(store)
         self.process_groups.open(store, loopback=met.is_one_machine)
         rank.wait_for_all("the meeting of the ranks that go on")
+        self._note_connected()
         self._show_connections()
 
     def end_groups(self) -> None:
@@ -257,7 +316,9 @@ class Runtime:
         self._closed = True
         with ExitStack() as last_first:  # every part is ended, whatever others raise
             if self.survivors is not None:
-                last_first.callback(self.survivors.close)
+                last_first.callback(self.survivors.withdraw)
+            if self.newcomer is not None:
+                last_first.callback(self.newcomer.close, has_joined=False)
             last_first.callback(_C.set_rank_prefix, "")
             last_first.callback(_C.use_host_allocator, False)
             last_first.callback(self.rank.close)
@@ -273,27 +334,6 @@ class Runtime:
         self.wrapped.forget()
         self.pipeline = None
         self._on_shutdown = []
-
-
-@dataclass
-class _Met:
-    """The hellos of ranks that have met, and what connects them.
-
-    Attributes:
-        store: keys of this init.
-        hellos: hello of each rank, index = global rank.
-        own_host: address of this machine as others see it, if the hello does not have it.
-        secret: secret of this job from the environment; None: the job draws one.
-    """
-
-    store: dist.Store
-    hellos: list[Hello]
-    own_host: str
-    secret: bytes | None
-
-    @property
-    def is_one_machine(self) -> bool:
-        return len({hello.machine for hello in self.hellos}) == 1
 
 
 # ---- the process-wide object -------------------------------------------------------
@@ -360,7 +400,7 @@ def init(config: UserConfig = None) -> None:
     if settings.device != "cpu":
         nccl.set_device_queues()  # before the first look, which may load the driver
     device_type, num_devices = look_at_devices(settings)
-    if launch.world_size == 1:
+    if launch.world_size == 1 and not launch.is_spare:
         if read.error is not None:
             raise ValueError(read.error)
         assert read.config is not None
@@ -380,9 +420,11 @@ def init(config: UserConfig = None) -> None:
         way = choose_way(env, _meeting_point.host, hostname)
         secret = given_secret(env)
         check_files(settings, launch.global_rank)
-        if read.config is not None and read.config.on_failure == "shrink":
+        if read.config is not None and read.config.goes_on:
             place = plan_rendezvous(launch, env, tempfile.gettempdir(), os.getuid(), group)
-            refuse_shrinking(launch, place, env, device_type, settings.transport)
+            refuse_shrinking(
+                read.config.on_failure, launch, place, env, device_type, settings.transport
+            )
     except ValueError as error:  # all ranks are to hear of it
         own_error = str(error)
     hello = replace(
@@ -393,13 +435,17 @@ def init(config: UserConfig = None) -> None:
         way=asdict(way),
         secret=fingerprint(secret),
     )
+    own_host = env.get("MASTER_ADDR") or _meeting_point.host or hostname
+    if launch.is_spare:
+        _take_place(store, launch, hello, read, settings, own_host, secret)
+        return
     meeting = meet(store, launch, hello, read, settings)
+    meeting = [replace(other, run=meeting[0].run) for other in meeting]  # newcomers ask any of them
     launch = with_hosts(launch, [other.host for other in meeting])
     device = device_of(device_type, launch.local_rank, num_devices)
     runtime = Runtime(Rank(read, launch, settings, device))
     _start(runtime, read.notes)
     try:
-        own_host = env.get("MASTER_ADDR") or _meeting_point.host or hostname
         runtime.connect(store, meeting, own_host, secret)
     except BaseException as error:
         if not runtime.rank.is_watched:
@@ -422,6 +468,23 @@ def _hello(launch: Launch, device_type: str, num_devices: int) -> Hello:
         pid=os.getpid(),
         run=run,
     )
+def _take_place(
+    store: dist.Store,
+    launch: Launch,
+    hello: Hello,
+    read: ReadConfig,
+    settings: Settings,
+    own_host: str,
+    secret: bytes | None,
+) -> None:
+    """Waits until this process is needed, and starts it in its place."""
+    newcomer, launch = wait_for_place(store, launch, hello, read)
+    # The ranks have made these checks with each other.
+    settings = replace(settings, check_first_step="0")
+    device = device_of(hello.device, launch.local_rank, hello.num_devices)
+    runtime = Runtime(Rank(read, launch, settings, device))
+    runtime.enter(store, newcomer, own_host, secret)
+    _start(runtime, read.notes)
 
 
 def _start(runtime: Runtime, notes: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 
 import torch.distributed as dist
 
@@ -24,11 +25,16 @@ def lasting_ranks(grid: _C.ProcessGrid, lost: Collection[int]) -> list[int]:
     Returns:
         present global ranks, index = global rank from now on; empty: no replica is whole.
     """
+    return list(_lasting_ranks(grid, frozenset(lost)))
+
+
+@lru_cache(maxsize=64)
+def _lasting_ranks(grid: _C.ProcessGrid, lost: frozenset[int]) -> tuple[int, ...]:
     at = {rank: grid.coordinates(rank) for rank in range(grid.world_size)}
     broken = {at[rank].rdp for rank in lost}
     kept = [rdp for rdp in range(grid.group_size("rdp")) if rdp not in broken]
     if not kept:
-        return []
+        return ()
     smaller = _C.ProcessGrid(
         grid.world_size // grid.group_size("rdp") * len(kept),
         grid.group_size("pp"),
@@ -38,19 +44,51 @@ def lasting_ranks(grid: _C.ProcessGrid, lost: Collection[int]) -> list[int]:
     )
     by_place = {(place.pp, place.tp, place.cp, place.rdp): rank for rank, place in at.items()}
     places = [smaller.coordinates(rank) for rank in range(smaller.world_size)]
-    return [by_place[place.pp, place.tp, place.cp, kept[place.rdp]] for place in places]
+    return tuple(by_place[place.pp, place.tp, place.cp, kept[place.rdp]] for place in places)
+
+
+def have_all_parts(grid: _C.ProcessGrid, lost: Collection[int]) -> bool:
+    """Returns whether the ranks that are left have all parts of a replica, even of several ones.
+
+    Args:
+        grid: grid of all ranks.
+        lost: global ranks that are lost.
+    """
+    return not any(set(peers) <= set(lost) for peers in grid.groups("rdp"))
+
+
+def fill_places(
+    lost: Collection[int], taken: Mapping[int, int], free: Collection[int]
+) -> dict[int, int]:
+    """Returns the process that takes the place of each lost rank.
+
+    Args:
+        lost: global ranks that are lost.
+        taken: numbers of processes that have taken such places already, which they keep.
+        free: numbers of processes that wait.
+
+    Returns:
+        number of a process by rank; empty: there are too few.
+    """
+    open_places = sorted(set(lost) - set(taken))
+    waiting = sorted(set(free) - set(taken.values()))
+    if len(waiting) < len(open_places):
+        return {}
+    return {**taken, **dict(zip(open_places, waiting, strict=False))}
 
 
 def refuse_shrinking(
+    on_failure: str,
     launch: Launch,
     place: Rendezvous,
     env: Mapping[str, str],
     device_type: str,
     transport: str,
 ) -> None:
-    """Refuses ``on_failure="shrink"`` where ranks cannot go on without others.
+    """Refuses ``on_failure`` where ranks cannot go on when others are lost.
 
     Args:
+        on_failure: value of the configuration.
         launch: launch of this process.
         place: place where the ranks meet.
         env: environment variables.
@@ -80,9 +118,12 @@ def refuse_shrinking(
         ),
         "the script has initialized torch.distributed, whose group cannot lose ranks; leave that "
         "to smp.init": dist.is_available() and dist.is_initialized(),
+        "no process waits for the place of a lost rank; start the job with smp run --spares N": (
+            on_failure == "spare" and not launch.spares
+        ),
     }
     for words, is_so in obstacles.items():
         if is_so:
             reason, _, fix = words.partition("; ")
             fix += ', or set on_failure="end"'
-            raise config_error("on_failure", "shrink", reason, fix)
+            raise config_error("on_failure", on_failure, reason, fix)

@@ -9,7 +9,12 @@ or backward of its module (``forward``, ``backward``), before or after gradients
 before a barrier of the script (``barrier``), before the norm of the gradients is computed
 (``clip``), in the update (``optimizer``), after it (``between``); ``raise`` raises an exception in
 the forward, ``stop`` stops the process there; ``resize`` dies when it is told that others have
-died. It prints ``AT <monotonic time>`` before.
+died, and ``connect``, ``connected``, ``join`` and ``joined`` before or after it connects to those
+that are left and lays out models with them. A process that takes a place dies when it has entered
+it (``entered``), when it has built its model (``built``), or when it has the state (``taken``),
+whatever the step. It prints ``AT <monotonic time>`` before.
+
+SIGUSR1 raises an exception wherever the script is.
 """
 
 from __future__ import annotations
@@ -29,7 +34,9 @@ from torch import nn
 
 import smp
 from smp.checkpoint import archive
+from smp.model.engine import Engine
 from smp.model.gradients import GradientReduction
+from smp.world.connections import Connections
 from smp.world.survivors import Survivors
 
 WIDTH, ROWS = 8, 4
@@ -50,6 +57,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--barrier", action="store_true", help="has a barrier between steps")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--norm", action="store_true", help="adds running statistics")
+    parser.add_argument("--misuse", default="", help="how the script is wrong, see test_spares.py")
+    parser.add_argument("--double", action="store_true", help="computes in FP64")
     return parser.parse_args()
 
 
@@ -60,6 +69,10 @@ def say(line: str) -> None:
 def die(number: int = signal.SIGKILL) -> None:
     say(f"AT {time.monotonic()}")
     os.kill(os.getpid(), number)
+
+
+def raise_anywhere(*_: Any) -> None:
+    raise ZeroDivisionError("the script broke")
 
 
 def slow_write(*args: Any, **options: Any) -> Any:
@@ -103,27 +116,43 @@ class Job:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.step = args, 0
         self.place, self.fatal_step = "", -1
+        number = int(os.environ.get("SMP_RANK", smp.rank()))  # of a process that waits: no rank
         for text in args.die:
             rank, place, step = text.split(":")
-            if int(rank) == smp.rank():
+            if int(rank) == number:
                 self.place, self.fatal_step = place, int(step)
+        self.at("entered")
         reads = [int(r) for r in args.reads.split(",")] if args.reads else range(smp.rdp_size())
         self.replica = reads[smp.rdp_rank()]
         torch.manual_seed(5)
+        torch.set_default_dtype(torch.float64 if args.double else torch.float32)
         layers: list[nn.Module] = []
         for index in range(smp.pp_size()):
             with smp.partition(index), smp.tensor_parallelism(smp.tp_size() > 1):
                 layers.append(Layer(self, index == smp.pp_rank()))
         self.model = smp.DistributedModel(nn.Sequential(*layers))
-        self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(self.model.parameters(), 0.01))
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), 0.01)
+        if args.misuse != "plain":
+            self.optimizer = smp.DistributedOptimizer(self.optimizer)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
         if args.resume is not None:
             content = smp.resume_from_checkpoint(args.resume)
             self.step = content["step"]
             self.schedule.load_state_dict(content["schedule"])
+        if smp.state.cfg.on_failure == "spare":
+            smp.barrier()  # returns at once in a process that takes a place
+            if args.misuse == "gather":
+                smp.allgather(1, smp.WORLD)
+            self.at("built")
+            content = None if args.misuse == "late" else smp.take_over(self.content)
+            if content is not None:
+                self.step = content["step"]
+                self.schedule.load_state_dict(content["schedule"])
+                say(f"TAKEN {smp.rank()} {self.step} {time.monotonic()}")
+                self.at("taken")
         self.resized: list[dict[str, Any]] = []
         self.save: Any = None  # the save in the background
-        if smp.state.cfg.on_failure == "shrink":
+        if smp.state.cfg.on_failure != "end":
             smp.on_resize(self.note)
         self.optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
 
@@ -135,6 +164,9 @@ class Job:
 
         self.train_step = train_step
 
+    def content(self) -> dict[str, Any]:
+        return {"step": self.step, "schedule": self.schedule.state_dict()}
+
     def note(self, resized: Any) -> None:
         assert (smp.dp_size(), smp.size()) == (resized.dp_size, len(smp.get_world_group()))
         self.resized.append(
@@ -142,13 +174,15 @@ class Job:
                 "step": self.step,
                 "sizes": [resized.dp_size_before, resized.dp_size],
                 "lost": resized.lost,
+                "newcomers": resized.newcomers,
             }
         )
         say(f"RESIZED {time.monotonic()} {json.dumps(resized.seconds)}")
         self.at("resize")
 
     def at(self, place: str) -> None:
-        if (place, self.step) != (self.place, self.fatal_step):
+        is_joining = place in ("entered", "built", "taken")
+        if place != self.place or not (is_joining or self.step == self.fatal_step):
             return
         self.fatal_step = -1  # a stopped process may come to a further microbatch
         if place == "raise":
@@ -185,7 +219,7 @@ class Job:
                 tag="saved",
                 model=self.model,
                 optimizer=self.optimizer,
-                user_content={"step": self.step, "schedule": self.schedule.state_dict()},
+                user_content=self.content(),
             )
 
     def save_in_background(self) -> None:
@@ -200,7 +234,7 @@ class Job:
             tag=f"after{self.step}",
             model=self.model,
             optimizer=self.optimizer,
-            user_content={"step": self.step, "schedule": self.schedule.state_dict()},
+            user_content=self.content(),
             blocking=False,
         )
 
@@ -218,9 +252,9 @@ class Job:
 def die_around(method: str, owner: type, job: Job, before: str, after: str) -> None:
     own = getattr(owner, method)
 
-    def around(self: Any, *args: Any) -> Any:
+    def around(self: Any, *args: Any, **options: Any) -> Any:
         job.at(before)
-        result = own(self, *args)
+        result = own(self, *args, **options)
         job.at(after)
         return result
 
@@ -231,8 +265,11 @@ def main() -> None:
     args = parse()
     smp.init({"microbatches": 2, "auto_partition": False, "ddp": True, **args.config})
     job = Job(args)
+    signal.signal(signal.SIGUSR1, raise_anywhere)
     die_around("end_step", GradientReduction, job, "sum", "summed")
     die_around("confirm", Survivors, job, "confirm", "confirmed")
+    die_around("connect", Connections, job, "connect", "connected")
+    die_around("join_groups", Engine, job, "join", "joined")
     job.run()
     result = {
         "step": job.step,

@@ -1,0 +1,78 @@
+"""The ranks of a job, as they have met: what connects them, now and after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+import smp._C as _C
+from smp.world.placement_map import placement_map, placement_words
+from smp.world.rendezvous import Hello
+from smp.world.settings import device_of
+from smp.world.spares import hello_of
+
+
+@dataclass
+class Members:
+    """The hellos of ranks that have met, and what connects them.
+
+    Attributes:
+        store: keys of this init.
+        hellos: hello of each rank, index = global rank.
+        own_host: address of this machine as others see it, if the hello does not have it.
+        secret: secret of this job from the environment; None: the job draws one.
+        spares: numbers of the processes that wait for places of lost ranks.
+        launched: number that the launcher gave to each rank, index = global rank.
+        generation: number of times that the ranks were connected again.
+    """
+
+    store: dist.Store
+    hellos: list[Hello]
+    own_host: str
+    secret: bytes | None
+    spares: Sequence[int]
+    launched: list[int]
+    generation: int = 0
+
+    @property
+    def is_one_machine(self) -> bool:
+        return len({hello.machine for hello in self.hellos}) == 1
+
+    @property
+    def keys(self) -> dist.Store:
+        """Keys of the present ranks alone."""
+        if not self.generation:
+            return self.store
+        return dist.PrefixStore(f"regroup/{self.generation}", self.store)
+
+    def placement(self, grid: _C.ProcessGrid) -> tuple[list[str], str]:
+        """Returns lines on the places of the ranks, and a map of them.
+
+        Args:
+            grid: grid of the ranks.
+        """
+        hosts = [other.host for other in self.hellos]
+        devices = [
+            str(device_of(other.device, hosts[:rank].count(other.host), other.num_devices))
+            for rank, other in enumerate(self.hellos)
+        ]
+        places = [grid.coordinates(rank) for rank in range(len(self.hellos))]
+        coordinates = [(at.pp, at.tp, at.cp, at.rdp) for at in places]
+        words = placement_words(hosts, devices, coordinates)
+        return list(words), placement_map(hosts, devices, coordinates, grid.placement)
+
+    def become(self, kept: Sequence[int], newcomers: Mapping[int, int]) -> None:
+        """Takes over the ranks that go on.
+
+        Args:
+            kept: present global ranks, index = global rank from now on.
+            newcomers: number of the process that takes a place, by global rank from now on.
+        """
+        self.generation += 1
+        self.launched = [self.launched[number] for number in kept]
+        self.hellos = [replace(self.hellos[number], world_size=len(kept)) for number in kept]
+        for place, number in newcomers.items():
+            self.launched[place] = number
+            self.hellos[place] = hello_of(self.store, number)
