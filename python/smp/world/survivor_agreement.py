@@ -61,7 +61,7 @@ class Dismissed(Exception):
 
 
 class NoReplicaIsWhole(Exception):
-    """Without a whole replica, no rank can go on."""
+    """Reports that no replica is whole, so that no rank can go on."""
 
 
 class SurvivorAgreement:
