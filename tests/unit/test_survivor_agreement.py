@@ -26,7 +26,7 @@ from smp.world.survivor_agreement import (
 )
 
 ALL = os.environ.get("SMP_GRID") == "all"
-NUM_FAILURES = int(os.environ.get("SMP_NUM_FAILURES", "1000" if ALL else "16"))
+NUM_FAILURES = int(os.environ.get("SMP_NUM_FAILURES", "1000" if ALL else "8"))
 NUM_RANKS = 1024
 LOOK_S = 1.0  # longer than in a job, so that 1,024 ranks take seconds
 # A lost rank is noticed after SILENT_S, or twice that if it never came. Two ranks watch each rank,

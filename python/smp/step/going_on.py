@@ -6,6 +6,7 @@ lost ones, with the same arguments and the state that it began with. See docs/de
 
 from __future__ import annotations
 
+import _random
 import ctypes
 import logging
 import random
@@ -237,7 +238,27 @@ class _NumpyRandom:
         return ctypes.string_at(generator.ctypes.state_address, self._NUM_BYTES)
 
 
-_numpy_random = _NumpyRandom()
+class _PythonRandom:
+    """Reads the state of `random`, which makes 625 objects, only if it has changed.
+
+    The memory of the generator is compared; the kept half of a pair of normal numbers is outside.
+    """
+
+    def __init__(self) -> None:
+        self._words: tuple[bytes, object] = (b"", None)
+        self._state: tuple[Any, ...] = ()
+
+    def state(self) -> tuple[Any, ...]:
+        """Returns the state."""
+        generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+        memory = ctypes.string_at(id(generator), _random.Random.__basicsize__)
+        words = memory, generator.gauss_next
+        if words != self._words or not self._state:
+            self._words, self._state = words, random.getstate()
+        return self._state
+
+
+_numpy_random, _python_random = _NumpyRandom(), _PythonRandom()
 
 
 class _Start:
@@ -251,7 +272,7 @@ class _Start:
         self._marks = (steps.has_trained, steps.has_gradients, steps.missed_at)
         self._partitioned = set(current.wrapped.partitioned)
         self._random = _C.RandomState.capture(str(current.rank.device))
-        self._python = random.getstate()
+        self._python = _python_random.state()
         self._numpy = _numpy_random.state()
         self._buffers = [(b, b.detach().clone()) for b in self._own_buffers()]
 
@@ -261,7 +282,12 @@ class _Start:
     def _own_buffers(self) -> list[Tensor]:
         if not torch.is_grad_enabled():
             return []  # a step without gradients leaves running statistics as they are
-        return [buffer for engine in self._engines() for buffer in engine.root.buffers()]
+        left, found = [engine.root for engine in self._engines()], list[Tensor]()
+        while left:  # `Module.buffers` would take ten times as long, in each step
+            module = left.pop()
+            left += [child for child in module._modules.values() if child is not None]
+            found += [buffer for buffer in module._buffers.values() if buffer is not None]
+        return found
 
     def refuse_lost(self, name: str, error: BaseException) -> None:
         """Raises the failure if the state at the beginning cannot be restored."""

@@ -468,6 +468,8 @@ def _hello(launch: Launch, device_type: str, num_devices: int) -> Hello:
         pid=os.getpid(),
         run=run,
     )
+
+
 def _take_place(
     store: dist.Store,
     launch: Launch,

@@ -63,7 +63,7 @@ class Dismissed(Exception):
 
 
 class NoReplicaIsWhole(Exception):
-    """Says that no rank can go on."""
+    """Reports that no rank can go on."""
 
 
 class Replacements(Protocol):
