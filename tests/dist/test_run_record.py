@@ -122,6 +122,28 @@ def test_another_rank_goes_on_with_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.waits
+def test_a_process_that_takes_the_place_of_rank_0_goes_on_with_the_file(tmp_path: Path) -> None:
+    config = json.dumps({"microbatches": 2, "ddp": True, "on_failure": "spare"})
+    status, path, manifest = run(
+        tmp_path, 2, "--spares=1", str(SCRIPT), f"--config={config}", "--steps=5",
+        "--die=0:backward:2",
+    )  # fmt: skip
+    assert status == 0
+    lines = read(path)
+    assert len({line["run"] for line in lines}) == 1
+    assert names(lines) == [
+        "started", "partitioned", "first_step", "failure", "resized", "first_step", "ended",
+    ]  # fmt: skip
+    resized, step = lines[4:6]
+    assert step["after"] == "resized"
+    assert (resized["lost"], resized["ranks"]) == ([0], [2, 1])
+    assert resized["layout_before"] == resized["layout"]
+    content = json.loads(manifest.read_text())
+    assert [rank["rank"] for rank in content["ranks"]] == [2, 1]
+    assert content["partitions"] and content["run"] == lines[0]["run"]
+
+
+@pytest.mark.waits
 def test_without_smp_run_ranks_write_the_end(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     config = json.dumps({"ddp": True})

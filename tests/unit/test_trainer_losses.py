@@ -1,4 +1,4 @@
-"""Whether the loss of a trainer is divided by the number of labels that it is given."""
+"""Tests that a trainer knows whether its loss is divided by the number of labels."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def is_divided(trainer: Any, model: DistributedModel, inputs: Mapping[str, Any])
 
     Args:
         trainer: the trainer.
-        model: its model.
+        model: model of the trainer.
         inputs: a batch.
     """
     stated = getattr(trainer, "loss_is_scaled_for_ga", None)

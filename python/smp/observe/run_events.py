@@ -31,11 +31,13 @@ class RunEvents(StepObserver):
         self._current.record.partitioned(model._idx, places)
 
     def _resized(self, resized: Any) -> None:
-        self._current.record.resized(resized.lost, resized.seconds, resized.reason)
+        self._current.record.resized(
+            resized.lost, resized.newcomers, resized.seconds, resized.reason
+        )
         waiting = self._current.observers.of_kind(FirstStepEvent)
         if waiting is not None:  # one more rank was lost in the step that is run again
             self._current.observers.remove(waiting)
-        self._current.observers.add(FirstStepEvent(self._current, "resized"))
+        self._current.observers.add(FirstStepEvent(self._current, events.Resized.NAME))
 
 
 class FirstStepEvent(StepObserver):
@@ -57,5 +59,7 @@ class FirstStepEvent(StepObserver):
 
     def step_returned(self, duration_s: float, *, trains: bool, num_samples: int) -> None:
         if trains:
-            self._current.record.write(events.FirstStep(self._after, round(duration_s, 4)))
+            has_come = self._current.has_taken_place  # this process was not there at the start
+            after = events.Resized.NAME if has_come else self._after
+            self._current.record.write(events.FirstStep(after, round(duration_s, 4)))
             self._current.observers.remove(self)

@@ -189,7 +189,7 @@ def _go_on(current: runtime.Runtime, decision: Decision, noticed_s: float, start
         {name: end_s - begin_s for name, begin_s, end_s in parts},
         sorted(set(current.launched) - set(launched)),
     )
-    if current.rank.global_rank == 0:
+    if current.is_first_of_old(resized.newcomers):
         failure.note_given_up(resized.lost)
         _log.warning("smp: %s", resized.words)
     for callback in list(current.on_resize):

@@ -23,7 +23,7 @@ import smp._C as _C
 from smp import _event_lines, _version
 from smp.world import events, failure
 from smp.world.failure import Culprit
-from smp.world.launch import restart_count
+from smp.world.launch import Launch, restart_count
 from smp.world.rendezvous import Hello
 from smp.world.settings import Settings, device_of
 
@@ -70,9 +70,22 @@ def check_files(settings: Settings, global_rank: int) -> None:
             ) from None
 
 
-def draw_run() -> str:
-    """Returns the name of the job that its environment gives, or a random one."""
-    return os.environ.get(_event_lines.RUN_VARIABLE) or secrets.token_hex(8)
+def hello_of(launch: Launch, device_type: str, num_devices: int) -> Hello:
+    """Returns the hello of this process, without what ranks have to agree on.
+
+    On the first rank it has the name of the job: that of the environment, or a random one.
+    """
+    run = os.environ.get(_event_lines.RUN_VARIABLE) or secrets.token_hex(8)
+    return Hello(
+        launch.world_size,
+        launch.hostname,
+        launch.hostname,
+        device_type,
+        num_devices,
+        None,
+        pid=os.getpid(),
+        run="" if launch.global_rank else run,
+    )
 
 
 class RunRecord:
@@ -114,9 +127,11 @@ class RunRecord:
         """
         self._hellos, self._run = hellos, hellos[0].run
         self._layout = self._layout_now()
+        if not self._is_writer:
+            return
         self._write_manifest()
         manifest = None if self._manifest is None else os.path.abspath(self._manifest)
-        self.write(events.Started(len(hellos), self._layout, manifest))
+        self._append(events.Started(len(hellos), self._layout, manifest))
 
     def partitioned(self, model: int, places: Mapping[str, str]) -> None:
         """Records where the modules of a model are.
@@ -126,8 +141,10 @@ class RunRecord:
             places: pipeline rank, and chunk, of each module that is whole there.
         """
         self._partitions[model] = dict(places)
+        if not self._is_writer or self._current.has_taken_place:
+            return  # a process that takes a place finds the partition decided
         self._write_manifest()
-        self.write(events.Partitioned(model))
+        self._append(events.Partitioned(model))
 
     def saved(
         self,
@@ -185,13 +202,28 @@ class RunRecord:
         """Records that this process saves and ends, to be started again."""
         self._end = events.Ended("preempted", exit_status)
 
-    def resized(self, lost: Sequence[int], seconds: Mapping[str, float], reason: str) -> None:
-        """Records that the other ranks go on, and the parts of the time that they have lost."""
+    def resized(
+        self,
+        lost: Sequence[int],
+        newcomers: Sequence[int],
+        seconds: Mapping[str, float],
+        reason: str,
+    ) -> None:
+        """Records that the other ranks go on. The first that has not just come writes.
+
+        Args:
+            lost, newcomers: numbers that the launcher gave to the ranks and processes.
+            seconds: parts of the time that the ranks have lost.
+            reason: the failure, in words.
+        """
         before, self._layout = self._layout, self._layout_now()
+        current = self._current
+        if not (current.is_first_of_old(newcomers) and current.rank.is_own_process):
+            return
         self._write_manifest()
         parts = {name: round(value, 4) for name, value in seconds.items()}
-        ranks = list(self._current.launched)
-        self.write(events.Resized(list(lost), ranks, before, self._layout, parts, reason))
+        ranks = list(current.launched)
+        self._append(events.Resized(list(lost), ranks, before, self._layout, parts, reason))
 
     def met(self, hellos: Sequence[Hello]) -> None:
         """Takes the hellos of the ranks that go on, also in a process that has just come."""
@@ -224,7 +256,7 @@ class RunRecord:
             self._warn(_event_lines.PATH_VARIABLE, self._events, error)
 
     def _write_manifest(self) -> None:
-        if self._manifest is None or not (self._is_writer and self._run):
+        if self._manifest is None:
             return
         draft = _draft_of(self._manifest)
         assert draft is not None

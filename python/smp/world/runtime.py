@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
@@ -38,7 +38,7 @@ from smp.world.presence import await_key, tell_failure
 from smp.world.process_groups import ProcessGroups
 from smp.world.rank import Rank
 from smp.world.rendezvous import Hello, MeetingPoint, machine_id, meet, raise_first_error
-from smp.world.run_record import RunRecord, check_files, draw_run
+from smp.world.run_record import RunRecord, check_files, hello_of
 from smp.world.settings import (
     Settings,
     device_of,
@@ -110,6 +110,15 @@ class Runtime:
     def has_taken_place(self) -> bool:
         """True if this process has the place of a lost rank."""
         return self.launched[self.rank.global_rank] in self.rank.launch.spares
+
+    def is_first_of_old(self, newcomers: Collection[int]) -> bool:
+        """Returns whether this is the first rank that has not just taken a place.
+
+        Args:
+            newcomers: numbers that the launcher gave to those that have.
+        """
+        old = next(rank for rank, number in enumerate(self.launched) if number not in newcomers)
+        return self.rank.global_rank == old
 
     @property
     def server(self) -> _C.Server | None:
@@ -411,7 +420,7 @@ def init(config: UserConfig = None) -> None:
         _start(runtime, read.notes)
         if runtime.record.has_events:
             _install_hooks()  # the end of the process is an event
-        runtime.record.started([_hello(launch, device_type, num_devices)])
+        runtime.record.started([hello_of(launch, device_type, num_devices)])
         return
     store = _meeting_point.open(launch, env, settings.timeout_s, group)
     _show_failures(launch.global_rank)
@@ -428,7 +437,7 @@ def init(config: UserConfig = None) -> None:
     except ValueError as error:  # all ranks are to hear of it
         own_error = str(error)
     hello = replace(
-        _hello(launch, device_type, num_devices),
+        hello_of(launch, device_type, num_devices),
         machine=machine_id(hostname),
         config=read.config_dict(),
         error=read.error or own_error,
@@ -454,20 +463,6 @@ def init(config: UserConfig = None) -> None:
         _init_culprit = runtime.rank.culprit(error)
         _end()
         raise
-
-
-def _hello(launch: Launch, device_type: str, num_devices: int) -> Hello:
-    run = draw_run() if launch.global_rank == 0 else ""
-    return Hello(
-        launch.world_size,
-        launch.hostname,
-        launch.hostname,
-        device_type,
-        num_devices,
-        None,
-        pid=os.getpid(),
-        run=run,
-    )
 
 
 def _take_place(
