@@ -44,7 +44,7 @@ def check_world(config: Config, world_size: int) -> None:
             f"has {len(config.device_speeds)} speeds for {world_size} processes",
             f"give one speed for each of the {world_size} processes, in the order of their ranks",
         )
-    if config.goes_on and world_size == per_replica:
+    if world_size == per_replica and config.on_failure != "end":
         raise config_error(
             "on_failure",
             config.on_failure,

@@ -316,7 +316,7 @@ class Config:
         check_ranks(config)
         if config.update_in_backward:
             check_updates(config)
-        if config.goes_on:
+        if config.on_failure != "end":
             check_going_on(config)
         return config
 

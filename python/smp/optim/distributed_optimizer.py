@@ -231,9 +231,10 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
         """
         self._runtime.steps.refuse_inside("optimizer.step")
         self._load_pending()
-        if closure is not None and self._runtime.wrapped.uneven is not None:
-            self._runtime.wrapped.uneven.refuse("optimizer.step with a closure")
-        announce(self, "step")
+        if self._runtime.wrapped.uneven is not None:
+            if closure is not None:
+                self._runtime.wrapped.uneven.refuse("optimizer.step with a closure")
+            announce(self, "step")
         self._rank.check_sums()
         engines = self._engines()
         if self._is_scaled:

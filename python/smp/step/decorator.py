@@ -103,7 +103,8 @@ class StepFunction(Generic[P, R]):
             current.wrapped.spread_written()
             # The models are kept until the step is over: garbage is collected at any time.
             models = current.wrapped.models
-            taking_over.refuse_missing(current, self._name)
+            if current.rank.config.on_failure == "spare":
+                taking_over.refuse_missing(current, self._name)
             if current.survivors is None:
                 alone: R = self._run(current, models, args, kwargs)
                 return alone

@@ -86,7 +86,7 @@ def _refuse(current: runtime.Runtime) -> None:
 
 
 def refuse_missing(current: runtime.Runtime, name: str) -> None:
-    """Raises if a step begins without `take_over`, or with state that it does not give.
+    """Raises if a step of a job with spares begins without `take_over`, or with other state.
 
     Args:
         current: the runtime.
@@ -96,14 +96,13 @@ def refuse_missing(current: runtime.Runtime, name: str) -> None:
         RuntimeError: on all ranks.
     """
     others = current.torch_optimizers
-    if current.rank.config.on_failure == "spare" and others is not None and len(others.own):
+    if others is not None and len(others.own):
         raise RuntimeError(
             f"{_C.rank_prefix()}step '{name}': an optimizer is not wrapped, and processes that "
             "take the places of lost ranks would not get its state (on_failure='spare'); wrap it "
             "in smp.DistributedOptimizer"
         )
-    is_missing = current.rank.config.on_failure == "spare" and current.content_to_give is None
-    if is_missing or current.rank.is_apart:
+    if current.content_to_give is None or current.rank.is_apart:
         raise RuntimeError(
             f"{_C.rank_prefix()}step '{name}' was called before smp.take_over, by which processes "
             "that take the places of lost ranks get their state (on_failure='spare'); call it when "
