@@ -67,7 +67,9 @@ def test_a_weight_that_was_rounded_to_codes_by_tensor_has_the_same_products(
             for value in (wide, again)
         )
         assert torch.equal(first[0], second[0])
-        assert torch.equal(first[1], second[1]) == (scaling == "tensorwise")
+        is_equal = torch.equal(first[1], second[1])
+        # The difference is one of codes; the digits of bf16 may hide it.
+        assert is_equal if scaling == "tensorwise" else not is_equal or dtype == torch.bfloat16
     assert rounded(wide, VALUES, None).max() == 224 / 512
 
 
