@@ -53,7 +53,17 @@ def stall(pool: Pool, place: str, victim: int, pp: int = 2, dp: int = 2) -> dict
     config = {"pipeline_parallel_degree": pp, "on_failure": "shrink"}
     argv = [f"--config={json.dumps(config)}", f"--die={victim}:{place}:3"]
     ended = run_ranks(pool, SCRIPT, pp * dp, argv)
-    texts = [rank.output for rank in ended]
+    return longest_stall([rank.output for rank in ended], victim, pp * (dp - 1))
+
+
+def longest_stall(texts: list[str], victim: int, num_others: int) -> dict[str, float]:
+    """Returns the seconds of each part on the rank that has lost most time.
+
+    Args:
+        texts: outputs of the ranks.
+        victim: the rank that died.
+        num_others: number of ranks that have noticed its death and gone on.
+    """
     died = re.search(r"^AT (\S+)", texts[victim], re.MULTILINE)
     parts: list[dict[str, float]] = []
     for text in texts:
@@ -64,7 +74,7 @@ def stall(pool: Pool, place: str, victim: int, pp: int = 2, dp: int = 2) -> dict
             parts.append(
                 {"notice": notice, **seconds, "first_step": float(found[3]) - float(found[1])}
             )
-    if len(parts) != pp * (dp - 1):
+    if len(parts) != num_others:
         raise RuntimeError("\n".join(texts))
     return max(parts, key=lambda own: sum(own.values()))
 
@@ -182,11 +192,11 @@ def summarise_overhead(
     }
 
 
-def summarise_stall(found: list[dict[str, float]]) -> dict[str, Any]:
+def summarise_stall(found: list[dict[str, float]], benchmark: str = "going_on") -> dict[str, Any]:
     """Returns medians by part, and of the whole."""
     totals = [sum(parts.values()) for parts in found]
     return {
-        "benchmark": "going_on",
+        "benchmark": benchmark,
         "case": "stall",
         "repeats": len(found),
         **{f"{name}_s": statistics.median(parts[name] for parts in found) for name in PARTS},

@@ -13,12 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("SMP_DEVICE", "cpu")
@@ -26,41 +23,30 @@ REPO = Path(__file__).resolve().parents[1]
 if str(REPO) not in sys.path:
     sys.path.append(str(REPO))
 
+from benchmarks import going_on  # noqa: E402
 from benchmarks.environment import describe  # noqa: E402
 from tests.dist.pool import Pool  # noqa: E402
 from tests.dist.processes import run_ranks, start_ranks, wait_for_ranks  # noqa: E402
 
-SCRIPT = REPO / "tests" / "dist" / "scripts" / "going_on.py"
 CONFIG = {"pipeline_parallel_degree": 2, "on_failure": "spare"}
 PLACES = ("forward", "backward", "sum", "optimizer")
-PARTS = ("notice", "agree", "groups", "models", "first_step")
 NUM_RANKS = 4
 
 
 def stall(pool: Pool, place: str, victim: int) -> dict[str, float]:
     """Returns the seconds of each part after the death of a rank of pp 2 x dp 2."""
     argv = [f"--config={json.dumps(CONFIG)}", f"--die={victim}:{place}:3"]
-    ended = run_ranks(pool, SCRIPT, NUM_RANKS, argv, launcher="smp run", spares=1)
+    ended = run_ranks(pool, going_on.SCRIPT, NUM_RANKS, argv, launcher="smp run", spares=1)
     texts = [rank.output for rank in ended]
-    died = re.search(r"^AT (\S+)", texts[victim], re.MULTILINE)
-    parts: list[dict[str, float]] = []
-    for text in texts:
-        found = re.search(r"^RESIZED (\S+) (\{.*\})\n(?:.*\n)*?DONE \d+ (\S+)", text, re.MULTILINE)
-        if found and died:
-            seconds: dict[str, float] = json.loads(found[2])
-            notice = float(found[1]) - sum(seconds.values()) - float(died[1])
-            parts.append(
-                {"notice": notice, **seconds, "first_step": float(found[3]) - float(found[1])}
-            )
-    if len(parts) != NUM_RANKS - 1 or "TAKEN " not in texts[NUM_RANKS]:
+    if "TAKEN " not in texts[NUM_RANKS]:
         raise RuntimeError("\n".join(texts))
-    return max(parts, key=lambda own: sum(own.values()))
+    return going_on.longest_stall(texts, victim, NUM_RANKS - 1)
 
 
 def waiting(pool: Pool, seconds: float) -> float:
     """Returns the CPU time per second of a process that waits while four ranks train."""
     argv = [f"--config={json.dumps(CONFIG)}", "--steps=100000", "--step-s=0.05"]
-    job = start_ranks(pool, SCRIPT, NUM_RANKS, argv, launcher="smp run", spares=1)
+    job = start_ranks(pool, going_on.SCRIPT, NUM_RANKS, argv, launcher="smp run", spares=1)
     log = job.folder / "rank0.log"
     while not (log.exists() and "DONE 5 " in log.read_text()):
         time.sleep(0.1)
@@ -78,19 +64,6 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def summarise(found: list[dict[str, float]]) -> dict[str, Any]:
-    """Returns medians by part, and of the whole."""
-    totals = [sum(parts.values()) for parts in found]
-    return {
-        "benchmark": "spares",
-        "case": "stall",
-        "repeats": len(found),
-        **{f"{name}_s": statistics.median(parts[name] for parts in found) for name in PARTS},
-        "median_s": statistics.median(totals),
-        "worst_s": max(totals),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="of each place of death")
@@ -98,7 +71,9 @@ def main() -> None:
     args = parser.parse_args()
     pool, where = Pool(), describe()
     found = [stall(pool, p, n % NUM_RANKS) for n in range(args.repeats) for p in PLACES]
-    print(json.dumps(summarise(found) | {"environment": where}), flush=True)
+    print(
+        json.dumps(going_on.summarise_stall(found, "spares") | {"environment": where}), flush=True
+    )
     share = waiting(pool, args.seconds)
     print(json.dumps({"benchmark": "spares", "case": "waiting", "cpu_share": share}), flush=True)
     pool.close()

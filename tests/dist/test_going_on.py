@@ -288,6 +288,17 @@ HANG = {"SMP_HANG_S": "2"}  # a rank that is stopped for twice as long is lost
 RANDOM_LAYOUTS = (Layout(pp=2), Layout(pp=2, dp=3), Layout(dp=3), Layout(tp=2), Layout(pp=3))
 
 
+def wait_for_first_step(pool: Pool, job: Started, number: int) -> None:
+    """Waits until a process has ended its first step."""
+    log = job.folder / f"rank{number}.log"
+    wait_until(
+        lambda: log.exists() and "STEP 0 " in log.read_text(),
+        log.read_text,
+        lambda: pool.zygote().ended(job.pids[number]) is None,
+        pause_s=0.01,
+    )
+
+
 @pytest.mark.sample(keep=1)
 @pytest.mark.parametrize("index", range(NUM_KILLS))
 def test_random_kills_lose_nothing(pool: Pool, tmp_path: Path, index: int) -> None:
@@ -298,13 +309,7 @@ def test_random_kills_lose_nothing(pool: Pool, tmp_path: Path, index: int) -> No
     argv = [*layout.argv(on_failure="shrink"), f"--steps={MANY_STEPS}", "--step-s=0.03"]
     means = MEANS[index // len(RANDOM_LAYOUTS) % len(MEANS)]
     job = start_ranks(pool, SCRIPT, num_ranks, argv, env=HANG if means == signal.SIGSTOP else None)
-    log = job.folder / f"rank{victim}.log"
-    wait_until(
-        lambda: log.exists() and "STEP 0 " in log.read_text(),
-        log.read_text,
-        lambda: pool.zygote().ended(job.pids[victim]) is None,
-        pause_s=0.01,
-    )
+    wait_for_first_step(pool, job, victim)
     time.sleep(dice.uniform(0.0, 1.0))
     assert pool.zygote().ended(job.pids[victim]) is None, "it lives"
     os.kill(job.pids[victim], means)

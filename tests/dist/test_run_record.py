@@ -144,6 +144,20 @@ def test_a_process_that_takes_the_place_of_rank_0_goes_on_with_the_file(tmp_path
 
 
 @pytest.mark.waits
+def test_processes_that_have_replaced_all_ranks_know_the_job(tmp_path: Path) -> None:
+    config = json.dumps({"microbatches": 2, "ddp": True, "on_failure": "spare"})
+    status, path, manifest = run(
+        tmp_path, 2, "--spares=2", str(SCRIPT), f"--config={config}", "--steps=7",
+        "--die=0:backward:2", "--die=1:backward:4",
+    )  # fmt: skip
+    assert status == 0
+    lines = read(path)
+    assert [line["ranks"] for line in lines if line["event"] == "resized"] == [[2, 1], [2, 3]]
+    assert names(lines)[-1] == "ended" and len({line["run"] for line in lines}) == 1
+    assert [rank["rank"] for rank in json.loads(manifest.read_text())["ranks"]] == [2, 3]
+
+
+@pytest.mark.waits
 def test_without_smp_run_ranks_write_the_end(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     config = json.dumps({"ddp": True})

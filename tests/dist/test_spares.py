@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import going_on
 from benchmarks import spares as benchmark
 from tests.dist.pool import Pool
 from tests.dist.processes import Ended, Started, launch, run_ranks, start_ranks, wait_for_ranks
@@ -30,6 +31,7 @@ from tests.dist.test_going_on import (
     Layout,
     losses_of,
     result_of,
+    wait_for_first_step,
     words,
 )
 from tests.patience import wait_until
@@ -286,13 +288,7 @@ def test_random_kills_change_nothing(pool: Pool, tmp_path: Path, index: int) -> 
     victim = dice.randrange(num_ranks)
     # The rank beside a dead one is lost as well if it is in a norm of both.
     job = start(pool, layout, layout.per_replica, f"--steps={MANY_STEPS}", "--step-s=0.03")
-    log = job.folder / f"rank{victim}.log"
-    wait_until(
-        lambda: log.exists() and "STEP 0 " in log.read_text(),
-        log.read_text,
-        lambda: pool.zygote().ended(job.pids[victim]) is None,
-        pause_s=0.01,
-    )
+    wait_for_first_step(pool, job, victim)
     time.sleep(dice.uniform(0.0, 1.0))
     pool.zygote().kill(job.pids[victim])
     ended = end(pool, job, num_ranks)
@@ -303,7 +299,7 @@ def test_random_kills_change_nothing(pool: Pool, tmp_path: Path, index: int) -> 
 
 @pytest.mark.sample(keep=0)
 def test_benchmark_measures_each_part_of_a_stall_and_the_waiting(pool: Pool) -> None:
-    result = benchmark.summarise([benchmark.stall(pool, "backward", 3)])
-    assert all(result[f"{name}_s"] > 0 for name in benchmark.PARTS)
+    result = going_on.summarise_stall([benchmark.stall(pool, "backward", 3)], "spares")
+    assert all(result[f"{name}_s"] > 0 for name in going_on.PARTS)
     assert result["median_s"] == result["worst_s"]
     assert 0 <= benchmark.waiting(pool, 2.0) < 0.5

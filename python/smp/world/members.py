@@ -70,9 +70,9 @@ class Members:
             kept: present global ranks, index = global rank from now on.
             newcomers: number of the process that takes a place, by global rank from now on.
         """
-        self.generation += 1
+        self.generation, run = self.generation + 1, self.hellos[0].run
         self.launched = [self.launched[number] for number in kept]
         self.hellos = [replace(self.hellos[number], world_size=len(kept)) for number in kept]
         for place, number in newcomers.items():
             self.launched[place] = number
-            self.hellos[place] = hello_of(self.store, number)
+            self.hellos[place] = replace(hello_of(self.store, number), run=run)

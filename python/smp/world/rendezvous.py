@@ -61,7 +61,7 @@ class Hello:
     pid: int = 0
     """Number of the process."""
     run: str = ""
-    """Name of the job; that of the first rank counts."""
+    """Name of the job; that of the first rank counts, and all have it once they have met."""
 
 
 def machine_id(hostname: str) -> str:

@@ -228,7 +228,7 @@ class RunRecord:
     def met(self, hellos: Sequence[Hello]) -> None:
         """Takes the hellos of the ranks that go on, also in a process that has just come."""
         self._hellos = hellos
-        self._run = self._run or next(hello.run for hello in hellos if hello.run)
+        self._run = hellos[0].run
         self._layout = self._layout or self._layout_now()
 
     def _ended(self) -> None:

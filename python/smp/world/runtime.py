@@ -449,7 +449,7 @@ def init(config: UserConfig = None) -> None:
         _take_place(store, launch, hello, read, settings, own_host, secret)
         return
     meeting = meet(store, launch, hello, read, settings)
-    meeting = [replace(other, run=meeting[0].run) for other in meeting]  # newcomers ask any of them
+    meeting = [replace(other, run=meeting[0].run) for other in meeting]
     launch = with_hosts(launch, [other.host for other in meeting])
     device = device_of(device_type, launch.local_rank, num_devices)
     runtime = Runtime(Rank(read, launch, settings, device))
