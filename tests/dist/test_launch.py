@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import smp
+from smp.launching.others import _print, whole_lines
 from tests.dist.processes import REPO
 from tests.dist.zygote import RANK_VARIABLES
 from tests.installed import python_path
@@ -92,6 +94,22 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("write_through", [False, True])
+def test_lines_of_others_leave_lines_of_print_whole(
+    monkeypatch: pytest.MonkeyPatch, write_through: bool
+) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(io.BufferedWriter(raw), write_through=write_through)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with whole_lines():
+        stream.write("own line")  # print writes the end of a line by itself
+        _print(1, "out", [b"line of another"])
+        stream.write("\n")
+        stream.flush()
+        assert raw.getvalue() == b"[1] line of another\nown line\n"
+    assert stream.write_through == write_through and not stream.line_buffering
 
 
 def test_a_plain_script_gets_the_result_of_rank_0_and_goes_on(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 
 from smp_cli.environment import Share
@@ -79,13 +81,37 @@ def _print(rank: int, stream: str, lines: Sequence[bytes]) -> None:
     """Writes lines of a rank to the streams of this process, which a notebook shows in its cell."""
     to = sys.stdout if stream == "out" else sys.stderr
     text = "".join(f"[{rank}] {line.decode(errors='replace')}\n" for line in lines)
-    # Below the text, in which a line of `print` in another thread may have no end yet.
+    # Below the text, in which a line of `print` in another thread may have no end yet. To flush
+    # the text would send the beginning of that line.
     below = getattr(to, "buffer", None)
     if below is None:
         to.write(text)
+        to.flush()
     else:
         below.write(text.encode(errors="replace"))
-    to.flush()
+        below.flush()
+
+
+@contextmanager
+def whole_lines() -> Iterator[None]:
+    """Keeps lines of `print` whole beside those of other ranks with ``python -u`` as well.
+
+    There a line and its end are written one after the other, and what another thread writes may
+    come between.
+    """
+    streams = [
+        stream
+        for stream in (sys.stdout, sys.stderr)
+        if isinstance(stream, TextIOWrapper) and stream.write_through
+    ]
+    before = [stream.line_buffering for stream in streams]
+    for stream in streams:
+        stream.reconfigure(line_buffering=True, write_through=False)
+    try:
+        yield
+    finally:
+        for stream, line_buffering in zip(streams, before, strict=True):
+            stream.reconfigure(line_buffering=line_buffering, write_through=True)
 
 
 def interrupt(thread: threading.Thread) -> None:
