@@ -41,6 +41,7 @@ class Job:
     drops_labels: bool = False
     has_adapters: bool = False
     has_own_mean: bool = False
+    has_term: bool = False
     init_scale: float = 2.0**8
 
 
@@ -60,6 +61,22 @@ def with_adapters(model: Any) -> Any:
 def own_mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
     """Ignores the number that the Trainer gives."""
     return nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+
+def with_term(trainer: type) -> type:
+    """Adds what one process needs: a sum that is divided, and a term that is a mean."""
+
+    class WithTerm(trainer):  # type: ignore[misc]
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            outputs = model(input_ids=inputs["input_ids"])
+            logits, labels = outputs["logits"].flatten(0, 1), inputs["labels"].flatten()
+            total = nn.functional.cross_entropy(logits, labels, reduction="sum")
+            loss = total / num_items_in_batch + logits.square().mean()
+            return (loss, {"loss": loss, **outputs}) if return_outputs else loss
+
+    return WithTerm
 
 
 def train(rank: int, job: Job) -> dict[str, Any]:
@@ -93,7 +110,8 @@ def train(rank: int, job: Job) -> dict[str, Any]:
         for index, sample in enumerate([*samples, *evaluated]):
             sample["labels"][: 1 + index % 7] = -100
     SMPTrainer.dynamic_loss_args = {"init_scale": job.init_scale}
-    trainer: Any = (SMPTrainer if job.config else Trainer)(
+    kind: type = SMPTrainer if job.config else Trainer
+    trainer: Any = (with_term(kind) if job.has_term else kind)(
         model=model, args=training, train_dataset=samples, eval_dataset=evaluated,
         compute_metrics=accuracy, compute_loss_func=own_mean if job.has_own_mean else None,
     )  # fmt: skip
@@ -170,6 +188,14 @@ def test_means_that_ignore_the_number_of_labels(
 ) -> None:
     """The forward of BERT takes the number, and its loss stays a mean over masked words."""
     argv: dict[str, Any] = {"kind": "bert", "drops_labels": True, "has_own_mean": has_own_mean}
+    (expected,) = pool.run(1, train, Job(str(tmp_path / "one"), batch=8, **argv))
+    check_same(pool.run(4, train, Job(str(tmp_path / "four"), PIPELINE, **argv)), expected)
+
+
+def test_losses_for_one_process_with_terms_that_no_number_divides(
+    pool: Pool, tmp_path: Path
+) -> None:
+    argv: dict[str, Any] = {"drops_labels": True, "has_term": True}
     (expected,) = pool.run(1, train, Job(str(tmp_path / "one"), batch=8, **argv))
     check_same(pool.run(4, train, Job(str(tmp_path / "four"), PIPELINE, **argv)), expected)
 

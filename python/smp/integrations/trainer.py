@@ -43,6 +43,19 @@ _OPTIMIZER = "optimizer.pt"  # file of a Trainer in one process
 class _Accelerator(SMPAccelerator):
     _checks_launch = False
 
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas."""
+        return super().num_processes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of replicas; 1 in a step, where a loss is what one process on all would compute.
+
+        ``compute_loss`` multiplies by it, also terms that no number of labels divides.
+        """
+        return self.num_replicas if self._steps.running is None else 1
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -448,7 +461,7 @@ def _train(
 ) -> tuple[Tensor, trainer_trl.Found | None]:
     """Runs forward and backward of one microbatch out of a batch of ``size`` samples."""
     inputs = restored(inputs)
-    items = _share(num_items, inputs, size)
+    items = _share(trainer, num_items, inputs, size)
     with trainer.compute_loss_context_manager():
         loss: Tensor = trainer.compute_loss(model, dict(inputs), num_items_in_batch=items)
     found = trainer_trl.take_metrics(trainer, inputs)
@@ -469,7 +482,7 @@ def _predict(
 ) -> tuple[Tensor | None, Any, trainer_trl.Found | None]:
     """Returns loss, outputs and metrics of one microbatch; no outputs if ``ignored`` is None."""
     inputs = restored(inputs)
-    items = _share(num_items, inputs, size)
+    items = _share(trainer, num_items, inputs, size)
     with trainer.compute_loss_context_manager():
         if not has_loss:
             loss, outputs, found = None, model(**inputs), None
@@ -500,12 +513,19 @@ def _reference(
     return chosen, rejected
 
 
-def _share(num_items: Any, inputs: dict[str, Any], size: int) -> Any:
+def _share(
+    trainer: SMPTrainerMixin, num_items: Any, inputs: dict[str, Any], size: int
+) -> Any:
     """Returns a microbatch's share of the number of tokens, by which its loss is divided.
 
-    So the mean over microbatches is divided by all tokens.
+    So the mean over microbatches and replicas is divided by all tokens, and terms that are not
+    divided stay means.
     """
-    return None if num_items is None else num_items * (num_samples(inputs) / size)
+    if num_items is None:
+        return None
+    is_of_all = trainer.args.average_tokens_across_devices
+    replicas = trainer.accelerator.num_replicas if is_of_all else 1
+    return num_items * (num_samples(inputs) / (size * replicas))
 
 
 def _concat(outputs: Any, cut: dict[str, Any]) -> Any:
