@@ -63,6 +63,48 @@ def tiny_llama(seed: int) -> Any:
     return LlamaForCausalLM(config)
 
 
+def tiny_llava() -> tuple[Any, Any]:
+    """Returns a vision-language model of four layers, and its processor."""
+    from transformers import (
+        CLIPImageProcessorPil,
+        CLIPVisionConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+    )
+
+    tokenizer = tokenizer_of_words()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        tokenizer, patch_size=8, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template="{% for m in messages %}{% for c in m['content'] %}"
+        "{{ '<image>' if c['type'] == 'image' else ' ' + c['text'] }}{% endfor %}{% endfor %}",
+    )  # fmt: skip
+    torch.manual_seed(5)
+    seeing = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        image_size=16, patch_size=8,
+    )  # fmt: skip
+    token = tokenizer.convert_tokens_to_ids("<image>")
+    reading = tiny_llama(5).config
+    reading.vocab_size = len(tokenizer)
+    config = LlavaConfig(vision_config=seeing, text_config=reading, image_token_index=token)
+    return LlavaForConditionalGeneration(config), processor
+
+
+def with_image(row: dict[str, str], generator: torch.Generator) -> dict[str, Any]:
+    from PIL import Image
+
+    pixels = torch.randint(0, 255, (16, 16, 3), generator=generator, dtype=torch.uint8)
+    return {
+        "images": [Image.fromarray(pixels.numpy())],
+        "prompt": [{"role": "user", "content": row["prompt"]}],
+        "completion": [{"role": "assistant", "content": row["chosen"]}],
+    }
+
+
 def texts(method: str, count: int, seed: int) -> Any:
     """Texts of very different lengths, so that microbatches count different numbers of tokens."""
     from datasets import Dataset
@@ -79,6 +121,8 @@ def texts(method: str, count: int, seed: int) -> Any:
     ]
     if method == "sft":
         rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
+    if method == "images":
+        rows = [with_image(row, generator) for row in rows]
     return Dataset.from_list(rows)
 
 
@@ -122,7 +166,7 @@ def train(rank: int, job: Job) -> dict[str, Any]:
     class Preferring(SMPTrainerMixin, DPOTrainer):
         pass
 
-    arguments: Any = SFTConfig if job.method == "sft" else DPOConfig
+    arguments: Any = DPOConfig if job.method == "dpo" else SFTConfig
     training = arguments(
         output_dir=job.folder, use_cpu=True, bf16=False, per_device_train_batch_size=job.batch,
         per_device_eval_batch_size=job.batch, gradient_accumulation_steps=2, max_steps=4,
@@ -130,7 +174,9 @@ def train(rank: int, job: Job) -> dict[str, Any]:
         max_grad_norm=0.5, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=2,
         seed=7, data_seed=7, report_to=[], disable_tqdm=True, **job.options,
     )  # fmt: skip
-    model = tiny_llama(5)
+    model, processing = tiny_llama(5), tokenizer_of_words()
+    if job.method == "images":
+        model, processing = tiny_llava()
     start = os.path.join(job.folder, "start")
     if rank == 0:
         if job.reference == "loaded":
@@ -148,9 +194,9 @@ def train(rank: int, job: Job) -> dict[str, Any]:
         model = adapted(model)
     elif job.reference == "adapters":
         extra["peft_config"] = lora()
-    kinds = (Supervised, SFTTrainer) if job.method == "sft" else (Preferring, DPOTrainer)
+    kinds = (Preferring, DPOTrainer) if job.method == "dpo" else (Supervised, SFTTrainer)
     trainer: Any = kinds[0 if job.config else 1](
-        model=model, args=training, processing_class=tokenizer_of_words(),
+        model=model, args=training, processing_class=processing,
         train_dataset=load_from_disk(f"{job.folder}/texts"),
         eval_dataset=load_from_disk(f"{job.folder}/evaluated"),
         compute_metrics=checksum if job.with_logits else None, **extra,
@@ -275,6 +321,11 @@ def test_sft_smooths_labels_without_a_pipeline(pool: Pool, tmp_path: Path) -> No
 def test_sft_leaves_padding_out(pool: Pool, tmp_path: Path) -> None:
     options = {"padding_free": True, "max_length": None, "loss_type": "dft"}
     check_layouts(pool, tmp_path, Job("", {}, "sft", options), BOTH)
+
+
+@pytest.mark.sample(keep=0)
+def test_sft_reads_images(pool: Pool, tmp_path: Path) -> None:
+    check_layouts(pool, tmp_path, Job("", method="images", options={"max_length": None}), BOTH)
 
 
 @pytest.mark.sample(keep=0)

@@ -101,3 +101,12 @@ def test_what_a_row_without_padding_cannot_have_is_named() -> None:
     batch["position_ids"] = batch["position_ids"] + 1
     with pytest.raises(ValueError, match="begin with 0 in each sequence"):
         to_cut(batch, 2, has_pairs=False)
+
+
+def test_images_in_different_numbers_are_named() -> None:
+    batch = {"input_ids": torch.tensor([[1, 7, 7], [7, 7, 2]]), "pixel_values": torch.ones(2, 3)}
+    assert same(to_cut(batch, 2, has_pairs=False, image_token=7), batch)
+    batch["input_ids"][1, 0] = 3
+    assert same(to_cut(batch, 1, has_pairs=False, image_token=7), batch)
+    with pytest.raises(ValueError, match=r"the samples of the batch have \[2, 1\] image tokens"):
+        to_cut(batch, 2, has_pairs=False, image_token=7)

@@ -301,7 +301,9 @@ class SMPTrainerMixin(_Base):
 
     def _to_cut(self, inputs: dict[str, Any]) -> dict[str, Any]:
         is_dpo = trainer_trl.is_dpo(self)
-        return to_cut(inputs, self._config.microbatches, has_pairs=is_dpo)
+        token = getattr(getattr(self.model, "config", None), "image_token_id", None)
+        count = self._config.microbatches
+        return to_cut(inputs, count, has_pairs=is_dpo, image_token=token)
 
     # ---- references of DPO
 

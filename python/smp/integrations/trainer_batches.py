@@ -32,22 +32,41 @@ _LENGTHS = ("max_length_q", "max_length_k")
 _NUMBERS = "seq_idx"
 
 
-def to_cut(inputs: Mapping[str, Any], microbatches: int, *, has_pairs: bool) -> dict[str, Any]:
+def to_cut(
+    inputs: Mapping[str, Any], microbatches: int, *, has_pairs: bool, image_token: int | None = None
+) -> dict[str, Any]:
     """Returns the form of a batch that is cut by samples.
 
     Args:
         inputs: batch of a collator.
         microbatches: number of microbatches.
         has_pairs: whether rows are chosen and then rejected sequences.
+        image_token: number of the token in whose place the model puts images; None: it has none.
 
     Raises:
-        ValueError: a row without padding has an entry that cannot be cut.
+        ValueError: a row without padding has an entry that cannot be cut, or samples have images in
+            different numbers.
     """
     if has_pairs:
         return {PAIRS: _paired(inputs)}
     if is_flat(inputs):
         return {PIECES: _pieces(inputs, microbatches)}
+    if image_token is not None and microbatches > 1:
+        _check_images(inputs, microbatches, image_token)
     return dict(inputs)
+
+
+def _check_images(inputs: Mapping[str, Any], microbatches: int, image_token: int) -> None:
+    ids = inputs.get("input_ids")
+    if inputs.get("pixel_values") is None or not isinstance(ids, Tensor):
+        return
+    counts = (ids == image_token).sum(1).tolist()
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"{_C.rank_prefix()}pixel_values cannot be cut into {microbatches} microbatches: the "
+            f"samples of the batch have {counts} image tokens; expected as many in each. Set "
+            "microbatches to 1 in smp.init, or make batches of samples with as many images"
+        )
 
 
 def restored(inputs: Mapping[str, Any]) -> dict[str, Any]:
