@@ -68,7 +68,11 @@ def with_term(trainer: type) -> type:
 
     class WithTerm(trainer):  # type: ignore[misc]
         def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+            self,
+            model: Any,
+            inputs: Any,
+            return_outputs: bool = False,
+            num_items_in_batch: Any = None,
         ) -> Any:
             outputs = model(input_ids=inputs["input_ids"])
             logits, labels = outputs["logits"].flatten(0, 1), inputs["labels"].flatten()

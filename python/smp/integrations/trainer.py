@@ -515,9 +515,7 @@ def _reference(
     return chosen, rejected
 
 
-def _share(
-    trainer: SMPTrainerMixin, num_items: Any, inputs: dict[str, Any], size: int
-) -> Any:
+def _share(trainer: SMPTrainerMixin, num_items: Any, inputs: dict[str, Any], size: int) -> Any:
     """Returns a microbatch's share of the number of tokens, by which its loss is divided.
 
     So the mean over microbatches and replicas is divided by all tokens, and terms that are not

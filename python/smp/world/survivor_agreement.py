@@ -161,7 +161,8 @@ class SurvivorAgreement:
         decision = self._filled(gone, Decision(kept, reason))
         if decision is None:
             return None
-        stays = [rank for rank in decision.kept if rank not in dict(decision.newcomers)]
+        newcomers = {rank for rank, _ in decision.newcomers}
+        stays = [rank for rank in decision.kept if rank not in newcomers] if newcomers else kept
         if self._own not in stays:
             self._dismiss(stays, reason)
         if not self._have_stopped(stays):
