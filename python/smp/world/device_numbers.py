@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
     if rank.sizes[kind] == 1:
         return numbers[None]
     what = f"exchange of numbers of an update ({kind})"
+    between = rank.between
+    if between is not None and between.is_repeated:
+        return between.next(rank, kind)
     rank.check_process(what)
     comms = rank.comms
     communicators = {
@@ -48,7 +52,54 @@ def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
         ranks=list(rank.groups[kind]),
         timeout_s=rank.timeout_s,
     )
+    if between is not None:
+        between.gathered.append((rank.groups[kind], gathered.clone()))
     return moved(gathered, numbers.device)
+
+
+class NumbersBetweenSteps:
+    """The numbers that ranks have gathered since the last step.
+
+    A process with the place of a lost rank repeats what the script does between two steps, and gets
+    the numbers that the others have gathered with that rank.
+
+    Args:
+        repeated: numbers to be repeated; None: the ranks gather them.
+
+    Attributes:
+        is_repeated: whether numbers are repeated.
+        gathered: group of each gathering, and its result.
+    """
+
+    def __init__(self, repeated: list[tuple[tuple[int, ...], Tensor]] | None = None) -> None:
+        self.is_repeated = repeated is not None
+        self.gathered = repeated or []
+
+    def next(self, rank: Rank, kind: str) -> Tensor:
+        """Returns the next numbers of a group.
+
+        Args:
+            rank: calling rank.
+            kind: kind of the group.
+
+        Raises:
+            RuntimeError: the other ranks have gathered others.
+        """
+        if not self.gathered or self.gathered[0][0] != rank.groups[kind]:
+            self._refuse(rank)
+        return self.gathered.pop(0)[1]
+
+    def end(self, rank: Rank) -> None:
+        """Raises a RuntimeError if numbers that were to be repeated are left."""
+        if self.is_repeated and self.gathered:
+            self._refuse(rank)
+
+    def _refuse(self, rank: Rank) -> NoReturn:
+        raise RuntimeError(
+            f"{rank.prefix}this process repeats what the script does between two steps, and the "
+            "other ranks have computed norms and checked gradients in another order there; let the "
+            "content of smp.take_over lead to the step during which it was made"
+        )
 
 
 def sums(rank: Rank, numbers: Tensor, kinds: Iterable[str]) -> Tensor:

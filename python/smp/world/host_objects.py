@@ -44,13 +44,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
-        is_plain = (
-            type(obj) in _TENSOR_TYPES
-            and obj.layout is torch.strided
-            and not obj.is_quantized
-            and not obj.is_meta
-        )
-        if is_plain:
+        if _is_plain(obj):
             is_parameter = type(obj) is torch.nn.Parameter
             return _rebuild, (*_elements(obj), obj.device, obj.requires_grad, is_parameter)
         if is_accelerator(obj.device):  # rare kinds are pickled by PyTorch, but from the CPU
@@ -59,16 +53,77 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+    def __init__(
+        self, file: io.BytesIO, device: torch.device, memory: torch.Tensor | None = None
+    ) -> None:
         super().__init__(file)
-        self._device = device
+        self._device, self._memory = device, memory
 
-    def persistent_load(self, pid: Any) -> torch.device:
-        return self._device
+    def persistent_load(self, pid: Any) -> Any:
+        if pid == "gpu":
+            return self._device
+        assert self._memory is not None
+        begin, end, dtype, shape, requires_grad = pid
+        own = self._memory[begin:end].clone()  # aligned, and no part of the whole memory
+        return own.view(dtype).view(shape).to(self._device).requires_grad_(requires_grad)
+
+
+def pack_apart(obj: object) -> tuple[bytes, list[torch.Tensor]]:
+    """Pickles an object without the memory of plain tensors, which is not copied.
+
+    Args:
+        obj: any picklable object, in which no tensor has a graph.
+
+    Returns:
+        bytes, and the memory of the tensors as uint8 `[n]`, to be put behind each other.
+    """
+    buffer = io.BytesIO()
+    pickler = _ApartPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.dump(obj)
+    return buffer.getvalue(), pickler.parts
+
+
+def unpack_apart(data: bytes, memory: torch.Tensor, device: torch.device) -> Any:
+    """Returns an object from `pack_apart`.
+
+    Args:
+        data: its bytes.
+        memory: memory of its tensors.
+        device: device of this rank.
+    """
+    return _Unpickler(io.BytesIO(data), device, memory).load()
+
+
+class _ApartPickler(_Pickler):
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol=protocol)
+        self.parts: list[torch.Tensor] = []
+        self._num_bytes = 0
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not (isinstance(obj, torch.Tensor) and _is_plain(obj) and type(obj) is torch.Tensor):
+            return super().persistent_id(obj)
+        plain = _plain(obj)
+        begin, self._num_bytes = self._num_bytes, self._num_bytes + plain.nbytes
+        self.parts.append(plain.view(-1).view(torch.uint8))
+        return begin, self._num_bytes, obj.dtype, tuple(obj.shape), obj.requires_grad
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in _TENSOR_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+    )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _elements(tensor: torch.Tensor) -> tuple[bytes, torch.dtype, tuple[int, ...]]:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    plain = _plain(tensor)
     num_bytes = plain.numel() * plain.element_size()
     data = ctypes.string_at(plain.data_ptr(), num_bytes) if num_bytes else b""
     return data, plain.dtype, tuple(plain.shape)

@@ -20,6 +20,7 @@ from smp.config.processes import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import connecting, failure, lanes, nccl, process_hooks, thread_device
 from smp.world.attached import (
+    Copies,
     Detection,
     Dropout,
     PartGradients,
@@ -47,7 +48,7 @@ from smp.world.settings import (
     read_settings,
     shares_gpus,
 )
-from smp.world.shrinking import refuse_shrinking
+from smp.world.shrinking import choose_keepers, refuse_shrinking
 from smp.world.spares import Newcomer, Place, Spares, wait_for_place
 from smp.world.steps import Steps
 from smp.world.survivor_agreement import Decision
@@ -78,6 +79,9 @@ class Runtime:
         record: writes what happens to this job, if files are named for it.
         newcomer: place of a lost rank that this process has, while it has no state.
         content_to_give: makes what the script in a process with the place of a lost rank gets.
+        copies: keeps a copy of another rank's state, if the configuration wants that.
+        step_to_repeat: returns the result of the last finished step, of which a process with the
+            place of a lost rank has a copy; None once it has done so.
         has_newcomers: whether some process has taken the place of a lost rank.
     """
 
@@ -100,6 +104,8 @@ class Runtime:
         self.newcomer: Newcomer | None = None
         self.content_to_give: Callable[[], Any] | None = None
         self.has_newcomers = False
+        self.copies: Copies | None = None
+        self.step_to_repeat: Callable[[str], Any] | None = None
         self._met: Members | None = None
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False
@@ -157,6 +163,8 @@ class Runtime:
         self._met = Members(
             store, list(meeting), own_host, given, self.rank.launch.spares, self.launched
         )
+        if self.rank.config.redundancy:
+            self.rank.keepers = choose_keepers([other.host for other in meeting])
         self._connect(store)
         if self.rank.config.goes_on:
             self._watch_for_failures(store)
@@ -200,7 +208,7 @@ class Runtime:
         spares, met = None, self._met
         if self.rank.config.on_failure == "spare":
             assert met is not None
-            place = Place(0, met.generation, met.launched, met.hellos)
+            place = Place(0, met.generation, met.launched, met.hellos, self.rank.keepers)
             spares = Spares(met.store, store, met.spares, place)
         self.survivors = Survivors(store, self.rank, spares)
 
@@ -239,7 +247,7 @@ class Runtime:
         self._met = Members(
             store, place.hellos, own_host, secret, spares, place.launched, place.generation
         )
-        self.launched = place.launched
+        self.launched, self.rank.keepers = place.launched, place.keepers
         self.newcomer = newcomer
         self.rank.stand_apart()
 
@@ -288,7 +296,7 @@ class Runtime:
         self.process_groups = ProcessGroups(rank)
         if len(kept) == 1:
             return
-        if rank.sizes["rdp"] > 1:  # before connections: a rank may fail while these are made
+        if rank.may_lose_ranks:  # before connections: a rank may fail while these are made
             self._watch_for_failures(store)
         self._connect(store)
         self.process_groups.open(store, loopback=met.is_one_machine)
