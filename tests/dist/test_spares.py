@@ -44,7 +44,7 @@ PP2 = Layout(pp=2)
 
 def start(pool: Pool, layout: Layout, spares: int, *argv: str) -> Started:
     num_ranks = layout.per_replica * layout.dp
-    words = [*layout.argv(on_failure="spare"), *argv]
+    words = [*layout.argv(on_failure="spare", redundancy=int(layout.dp == 1)), *argv]
     return start_ranks(pool, SCRIPT, num_ranks, words, launcher="smp run", spares=spares)
 
 
@@ -195,6 +195,52 @@ def test_without_a_spare_that_is_left_the_whole_replicas_go_on(pool: Pool, tmp_p
     assert second["newcomers"] == [] and second["sizes"] == [2, 1]
     assert second["lost"] == [2, 3]
     assert "too few processes wait for places of lost ranks" in words(ended)
+
+
+ALONE = Layout(pp=2, dp=1)
+COPY = re.compile(r"state after a call of step .* from the copy of (\d+) bytes that rank (\d+) has")
+
+
+@pytest.mark.sample(keep=3)
+@pytest.mark.parametrize(
+    ("layout", "spares", "deaths"),
+    [
+        (ALONE, 1, ["1:optimizer:2"]),
+        (Layout(tp=2, dp=1), 1, ["0:between:2"]),
+        (Layout(pp=3, dp=1), 2, ["0:backward:1", "1:forward:3"]),
+        (ALONE, 1, ["0:forward:1"]),
+        (ALONE, 1, ["1:confirm:2"]),
+        (ALONE, 1, ["0:optimizer:3"]),
+        (ALONE, 1, ["1:between:4"]),
+        (ALONE, 1, ["1:raise:2"]),
+        (ALONE, 2, ["1:forward:2", "2:built:0"]),
+        (ALONE, 2, ["0:sum:2", "2:taken:0"]),
+        (ALONE, 2, ["1:backward:2", "2:between:2"]),
+        (Layout(pp=3, dp=1), 1, ["2:between:2"]),
+        (Layout(pp=2, tp=2, dp=1), 1, ["3:optimizer:2"]),
+        (Layout(tp=2, dp=1), 1, ["1:backward:2"]),
+        (Layout(pp=2, dp=1, flags=("--norm",)), 1, ["0:optimizer:3"]),
+        (Layout(pp=2, dp=1, keys=DROPS, flags=("--dropout=0.3",)), 1, ["1:between:2"]),
+        (Layout(pp=2, dp=1, keys=(("fp16", True),)), 1, ["0:optimizer:3"]),
+        (Layout(pp=2, dp=1, keys=(("fp16", True),)), 1, ["1:backward:1"]),
+        (Layout(pp=2, dp=1, keys=(("bf16", True),)), 1, ["1:between:3"]),
+        (Layout(pp=2, dp=1, flags=("--double",)), 1, ["1:optimizer:3"]),
+        (Layout(pp=2, dp=1, flags=("--early",)), 1, ["1:optimizer:3"]),
+    ],
+    ids=lambda value: repr(value).replace("Layout", ""),
+)
+def test_a_copy_takes_the_place_of_a_replica(
+    pool: Pool, tmp_path: Path, layout: Layout, spares: int, deaths: list[str]
+) -> None:
+    ended = run(pool, layout, spares, *deaths, argv=[f"--steps={STEPS}"])
+    resizes = check_as_never_killed(pool, tmp_path, layout, ended)
+    assert all(len(resize["lost"]) == len(resize["newcomers"]) == 1 for resize in resizes)
+    size = layout.per_replica
+    copies = [found for process in ended if (found := COPY.search(process.output))]
+    assert len(copies) == len([rank for rank in ended if "TAKEN " in rank.output]), words(ended)
+    for process in ended:
+        if found := COPY.search(process.output):
+            assert int(found[2]) == (place_of(process) + 1) % size
 
 
 def test_losses_are_those_of_a_plain_script(pool: Pool) -> None:

@@ -7,6 +7,8 @@ docs/design/going_on.md.
 
 from __future__ import annotations
 
+import ctypes
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,13 +49,17 @@ class Copies:
     Args:
         current: the runtime.
         state_after: returns the state of this rank when a step function returns, from the runtime,
-            the function's name and its result.
+            the function's name, its result, the packed content of the script, and whether that is
+            the content after the call before, too.
     """
 
     def __init__(
-        self, current: runtime.Runtime, state_after: Callable[[runtime.Runtime, str, Any], Any]
+        self,
+        current: runtime.Runtime,
+        state_after: Callable[[runtime.Runtime, str, Any, bytes, bool], Any],
     ) -> None:
         self._current, self._state_after = current, state_after
+        self._content = self._next_content = b""
         self._own = self._next = self._last = torch.empty(0, dtype=torch.uint8)
         self._sizes = self._next_sizes = (0, 0)
         self._numbers: list[tuple[tuple[int, ...], Tensor]] = []
@@ -65,7 +71,7 @@ class Copies:
         num_head, num_all = self._sizes
         if not num_all:
             return None
-        head = self._last[:num_head].numpy().tobytes()
+        head = ctypes.string_at(self._last.data_ptr(), num_head)
         return KeptCopy(head, self._last[num_head:num_all], self._numbers)
 
     def begin(self) -> None:
@@ -85,7 +91,7 @@ class Copies:
         rank = self._current.rank
         group, timeout_s = rank.comms.everyone, rank.timeout_s
         assert group is not None
-        head, parts = host_objects.pack_apart(self._state_after(self._current, name, result))
+        head, parts = self._pack(name, result)
         parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8), *parts]
         own = torch.tensor([len(head), sum(part.numel() for part in parts)])
         sizes = torch.empty(2 * rank.world_size, dtype=torch.int64)
@@ -102,6 +108,22 @@ class Copies:
         self._next_sizes = int(sizes[2 * ward]), num_bytes[ward]
         self._show(sum(num_bytes), max(num_bytes))
 
+    def _pack(self, name: str, result: Any) -> tuple[bytes, list[Tensor]]:
+        current = self._current
+        assert current.content_to_give is not None
+        try:
+            self._next_content = host_objects.pack(current.content_to_give())
+            is_same = self._next_content == self._content
+            return host_objects.pack_apart(
+                self._state_after(current, name, result, self._next_content, is_same)
+            )
+        except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}redundancy=1: the state after step '{name}' cannot be copied "
+                f"({error}); return tensors without graphs, numbers and texts from the step "
+                "function, and give smp.take_over such content"
+            ) from error
+
     def _show(self, num_all: int, num_most: int) -> None:
         if num_all > 1.01 * self._num_shown:  # moments come with the first update
             self._num_shown = num_all
@@ -117,6 +139,7 @@ class Copies:
         """Notes that all ranks have finished the step, hence have its copies."""
         self._last, self._next = self._next, self._last
         self._sizes, self._numbers = self._next_sizes, []
+        self._content = self._next_content
         self._current.rank.between = NumbersBetweenSteps()
 
 

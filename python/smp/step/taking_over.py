@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -175,8 +175,10 @@ class _StateAfter:
     """The state of a rank whose step function returns.
 
     Attributes:
+        state: state; its content is packed.
         name: name of the step function.
         result: its result.
+        is_content_old: whether the content is that after the call before, too.
         has_gradients, missed_at: see `Steps`.
         gradients: gradients of the parameters of each model.
         scales: see `ScaledGradients.marks`, by optimizer.
@@ -185,24 +187,30 @@ class _StateAfter:
     state: _State
     name: str
     result: Any
+    is_content_old: bool
     has_gradients: bool
     missed_at: str | None
     gradients: list[list[Tensor | None]]
     scales: list[tuple[Any, ...]]
 
 
-def state_after(current: runtime.Runtime, name: str, result: Any) -> _StateAfter:
+def state_after(
+    current: runtime.Runtime, name: str, result: Any, content: bytes, is_content_old: bool
+) -> _StateAfter:
     """Returns the state of this rank when a step function returns.
 
     Args:
         current: the runtime.
         name: name of the step function.
         result: its result.
+        content: packed content of the script.
+        is_content_old: whether it is that after the call before, too.
     """
     return _StateAfter(
-        _own_state(current),
+        _own_state(current, content),
         name,
         result,
+        is_content_old,
         current.steps.has_gradients,
         current.steps.missed_at,
         [
@@ -260,18 +268,18 @@ def give_state(current: runtime.Runtime, newcomers: Collection[int]) -> None:
         for newcomer in served:
             comm.send(copies.copy_of(current, newcomer), newcomer, RankType.WORLD_RANK)
         return
-    state = _own_state(current)
+    assert current.content_to_give is not None
+    state = _own_state(current, current.content_to_give())
     for newcomer in served:
         comm.send(state, newcomer, RankType.WORLD_RANK)
 
 
-def _own_state(current: runtime.Runtime) -> _State:
-    assert current.content_to_give is not None
+def _own_state(current: runtime.Runtime, content: Any) -> _State:
     return _State(
         {idx: _state_of(engine) for idx, engine in current.wrapped.engines.items()},
         [_optimizer_state(optimizer) for optimizer in current.wrapped.optimizers],
         {name: getattr(current.steps, name) for name in _COUNTS},
-        current.content_to_give(),
+        content,
     )
 
 
@@ -336,7 +344,7 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
         _fill(current, state)
         return state
     kept: copies.KeptCopy = comm.recv_from(donor, RankType.WORLD_RANK)
-    after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory, current.rank.device)
+    after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory)
     _log.warning(
         "smp: %sstate after a call of step '%s' from the copy of %d bytes that rank %d has kept",
         _C.rank_prefix(),
@@ -344,9 +352,16 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
         kept.num_bytes,
         donor,
     )
+    if after.is_content_old:
+        raise RuntimeError(
+            f"{_C.rank_prefix()}smp.take_over: the content after the last finished call of a step "
+            f"function, '{after.name}', is that after the call before, so this process cannot know "
+            "where to go on; let it say which call of which step function is the present one"
+        )
     _fill(current, after.state)
     current.step_to_repeat = lambda name: _repeat(current, kept, name)
-    return after.state
+    content = host_objects.unpack(after.state.user_content, current.rank.device)
+    return replace(after.state, user_content=content)
 
 
 def _repeat(current: runtime.Runtime, kept: copies.KeptCopy, name: str) -> Any:
@@ -355,7 +370,7 @@ def _repeat(current: runtime.Runtime, kept: copies.KeptCopy, name: str) -> Any:
     The script may have changed both before its call of the step function, which it did then, too.
     """
     current.step_to_repeat = None
-    after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory, current.rank.device)
+    after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory)
     if name != after.name:
         raise RuntimeError(
             f"{_C.rank_prefix()}smp.take_over: the last finished call of a step function was of "

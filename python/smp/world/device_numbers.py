@@ -44,17 +44,34 @@ def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
     communicator = communicators[kind]
     assert communicator is not None
     on_host = kind == "mp" and comms.mp_is_on_host
-    gathered = _C.gather_numbers(
-        numbers.cpu() if on_host else numbers,
-        communicator,
-        what=what,
-        faults=rank.board,
-        ranks=list(rank.groups[kind]),
-        timeout_s=rank.timeout_s,
-    )
+    try:
+        gathered = _C.gather_numbers(
+            numbers.cpu() if on_host else numbers,
+            communicator,
+            what=what,
+            faults=rank.board,
+            ranks=list(rank.groups[kind]),
+            timeout_s=rank.timeout_s,
+        )
+    except RuntimeError as error:
+        if between is not None:
+            _explain_loss(rank, error)
+        raise
     if between is not None:
         between.gathered.append((rank.groups[kind], gathered.clone()))
     return moved(gathered, numbers.device)
+
+
+def _explain_loss(rank: Rank, error: RuntimeError) -> None:
+    """Raises the failure of another rank, if there is one, which is hidden between two steps."""
+    board = rank.board
+    if board is None or (fault := board.known_fault()) is None:
+        return
+    board.release()
+    raise _C.PeerFailure(
+        f"{rank.prefix}{fault[2]}. It had not computed a norm or checked gradients between two "
+        "steps, for which the other ranks needed it; resume from a checkpoint"
+    ) from error
 
 
 class NumbersBetweenSteps:

@@ -7,6 +7,7 @@ CUDA tensor travels as CPU bytes, so that receiving never touches another rank's
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import pickle
 from typing import Any
@@ -53,23 +54,16 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self, file: io.BytesIO, device: torch.device, memory: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
         super().__init__(file)
-        self._device, self._memory = device, memory
+        self._device = device
 
-    def persistent_load(self, pid: Any) -> Any:
-        if pid == "gpu":
-            return self._device
-        assert self._memory is not None
-        begin, end, dtype, shape, requires_grad = pid
-        own = self._memory[begin:end].clone()  # aligned, and no part of the whole memory
-        return own.view(dtype).view(shape).to(self._device).requires_grad_(requires_grad)
+    def persistent_load(self, pid: Any) -> torch.device:
+        return self._device
 
 
 def pack_apart(obj: object) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickles an object without the memory of plain tensors, which is not copied.
+    """Pickles an object without the memory of plain tensors on the CPU, which is not copied.
 
     Args:
         obj: any picklable object, in which no tensor has a graph.
@@ -83,30 +77,54 @@ def pack_apart(obj: object) -> tuple[bytes, list[torch.Tensor]]:
     return buffer.getvalue(), pickler.parts
 
 
-def unpack_apart(data: bytes, memory: torch.Tensor, device: torch.device) -> Any:
+def unpack_apart(data: bytes, memory: torch.Tensor) -> Any:
     """Returns an object from `pack_apart`.
 
     Args:
         data: its bytes.
         memory: memory of its tensors.
-        device: device of this rank.
     """
-    return _Unpickler(io.BytesIO(data), device, memory).load()
+    return _ApartUnpickler(io.BytesIO(data), memory).load()
 
 
-class _ApartPickler(_Pickler):
+class _ApartPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol=protocol)
         self.parts: list[torch.Tensor] = []
         self._num_bytes = 0
 
-    def persistent_id(self, obj: Any) -> Any:
-        if not (isinstance(obj, torch.Tensor) and _is_plain(obj) and type(obj) is torch.Tensor):
-            return super().persistent_id(obj)
+    def reducer_override(self, obj: Any) -> Any:
+        if not (type(obj) is torch.Tensor and _is_plain(obj) and obj.device.type == "cpu"):
+            return NotImplemented
+        if obj.grad_fn is not None:
+            raise ValueError("a tensor has a graph")
         plain = _plain(obj)
         begin, self._num_bytes = self._num_bytes, self._num_bytes + plain.nbytes
         self.parts.append(plain.view(-1).view(torch.uint8))
-        return begin, self._num_bytes, obj.dtype, tuple(obj.shape), obj.requires_grad
+        place = begin, self._num_bytes, obj.dtype, tuple(obj.shape), obj.requires_grad
+        return _from_memory, place
+
+
+class _ApartUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, memory: torch.Tensor) -> None:
+        super().__init__(file)
+        self._memory = memory
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return functools.partial(found, self._memory) if found is _from_memory else found
+
+
+def _from_memory(
+    memory: torch.Tensor,
+    begin: int,
+    end: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    requires_grad: bool,
+) -> torch.Tensor:
+    own = memory[begin:end].clone()  # aligned, and no part of the whole memory
+    return own.view(dtype).view(shape).requires_grad_(requires_grad)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
