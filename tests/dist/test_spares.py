@@ -236,11 +236,60 @@ def test_a_copy_takes_the_place_of_a_replica(
     resizes = check_as_never_killed(pool, tmp_path, layout, ended)
     assert all(len(resize["lost"]) == len(resize["newcomers"]) == 1 for resize in resizes)
     size = layout.per_replica
-    copies = [found for process in ended if (found := COPY.search(process.output))]
-    assert len(copies) == len([rank for rank in ended if "TAKEN " in rank.output]), words(ended)
+    newcomers = [process for process in ended if "TAKEN " in process.output]
+    assert newcomers, words(ended)
+    for process in newcomers:
+        found = COPY.search(process.output)
+        assert found and int(found[2]) == (place_of(process) + 1) % size, process.output
+
+
+@pytest.mark.sample(keep=1)
+def test_copies_have_the_bytes_of_parameters_moments_and_gradients(
+    pool: Pool, tmp_path: Path
+) -> None:
+    width = 256
+    layout = Layout(pp=2, dp=1, flags=(f"--width={width}",))
+    ended = run(pool, layout, 1, "1:optimizer:2", argv=[f"--steps={STEPS}"])
+    check_as_never_killed(pool, tmp_path, layout, ended)
+    expected = 4 * 4 * (width * width + width)
+    found = COPY.search(ended[2].output)
+    assert found and expected < int(found[1]) < 1.01 * expected
+    shown = re.findall(r"the ranks keep copies of (\d+) bytes, at most (\d+)", ended[0].output)
+    num_all, num_most = map(int, shown[-1])
+    assert 2 * expected < num_all < 2.02 * expected and expected < num_most < 1.01 * expected
+
+
+@pytest.mark.sample(keep=0)
+def test_an_update_that_was_skipped_stays_skipped(pool: Pool, tmp_path: Path) -> None:
+    layout = Layout(pp=2, dp=1, keys=(("fp16", True),), flags=(f"--scale={2**22}",))
+    ended = run(pool, layout, 1, "1:between:1", argv=[f"--steps={STEPS}"])
+    check_as_never_killed(pool, tmp_path, layout, ended)
     for process in ended:
-        if found := COPY.search(process.output):
-            assert int(found[2]) == (place_of(process) + 1) % size
+        assert "SKIPPED 1\n" in process.output, process.output
+
+
+@pytest.mark.sample(keep=1)
+@pytest.mark.parametrize(
+    ("layout", "deaths", "text"),
+    [
+        (ALONE, ["1:clip:2"], "died: .* It had not computed a norm or checked gradients between"),
+        (Layout(pp=3, dp=1), ["1:forward:2", "2:connect:2"], "copies of their states were lost as"),
+        (Layout(pp=3, dp=1), ["1:forward:2", "0:resize:2"], "keeper of its copy, has not finished"),
+        (
+            Layout(pp=2, dp=1, flags=("--misuse=same",)),
+            ["1:forward:3"],
+            "is that after the call before, so this process cannot know where to go on",
+        ),
+    ],
+    ids=lambda value: repr(value).replace("Layout", ""),
+)
+def test_jobs_end_with_the_reason_where_no_copy_helps(
+    pool: Pool, layout: Layout, deaths: list[str], text: str
+) -> None:
+    ended = run(pool, layout, 2, *deaths, argv=[f"--steps={STEPS}"])
+    assert not any("RESULT " in process.output for process in ended)
+    living = [process for process in ended if process.returncode == 1]
+    assert living and any(re.search(text, process.output) for process in living), words(ended)
 
 
 def test_losses_are_those_of_a_plain_script(pool: Pool) -> None:
@@ -322,7 +371,10 @@ def test_smp_run_has_spares_on_one_machine_only(options: list[str]) -> None:
     assert job.returncode == 2 and "--spares is for one machine" in job.stdout, job.stdout
 
 
-RANDOM_LAYOUTS = (Layout(pp=2), Layout(), Layout(tp=2))
+# Without norms a copy serves for each death.
+RANDOM_LAYOUTS = (
+    Layout(pp=2), Layout(), Layout(tp=2), Layout(pp=2, dp=1, flags=("--unclipped",))
+)  # fmt: skip
 
 
 @pytest.mark.sample(keep=1)

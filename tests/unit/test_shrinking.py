@@ -10,7 +10,13 @@ import pytest
 import smp._C as _C
 from smp.launching.first_rank import LAUNCHED_VARIABLE
 from smp.world.launch import Launch, Rendezvous
-from smp.world.shrinking import fill_places, have_all_parts, lasting_ranks, refuse_shrinking
+from smp.world.shrinking import (
+    choose_keepers,
+    fill_places,
+    have_all_parts,
+    lasting_ranks,
+    refuse_shrinking,
+)
 
 LAUNCH = Launch("smp", 0, 4, 0, 4, "node")
 IN_A_FILE = Rendezvous("file", path="/shared/rendezvous")
@@ -63,6 +69,23 @@ def test_parts_of_two_broken_replicas_may_be_all_there_are() -> None:
     assert lasting_ranks(grid, [0, 3]) == [] and have_all_parts(grid, [0, 3])
     first, second = grid.groups("rdp")[0]
     assert not have_all_parts(grid, [first, second])
+
+
+def test_copies_are_kept_on_other_hosts_where_there_are_some() -> None:
+    assert choose_keepers(["a"] * 3) == [1, 2, 0]
+    assert choose_keepers(["a", "a", "b", "b"]) == [2, 3, 0, 1]
+    assert choose_keepers(["a", "b", "a", "b"]) == [1, 2, 3, 0]
+    hosts = ["a", "a", "a", "b"]
+    keepers = choose_keepers(hosts)
+    assert sorted(keepers) == [0, 1, 2, 3] and not any(rank == k for rank, k in enumerate(keepers))
+    assert sum(hosts[rank] != hosts[keeper] for rank, keeper in enumerate(keepers)) == 2
+
+
+def test_a_rank_and_the_keeper_of_its_copy_are_not_both_lost() -> None:
+    grid = _C.ProcessGrid(4, 4, 1, 1, "cluster")
+    keepers = [1, 2, 3, 0]
+    assert not have_all_parts(grid, [2]) and have_all_parts(grid, [2], keepers)
+    assert have_all_parts(grid, [0, 2], keepers) and not have_all_parts(grid, [0, 3], keepers)
 
 
 def test_places_go_to_processes_that_wait_and_are_kept() -> None:

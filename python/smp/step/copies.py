@@ -42,7 +42,7 @@ class KeptCopy:
 
 
 class Copies:
-    """Exchanges copies at the end of each step, and keeps the last one that all ranks have.
+    """Exchanges copies at the end of each step, and keeps the last of those that all ranks have.
 
     Two copies have room, so that a copy is whole until all ranks have the next one.
 
@@ -86,7 +86,7 @@ class Copies:
 
         Args:
             name: name of the step function that returns.
-            result: its result.
+            result: result of that call.
         """
         rank = self._current.rank
         group, timeout_s = rank.comms.everyone, rank.timeout_s
@@ -157,10 +157,10 @@ def copy_of(current: runtime.Runtime, lost: int) -> KeptCopy:
     Raises:
         StateIsLost: this rank has taken a place itself since the last finished step.
     """
-    kept = None if current.copies is None else current.copies.kept
+    kept: KeptCopy | None = None if current.copies is None else current.copies.kept
     if kept is None:
         raise StateIsLost(
-            f"{_C.rank_prefix()}rank {lost} is lost, and this rank, the keeper of its copy, has not "
-            "finished a step since it was started; resume from a checkpoint"
+            f"{_C.rank_prefix()}rank {lost} is lost, and this rank, the keeper of its copy, has "
+            "not finished a step since it was started; resume from a checkpoint"
         )
     return kept

@@ -177,7 +177,7 @@ class _StateAfter:
     Attributes:
         state: state; its content is packed.
         name: name of the step function.
-        result: its result.
+        result: result of that call.
         is_content_old: whether the content is that after the call before, too.
         has_gradients, missed_at: see `Steps`.
         gradients: gradients of the parameters of each model.
@@ -202,7 +202,7 @@ def state_after(
     Args:
         current: the runtime.
         name: name of the step function.
-        result: its result.
+        result: result of that call.
         content: packed content of the script.
         is_content_old: whether it is that after the call before, too.
     """

@@ -81,7 +81,7 @@ def unpack_apart(data: bytes, memory: torch.Tensor) -> Any:
     """Returns an object from `pack_apart`.
 
     Args:
-        data: its bytes.
+        data: bytes that it has returned.
         memory: memory of its tensors.
     """
     return _ApartUnpickler(io.BytesIO(data), memory).load()

@@ -18,6 +18,7 @@ from smp.world.failure import Culprit
 from smp.world.groups import Groups, build_groups, make_grid, own_groups
 from smp.world.launch import Launch
 from smp.world.settings import Settings
+from smp.world.shrinking import choose_keepers
 
 if TYPE_CHECKING:
     from smp.world.device_numbers import NumbersBetweenSteps
@@ -87,6 +88,8 @@ class Rank:
         self.groups = own_groups(self.grid, self.global_rank, self.shard_size)
         self.ranks = {kind: ranks.index(self.global_rank) for kind, ranks in self.groups.items()}
         self.sizes = {kind: len(ranks) for kind, ranks in self.groups.items()}
+        if self.config.redundancy and not self.keepers:
+            self.keepers = choose_keepers(launch.hosts)
         self.connections: Connections | None = None
         self.comms = Groups()
         self.stops = _C.StopAgreement(_C.FaultBoard(self.global_rank))

@@ -48,7 +48,7 @@ from smp.world.settings import (
     read_settings,
     shares_gpus,
 )
-from smp.world.shrinking import choose_keepers, refuse_shrinking
+from smp.world.shrinking import refuse_shrinking
 from smp.world.spares import Newcomer, Place, Spares, wait_for_place
 from smp.world.steps import Steps
 from smp.world.survivor_agreement import Decision
@@ -80,8 +80,7 @@ class Runtime:
         newcomer: place of a lost rank that this process has, while it has no state.
         content_to_give: makes what the script in a process with the place of a lost rank gets.
         copies: keeps a copy of another rank's state, if the configuration wants that.
-        step_to_repeat: returns the result of the last finished step, of which a process with the
-            place of a lost rank has a copy; None once it has done so.
+        step_to_repeat: gives a process with a copy the result of the step before; None: done.
         has_newcomers: whether some process has taken the place of a lost rank.
     """
 
@@ -163,8 +162,6 @@ class Runtime:
         self._met = Members(
             store, list(meeting), own_host, given, self.rank.launch.spares, self.launched
         )
-        if self.rank.config.redundancy:
-            self.rank.keepers = choose_keepers([other.host for other in meeting])
         self._connect(store)
         if self.rank.config.goes_on:
             self._watch_for_failures(store)

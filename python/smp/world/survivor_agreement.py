@@ -161,9 +161,7 @@ class SurvivorAgreement:
         has_all = self._spares is not None and have_all_parts(self._grid, gone, self._keepers)
         if not kept and not has_all:
             also = "; the copies of their states were lost as well" if self._keepers else ""
-            raise NoReplicaIsWhole(
-                f"no replica of the model is whole without {sorted(gone)}{also}"
-            )
+            raise NoReplicaIsWhole(f"no replica of the model is whole without {sorted(gone)}{also}")
         decision = self._filled(gone, Decision(kept, reason))
         if decision is None:
             return None

@@ -53,9 +53,7 @@ class Survivors:
         self._rank = rank
         self._everyone = list(rank.groups["world"])
         self._lock = threading.Lock()  # of the agreement
-        self._agreement = SurvivorAgreement(
-            keys, rank.grid, rank.global_rank, spares, rank.keepers
-        )
+        self._agreement = SurvivorAgreement(keys, rank.grid, rank.global_rank, spares, rank.keepers)
         self.num_done = 0
         self.is_connected = False
         self._is_over = threading.Event()

@@ -60,6 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--misuse", default="", help="how the script is wrong, see test_spares.py")
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--scale", type=float, help="first loss scale, which follows overflows")
+    parser.add_argument("--unclipped", action="store_true", help="has no norm of gradients")
     parser.add_argument("--early", action="store_true", help="drops gradients before each step")
     parser.add_argument("--double", action="store_true", help="computes in FP64")
     return parser.parse_args()
@@ -208,7 +209,8 @@ class Job:
         if self.args.barrier:
             smp.barrier()
         self.at("clip")
-        smp.clip_grad_norm_(self.model.parameters(), 0.05)
+        if not self.args.unclipped:
+            smp.clip_grad_norm_(self.model.parameters(), 0.05)
         self.optimizer.step()
         if not self.args.early:
             self.optimizer.zero_grad()
