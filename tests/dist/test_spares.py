@@ -39,7 +39,7 @@ from tests.patience import wait_until
 pytestmark = pytest.mark.waits
 
 NUM_KILLS = int(os.environ.get("SMP_NUM_KILLS", "100" if ALL else "4"))
-PP2 = Layout(pp=2)
+PP2, ALONE = Layout(pp=2), Layout(pp=2, dp=1)
 
 
 def start(pool: Pool, layout: Layout, spares: int, *argv: str) -> Started:
@@ -197,7 +197,6 @@ def test_without_a_spare_that_is_left_the_whole_replicas_go_on(pool: Pool, tmp_p
     assert "too few processes wait for places of lost ranks" in words(ended)
 
 
-ALONE = Layout(pp=2, dp=1)
 COPY = re.compile(r"state after a call of step .* from the copy of (\d+) bytes that rank (\d+) has")
 
 
@@ -322,14 +321,19 @@ def test_losses_are_those_of_a_plain_script(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("misuse", "text"),
+    ("layout", "misuse", "text"),
     [
-        ("plain", "an optimizer is not wrapped, and processes that take the places"),
-        ("late", "was called before smp.take_over"),
+        (Layout(), "plain", "an optimizer is not wrapped, and processes that take the places"),
+        (Layout(), "late", "was called before smp.take_over"),
+        (ALONE, "graph", "cannot be copied (a tensor has a graph)"),
+        (Layout(tp=2, dp=1), "whole", "an optimizer exchanges whole tensors between ranks"),
     ],
+    ids=lambda value: repr(value).replace("Layout", ""),
 )
-def test_scripts_that_would_lose_state_are_refused(pool: Pool, misuse: str, text: str) -> None:
-    job = start(pool, Layout(), 1, f"--misuse={misuse}")
+def test_scripts_that_would_lose_state_are_refused(
+    pool: Pool, layout: Layout, misuse: str, text: str
+) -> None:
+    job = start(pool, layout, 1, f"--misuse={misuse}")
     ended = end(pool, job, 2)
     for rank in ended[:2]:
         assert rank.returncode == 1 and text in rank.output, words(ended)

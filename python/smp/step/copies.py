@@ -51,15 +51,17 @@ class Copies:
         state_after: returns the state of this rank when a step function returns, from the runtime,
             the function's name, its result, the packed content of the script, and whether that is
             the content after the call before, too.
+        content: packed content after the last call; empty: there was none.
     """
 
     def __init__(
         self,
         current: runtime.Runtime,
         state_after: Callable[[runtime.Runtime, str, Any, bytes, bool], Any],
+        content: bytes = b"",
     ) -> None:
         self._current, self._state_after = current, state_after
-        self._content = self._next_content = b""
+        self._content = self._next_content = content
         self._own = self._next = self._last = torch.empty(0, dtype=torch.uint8)
         self._sizes = self._next_sizes = (0, 0)
         self._numbers: list[tuple[tuple[int, ...], Tensor]] = []

@@ -359,6 +359,7 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
             "where to go on; let it say which call of which step function is the present one"
         )
     _fill(current, after.state)
+    current.copies = copies.Copies(current, state_after, after.state.user_content)
     current.step_to_repeat = lambda name: _repeat(current, kept, name)
     content = host_objects.unpack(after.state.user_content, current.rank.device)
     return replace(after.state, user_content=content)

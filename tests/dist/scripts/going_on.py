@@ -137,6 +137,9 @@ class Job:
                 layers.append(Layer(self, index == smp.pp_rank()))
         self.model = smp.DistributedModel(nn.Sequential(*layers))
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), 0.01)
+        if args.misuse == "whole":
+            matrices = [p for p in self.model.parameters() if p.ndim == 2]
+            self.optimizer = torch.optim.Muon(matrices, 0.01)
         if args.misuse != "plain":
             options = {"init_scale": args.scale} if args.scale else None
             self.optimizer = smp.DistributedOptimizer(
@@ -165,7 +168,7 @@ class Job:
             smp.on_resize(self.note)
         self.optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
 
-        @smp.step
+        @smp.step(detach_outputs=args.misuse != "graph")
         def train_step(x: torch.Tensor) -> torch.Tensor:
             loss = self.model(x).square().mean()
             self.model.backward(loss)
