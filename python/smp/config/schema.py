@@ -320,7 +320,8 @@ class Config:
             check_updates(config)
         if config.on_failure != "end":
             check_going_on(config)
-        check_redundancy(config)
+        if config.redundancy:
+            check_redundancy(config)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -529,7 +530,7 @@ def check_updates(config: Config) -> None:
 
 def check_redundancy(config: Config) -> None:
     """Raises ValueError if copies of states would have no use."""
-    if config.redundancy and config.on_failure != "spare":
+    if config.on_failure != "spare":
         raise config_error(
             "redundancy",
             config.redundancy,
