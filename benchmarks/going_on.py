@@ -132,7 +132,9 @@ def beside_torchft(pool: Pool, repeats: int) -> dict[str, Any]:
     }
 
 
-def overhead(rank: int, pp: int, width: int, num_turns: int) -> list[tuple[float, float]]:
+def overhead(
+    rank: int, pp: int, width: int, num_turns: int, redundancy: int = 0
+) -> list[tuple[float, float]]:
     """Returns seconds of wall and CPU time of each turn, with and without in turn."""
     smp.init(
         {
@@ -140,7 +142,8 @@ def overhead(rank: int, pp: int, width: int, num_turns: int) -> list[tuple[float
             "microbatches": 2,
             "ddp": True,
             "auto_partition": False,
-            "on_failure": "shrink",
+            "on_failure": "spare" if redundancy else "shrink",
+            "redundancy": redundancy,
         }
     )
     layers: list[nn.Module] = []
@@ -156,6 +159,8 @@ def overhead(rank: int, pp: int, width: int, num_turns: int) -> list[tuple[float
         model.backward(loss)
         return loss
 
+    if redundancy:
+        smp.take_over(lambda: runtime.current().steps.num_begun)
     current, turns = runtime.current(), []
     survivors = current.survivors
     x = torch.randn(64, width)
@@ -174,16 +179,16 @@ def overhead(rank: int, pp: int, width: int, num_turns: int) -> list[tuple[float
 
 
 def summarise_overhead(
-    pp: int, width: int, of_ranks: list[list[tuple[float, float]]]
+    pp: int, width: int, of_ranks: list[list[tuple[float, float]]], benchmark: str = "going_on"
 ) -> dict[str, Any]:
     """Returns the medians of the ratios of neighbouring turns."""
     wall = [max(own[turn][0] for own in of_ranks) for turn in range(len(of_ranks[0]))]
     cpu = [sum(own[turn][1] for own in of_ranks) for turn in range(len(of_ranks[0]))]
     return {
-        "benchmark": "going_on",
+        "benchmark": benchmark,
         "case": "overhead",
         "pp": pp,
-        "dp": 2,
+        "dp": len(of_ranks) // pp,
         "width": width,
         "step_ms": statistics.median(wall[1::2]) * 1e3 / TURN,
         "wall_ratio": statistics.median(a / b for a, b in zip(wall[::2], wall[1::2], strict=True)),

@@ -1,11 +1,13 @@
-"""Stall until a process that waits has the place of a dead rank, and the price of its waiting.
+"""Stall until a process that waits has the place of a dead rank, and the price before it dies.
 
     python benchmarks/spares.py                 # JSON lines on the standard output
     python benchmarks/spares.py --repeats 20
 
 `stall` is the time from the death of a rank to the end of the step that is run again, by part: the
 process that waits builds its model in "agree", and gets its state in "models". `waiting` is the CPU
-time of a process that waits, per second.
+time of a process that waits, per second. `overhead` is the ratio of steps with `redundancy=1` to
+steps of a job that ends with any of its ranks, which take turns in one job of pp 2; the copies have
+`copy_bytes`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("SMP_DEVICE", "cpu")
@@ -25,6 +28,7 @@ if str(REPO) not in sys.path:
 
 from benchmarks import going_on  # noqa: E402
 from benchmarks.environment import describe  # noqa: E402
+from smp.world import runtime  # noqa: E402
 from tests.dist.pool import Pool  # noqa: E402
 from tests.dist.processes import run_ranks, start_ranks, wait_for_ranks  # noqa: E402
 
@@ -59,6 +63,25 @@ def waiting(pool: Pool, seconds: float) -> float:
     return used_s / passed_s
 
 
+def copying(rank: int, width: int, num_turns: int) -> tuple[list[tuple[float, float]], int]:
+    """Returns the turns of `going_on.overhead` with copies, and the bytes that a rank keeps."""
+    own = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE")}
+    os.environ.update({f"SMP_{name}": value for name, value in own.items()}, SMP_SPARES="1")
+    turns = going_on.overhead(rank, 2, width, num_turns, redundancy=1)
+    copies = runtime.current().copies
+    assert copies is not None and copies.kept is not None, "no copy was kept"
+    return turns, copies.kept.num_bytes
+
+
+def overhead(pool: Pool, width: int, num_turns: int) -> dict[str, Any]:
+    """Returns the price of copies of a model of two layers."""
+    from benchmarks import spares  # workers find the function by the name of its module
+
+    found = pool.run(2, spares.copying, width, num_turns)
+    result = going_on.summarise_overhead(2, width, [turns for turns, _ in found], "spares")
+    return result | {"copy_bytes": found[0][1]}
+
+
 def _cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -68,8 +91,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="of each place of death")
     parser.add_argument("--seconds", type=float, default=20.0, help="of waiting")
+    parser.add_argument("--turns", type=int, default=40, help="turns of ten steps")
     args = parser.parse_args()
     pool, where = Pool(), describe()
+    for width in (64, 1024):
+        print(json.dumps(overhead(pool, width, args.turns) | {"environment": where}), flush=True)
     found = [stall(pool, p, n % NUM_RANKS) for n in range(args.repeats) for p in PLACES]
     print(
         json.dumps(going_on.summarise_stall(found, "spares") | {"environment": where}), flush=True

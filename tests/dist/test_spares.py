@@ -39,12 +39,12 @@ from tests.patience import wait_until
 pytestmark = pytest.mark.waits
 
 NUM_KILLS = int(os.environ.get("SMP_NUM_KILLS", "100" if ALL else "4"))
-PP2 = Layout(pp=2)
+PP2, ALONE = Layout(pp=2), Layout(pp=2, dp=1)
 
 
 def start(pool: Pool, layout: Layout, spares: int, *argv: str) -> Started:
     num_ranks = layout.per_replica * layout.dp
-    words = [*layout.argv(on_failure="spare"), *argv]
+    words = [*layout.argv(on_failure="spare", redundancy=int(layout.dp == 1)), *argv]
     return start_ranks(pool, SCRIPT, num_ranks, words, launcher="smp run", spares=spares)
 
 
@@ -197,6 +197,100 @@ def test_without_a_spare_that_is_left_the_whole_replicas_go_on(pool: Pool, tmp_p
     assert "too few processes wait for places of lost ranks" in words(ended)
 
 
+COPY = re.compile(r"state after a call of step .* from the copy of (\d+) bytes that rank (\d+) has")
+
+
+@pytest.mark.sample(keep=2)
+@pytest.mark.parametrize(
+    ("layout", "spares", "deaths"),
+    [
+        (Layout(tp=2, dp=1), 1, ["0:between:2"]),
+        (Layout(pp=3, dp=1), 2, ["0:backward:1", "1:forward:3"]),
+        (ALONE, 1, ["1:optimizer:2"]),
+        (ALONE, 1, ["0:forward:1"]),
+        (ALONE, 1, ["1:confirm:2"]),
+        (ALONE, 1, ["0:optimizer:3"]),
+        (ALONE, 1, ["1:between:4"]),
+        (ALONE, 1, ["1:raise:2"]),
+        (ALONE, 2, ["1:forward:2", "2:built:0"]),
+        (ALONE, 2, ["0:sum:2", "2:taken:0"]),
+        (ALONE, 2, ["1:backward:2", "2:between:2"]),
+        (Layout(pp=3, dp=1), 1, ["2:between:2"]),
+        (Layout(pp=2, tp=2, dp=1), 1, ["3:optimizer:2"]),
+        (Layout(tp=2, dp=1), 1, ["1:backward:2"]),
+        (Layout(pp=2, dp=1, flags=("--norm",)), 1, ["0:optimizer:3"]),
+        (Layout(pp=2, dp=1, keys=DROPS, flags=("--dropout=0.3",)), 1, ["1:between:2"]),
+        (Layout(pp=2, dp=1, keys=(("fp16", True),)), 1, ["0:optimizer:3"]),
+        (Layout(pp=2, dp=1, keys=(("fp16", True),)), 1, ["1:backward:1"]),
+        (Layout(pp=2, dp=1, keys=(("bf16", True),)), 1, ["1:between:3"]),
+        (Layout(pp=2, dp=1, flags=("--double",)), 1, ["1:optimizer:3"]),
+        (Layout(pp=2, dp=1, flags=("--early",)), 1, ["1:optimizer:3"]),
+    ],
+    ids=lambda value: repr(value).replace("Layout", ""),
+)
+def test_a_copy_takes_the_place_of_a_replica(
+    pool: Pool, tmp_path: Path, layout: Layout, spares: int, deaths: list[str]
+) -> None:
+    ended = run(pool, layout, spares, *deaths, argv=[f"--steps={STEPS}"])
+    resizes = check_as_never_killed(pool, tmp_path, layout, ended)
+    assert all(len(resize["lost"]) == len(resize["newcomers"]) == 1 for resize in resizes)
+    size = layout.per_replica
+    newcomers = [process for process in ended if "TAKEN " in process.output]
+    assert newcomers, words(ended)
+    for process in newcomers:
+        found = COPY.search(process.output)
+        assert found and int(found[2]) == (place_of(process) + 1) % size, process.output
+
+
+@pytest.mark.sample(keep=1)
+def test_copies_have_the_bytes_of_parameters_moments_and_gradients(
+    pool: Pool, tmp_path: Path
+) -> None:
+    width = 256
+    layout = Layout(pp=2, dp=1, flags=(f"--width={width}",))
+    ended = run(pool, layout, 1, "1:optimizer:2", argv=[f"--steps={STEPS}"])
+    check_as_never_killed(pool, tmp_path, layout, ended)
+    expected = 4 * 4 * (width * width + width)
+    found = COPY.search(ended[2].output)
+    assert found and expected < int(found[1]) < 1.01 * expected
+    shown = re.findall(r"the ranks keep copies of (\d+) bytes, at most (\d+)", ended[0].output)
+    num_all, num_most = map(int, shown[-1])
+    assert 2 * expected < num_all < 2.02 * expected and expected < num_most < 1.01 * expected
+
+
+@pytest.mark.sample(keep=0)
+def test_an_update_that_was_skipped_stays_skipped(pool: Pool, tmp_path: Path) -> None:
+    layout = Layout(pp=2, dp=1, keys=(("fp16", True),), flags=(f"--scale={2**22}",))
+    ended = run(pool, layout, 1, "1:between:1", argv=[f"--steps={STEPS}"])
+    check_as_never_killed(pool, tmp_path, layout, ended)
+    for process in ended:
+        assert "SKIPPED 1\n" in process.output, process.output
+
+
+@pytest.mark.sample(keep=1)
+@pytest.mark.parametrize(
+    ("layout", "deaths", "text"),
+    [
+        (ALONE, ["1:clip:2"], "died: .* It had not computed a norm or checked gradients between"),
+        (Layout(pp=3, dp=1), ["1:forward:2", "2:connect:2"], "copies of their states were lost as"),
+        (Layout(pp=3, dp=1), ["1:forward:2", "0:resize:2"], "keeper of its copy, has not finished"),
+        (
+            Layout(pp=2, dp=1, flags=("--misuse=same",)),
+            ["1:forward:3"],
+            "is that after the call before, so this process cannot know where to go on",
+        ),
+    ],
+    ids=lambda value: repr(value).replace("Layout", ""),
+)
+def test_jobs_end_with_the_reason_where_no_copy_helps(
+    pool: Pool, layout: Layout, deaths: list[str], text: str
+) -> None:
+    ended = run(pool, layout, 2, *deaths, argv=[f"--steps={STEPS}"])
+    assert not any("RESULT " in process.output for process in ended)
+    living = [process for process in ended if process.returncode == 1]
+    assert living and any(re.search(text, process.output) for process in living), words(ended)
+
+
 def test_losses_are_those_of_a_plain_script(pool: Pool) -> None:
     ended = run(pool, Layout(flags=("--double",)), 1, "0:sum:2", argv=[f"--steps={STEPS}"])
     own = {place: {} for place in range(2)}
@@ -226,15 +320,21 @@ def test_losses_are_those_of_a_plain_script(pool: Pool) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.sample(keep=3)
 @pytest.mark.parametrize(
-    ("misuse", "text"),
+    ("layout", "misuse", "text"),
     [
-        ("plain", "an optimizer is not wrapped, and processes that take the places"),
-        ("late", "was called before smp.take_over"),
+        (Layout(), "plain", "an optimizer is not wrapped, and processes that take the places"),
+        (Layout(), "late", "was called before smp.take_over"),
+        (ALONE, "graph", "cannot be copied (a tensor has a graph)"),
+        (Layout(tp=2, dp=1), "whole", "an optimizer exchanges whole tensors between ranks"),
     ],
+    ids=lambda value: repr(value).replace("Layout", ""),
 )
-def test_scripts_that_would_lose_state_are_refused(pool: Pool, misuse: str, text: str) -> None:
-    job = start(pool, Layout(), 1, f"--misuse={misuse}")
+def test_scripts_that_would_lose_state_are_refused(
+    pool: Pool, layout: Layout, misuse: str, text: str
+) -> None:
+    job = start(pool, layout, 1, f"--misuse={misuse}")
     ended = end(pool, job, 2)
     for rank in ended[:2]:
         assert rank.returncode == 1 and text in rank.output, words(ended)
@@ -276,7 +376,10 @@ def test_smp_run_has_spares_on_one_machine_only(options: list[str]) -> None:
     assert job.returncode == 2 and "--spares is for one machine" in job.stdout, job.stdout
 
 
-RANDOM_LAYOUTS = (Layout(pp=2), Layout(), Layout(tp=2))
+# Without norms a copy serves for each death.
+RANDOM_LAYOUTS = (
+    Layout(pp=2), Layout(), Layout(tp=2), Layout(pp=2, dp=1, flags=("--unclipped",))
+)  # fmt: skip
 
 
 @pytest.mark.sample(keep=1)

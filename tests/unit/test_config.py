@@ -43,6 +43,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "default_partition": 0,
         "memory_weight": 0.8,
         "on_failure": "end",
+        "redundancy": 0,
         "ddp": False,
         "active_microbatches": 1,  # 3, but not more than microbatches
         "deterministic_server": False,
@@ -330,6 +331,19 @@ def test_going_on_takes_two_replicas() -> None:
     given = {"pipeline_parallel_degree": 2, "ddp": True, "on_failure": "shrink"}
     assert "start at least 4 processes" in refusal(given, 2)
     processes.check_world(Config.from_dict(given), 4)
+
+
+def test_copies_are_for_several_processes_without_replicas_that_are_replaced() -> None:
+    given: dict[str, Any] = {"pipeline_parallel_degree": 2, "ddp": True, "redundancy": 1}
+    assert 'set on_failure="spare"' in refusal(given, 2)
+    assert 'set on_failure="spare"' in refusal({**given, "on_failure": "shrink"}, 2)
+    given["on_failure"] = "spare"
+    assert "start 2 processes" in refusal(given, 4)
+    processes.check_world(Config.from_dict(given), 2)
+    assert "hold one replica" in refusal({**given, "pipeline_parallel_degree": 1}, 1)
+    assert "(sharded_data_parallel_degree=2)" in refusal(
+        {**given, "sharded_data_parallel_degree": 2}, 4
+    )
 
 
 def test_row_9_bf16_is_valid_without_sharded_data_parallelism() -> None:

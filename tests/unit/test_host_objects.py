@@ -46,6 +46,21 @@ def test_tensors_arrive_equal(tensor: torch.Tensor) -> None:
     assert torch.equal(copy, tensor)
 
 
+def test_memory_apart_gives_equal_tensors_and_no_graphs() -> None:
+    tensor = torch.arange(3.0)
+    given = {"a": [tensor, tensor, torch.tensor(True)], "b": torch.arange(6).view(2, 3).t(), "c": 1}
+    given["d"] = torch.empty(0, 4, requires_grad=True)
+    head, parts = host_objects.pack_apart(given)
+    assert sum(part.numel() for part in parts) == 3 * 4 + 1 + 6 * 8
+    memory = torch.cat(parts)
+    copy = host_objects.unpack_apart(head, memory)
+    memory.zero_()
+    torch.testing.assert_close(copy, given, rtol=0, atol=0)
+    assert copy["a"][0] is copy["a"][1] and copy["d"].requires_grad
+    with pytest.raises(ValueError, match="has a graph"):
+        host_objects.pack_apart(copy["d"] * 2)
+
+
 def test_view_travels_without_its_storage() -> None:
     whole = torch.zeros(1_000_000)
     assert len(host_objects.pack(whole[:10])) < 1000

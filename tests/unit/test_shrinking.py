@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import smp._C as _C
 from smp.launching.first_rank import LAUNCHED_VARIABLE
+from smp.step import copies, taking_over
+from smp.world import host_objects
+from smp.world.device_numbers import NumbersBetweenSteps
 from smp.world.launch import Launch, Rendezvous
-from smp.world.shrinking import fill_places, have_all_parts, lasting_ranks, refuse_shrinking
+from smp.world.shrinking import (
+    choose_keepers,
+    fill_places,
+    have_all_parts,
+    lasting_ranks,
+    refuse_shrinking,
+)
 
 LAUNCH = Launch("smp", 0, 4, 0, 4, "node")
 IN_A_FILE = Rendezvous("file", path="/shared/rendezvous")
@@ -63,6 +75,46 @@ def test_parts_of_two_broken_replicas_may_be_all_there_are() -> None:
     assert lasting_ranks(grid, [0, 3]) == [] and have_all_parts(grid, [0, 3])
     first, second = grid.groups("rdp")[0]
     assert not have_all_parts(grid, [first, second])
+
+
+def test_copies_are_kept_on_other_hosts_where_there_are_some() -> None:
+    assert choose_keepers(["a"] * 3) == [1, 2, 0]
+    assert choose_keepers(["a", "a", "b", "b"]) == [2, 3, 0, 1]
+    assert choose_keepers(["a", "b", "a", "b"]) == [1, 2, 3, 0]
+    hosts = ["a", "a", "a", "b"]
+    keepers = choose_keepers(hosts)
+    assert sorted(keepers) == [0, 1, 2, 3] and not any(rank == k for rank, k in enumerate(keepers))
+    assert sum(hosts[rank] != hosts[keeper] for rank, keeper in enumerate(keepers)) == 2
+
+
+def test_a_rank_and_the_keeper_of_its_copy_are_not_both_lost() -> None:
+    grid = _C.ProcessGrid(4, 4, 1, 1, "cluster")
+    keepers = [1, 2, 3, 0]
+    assert not have_all_parts(grid, [2]) and have_all_parts(grid, [2], keepers)
+    assert have_all_parts(grid, [0, 2], keepers) and not have_all_parts(grid, [0, 3], keepers)
+
+
+def test_numbers_between_steps_are_repeated_in_their_order_or_refused() -> None:
+    rank: Any = SimpleNamespace(groups={"mp": (0, 1), "tp": (0,)}, prefix="")
+    first, second = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
+    numbers = NumbersBetweenSteps([((0, 1), first), ((0, 1), second)])
+    assert numbers.is_repeated and numbers.next(rank, "mp") is first
+    for refused in (lambda: numbers.next(rank, "tp"), lambda: numbers.end(rank)):
+        with pytest.raises(RuntimeError, match="in another order"):
+            refused()
+    assert numbers.next(rank, "mp") is second
+    numbers.end(rank)
+    with pytest.raises(RuntimeError, match="in another order"):
+        numbers.next(rank, "mp")
+
+
+def test_a_process_repeats_the_call_of_its_copy_alone() -> None:
+    state: Any = None
+    after = taking_over._StateAfter(state, "train", None, False, False, None, [], [])
+    head, _ = host_objects.pack_apart(after)
+    current: Any = SimpleNamespace(step_to_repeat=None)
+    with pytest.raises(RuntimeError, match="was of 'train', and after it the script calls 'test'"):
+        taking_over._repeat(current, copies.KeptCopy(head, torch.empty(0), []), "test")
 
 
 def test_places_go_to_processes_that_wait_and_are_kept() -> None:

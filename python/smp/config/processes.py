@@ -44,12 +44,22 @@ def check_world(config: Config, world_size: int) -> None:
             f"has {len(config.device_speeds)} speeds for {world_size} processes",
             f"give one speed for each of the {world_size} processes, in the order of their ranks",
         )
-    if world_size == per_replica and config.on_failure != "end":
+    if config.redundancy and world_size > per_replica:
+        raise config_error(
+            "redundancy",
+            config.redundancy,
+            f"{world_size} processes hold {world_size // per_replica} replicas of the model, which "
+            "have copies of each state",
+            f"leave redundancy out, or start {per_replica} processes",
+        )
+    needs_replicas = config.on_failure != "end" and not (config.redundancy and world_size > 1)
+    if world_size == per_replica and needs_replicas:
         raise config_error(
             "on_failure",
             config.on_failure,
             f"{world_size} processes hold one replica of the model, without which nothing is left",
-            f'start at least {2 * per_replica} processes, or set on_failure="end"',
+            f'start at least {2 * per_replica} processes, or set on_failure="end" (on several '
+            'processes, on_failure="spare" with redundancy=1 keeps copies)',
         )
     replicas, degree = world_size // (pp * tp), config.sharded_data_parallel_degree
     if replicas % degree != 0:

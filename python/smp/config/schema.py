@@ -220,6 +220,8 @@ class Config:
     on_failure: str = _choice("end", "end", "shrink", "spare")
     """When a rank dies, all ranks end, or the replicas that are whole go on without the others, or
     a process that waits takes its place."""
+    redundancy: int = _int(0, 0, 1)
+    """Copies of the state of each rank in the memory of other ranks, for jobs without replicas."""
 
     @property
     def partitions(self) -> int:
@@ -318,6 +320,8 @@ class Config:
             check_updates(config)
         if config.on_failure != "end":
             check_going_on(config)
+        if config.redundancy:
+            check_redundancy(config)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -341,6 +345,7 @@ TOPOLOGY_KEYS = (
     "placement_strategy",
     "ddp_dist_backend",
     "on_failure",
+    "redundancy",
 )
 
 
@@ -521,6 +526,18 @@ def check_updates(config: Config) -> None:
                 f"{reason} ({key}={getattr(config, key)!r})",
                 f"leave {key} out, or set update_in_backward=False",
             )
+
+
+def check_redundancy(config: Config) -> None:
+    """Raises ValueError if copies of states would have no use."""
+    if config.on_failure != "spare":
+        raise config_error(
+            "redundancy",
+            config.redundancy,
+            "a copy of a state is for a process that takes the place of a lost rank "
+            f"(on_failure={config.on_failure!r})",
+            'set on_failure="spare", or leave redundancy out',
+        )
 
 
 def check_going_on(config: Config) -> None:

@@ -60,3 +60,4 @@ class ConfigDict(TypedDict, total=False):
     fused_linear_cross_entropy: bool
     layout_independent_dropout: bool
     on_failure: str
+    redundancy: int

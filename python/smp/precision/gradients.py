@@ -93,6 +93,16 @@ class ScaledGradients:
     def __reduce__(self) -> Any:
         return type(None), ()  # files that save a parameter do not have this object
 
+    @property
+    def marks(self) -> tuple[Any, ...]:
+        """The scale of the present gradients, and what is known about them."""
+        return self.is_checked, self.divisor, self.overflow.number, self._are_applied
+
+    def restore_marks(self, marks: tuple[Any, ...]) -> None:
+        """Restores `marks` together with the gradients."""
+        self.is_checked, self.divisor, found, self._are_applied = marks
+        self.overflow = DeviceFlag(found)
+
     def attach(self) -> None:
         """Attaches this object to the parameters of the optimizer."""
         for parameter in parameters_of(self._optimizer):

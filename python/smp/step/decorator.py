@@ -96,6 +96,9 @@ class StepFunction(Generic[P, R]):
     @_outside_compiled
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         current = runtime.current()
+        if current.step_to_repeat is not None:
+            with current.rank.reporting(f"step '{self._name}'"):
+                return cast(R, current.step_to_repeat(self._name))
         if current.steps.running is None:
             preemption.before_step(current)
         current.steps.begin(self._name)

@@ -22,7 +22,7 @@ from torch import Tensor
 import smp._C as _C
 from smp.model.engine import Engine
 from smp.precision.holdings import master_of
-from smp.step import taking_over
+from smp.step import copies, taking_over
 from smp.world import failure, runtime
 from smp.world.survivor_agreement import Decision, Dismissed
 from smp.world.survivors import Survivors
@@ -101,6 +101,9 @@ def run(current: runtime.Runtime, name: str, has_run: bool, call: Callable[[], _
         PeerFailure: a rank has failed, and the others cannot go on.
         SystemExit: the others go on without this rank.
     """
+    current.rank.is_apart = False
+    if current.copies is None and current.rank.keepers:
+        current.copies = copies.Copies(current, taking_over.state_after)
     try:
         return _run_until_done(current, name, _Start(current, has_run), call)
     except BaseException:
@@ -112,12 +115,19 @@ def run(current: runtime.Runtime, name: str, has_run: bool, call: Callable[[], _
 def _run_until_done(
     current: runtime.Runtime, name: str, start: _Start, call: Callable[[], _T]
 ) -> _T:
+    kept = current.copies
     while (survivors := current.survivors) is not None:
         done: list[_T] = []
         try:
+            if kept is not None:
+                kept.begin()
             survivors.begin()
             done.append(call())
+            if kept is not None:
+                kept.exchange(name, done[0])
             survivors.confirm()
+            if kept is not None:
+                kept.commit()
             return done[0]
         except RuntimeError as error:
             if not (survivors.can_go_on and survivors.is_cause_of(error)):
@@ -129,6 +139,8 @@ def _run_until_done(
             if decision is None:
                 assert done, "a step that is over on some rank has a result on all"
                 survivors.note_done()
+                if kept is not None:
+                    kept.commit()
                 return done[0]
             start.refuse_lost(name, error)
             _go_on(current, decision, noticed_s, start)

@@ -1,14 +1,15 @@
 """Gives the state of a rank to a process that takes the place of a lost one.
 
 The layout stays, so a rank of another replica with the same place in it has the same parts of the
-same tensors. Its memory is sent and written as it is. See docs/design/going_on.md.
+same tensors. Its memory is sent and written as it is. With `redundancy` the source is a copy that
+another rank has kept. See docs/design/going_on.md.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ import smp._C as _C
 from smp.model import DistributedModel
 from smp.model.engine import Engine
 from smp.partition.together import ModulePlaces
-from smp.precision.holdings import model_parameter_of, parameters_of
-from smp.world import comm, runtime
+from smp.precision.holdings import master_of, model_parameter_of, parameters_of
+from smp.step import copies
+from smp.world import comm, host_objects, runtime
 from smp.world.comm import RankType
+from smp.world.device_numbers import NumbersBetweenSteps
 
 _log = logging.getLogger("smp")
 _COUNTS = (
@@ -36,10 +39,14 @@ def take_over(user_content: Callable[[], Any]) -> Any:
     the state of a rank of another replica with the same place in the layout. Collective with the
     other ranks, which are in the call of a step function that they run again.
 
+    With ``redundancy`` the state is the copy that another rank has of the lost one. It is of the
+    end of the last finished step, and the call of this step returns at once, with its result.
+
     Args:
         user_content: returns the content that the script needs to go on, such as the number of the
-            next step and the state of a scheduler. A rank of another replica calls it, inside of
-            the call of a step function, when a process takes a place.
+            present step and the state of a scheduler. A rank of another replica calls it, inside of
+            the call of a step function, when a process takes a place; with ``redundancy`` each rank
+            calls it at the end of each step.
 
     Returns:
         None on ranks that begin the job; in a process that takes a place the content.
@@ -51,8 +58,9 @@ def take_over(user_content: Callable[[], Any]) -> Any:
     """
     current = runtime.current()
     _refuse(current)
+    is_new = current.newcomer is not None
     current.content_to_give = user_content
-    if not current.rank.is_apart:
+    if not is_new:
         return None
     try:
         decision = current.join()
@@ -63,6 +71,7 @@ def take_over(user_content: Callable[[], Any]) -> Any:
             state = _receive(current, dict(decision.newcomers))
             assert current.survivors is not None
             current.survivors.confirm()
+            current.rank.is_apart = True  # until the step in which the others are
     except BaseException:
         if current.survivors is not None:
             current.survivors.withdraw()
@@ -102,7 +111,15 @@ def refuse_missing(current: runtime.Runtime, name: str) -> None:
             "take the places of lost ranks would not get its state (on_failure='spare'); wrap it "
             "in smp.DistributedOptimizer"
         )
-    if current.content_to_give is None or current.rank.is_apart:
+    if current.rank.keepers and any(
+        optimizer.whole_tensors.has_some for optimizer in current.wrapped.optimizers
+    ):
+        raise RuntimeError(
+            f"{_C.rank_prefix()}step '{name}': an optimizer exchanges whole tensors between ranks "
+            "in its update, which a process that takes a place cannot repeat alone; set "
+            'redundancy=0, or optimizer_state="elements" where the optimizer allows it'
+        )
+    if current.content_to_give is None or current.newcomer is not None:
         raise RuntimeError(
             f"{_C.rank_prefix()}step '{name}' was called before smp.take_over, by which processes "
             "that take the places of lost ranks get their state (on_failure='spare'); call it when "
@@ -153,6 +170,63 @@ class _State:
     user_content: Any
 
 
+@dataclass(frozen=True)
+class _StateAfter:
+    """The state of a rank whose step function returns.
+
+    Attributes:
+        state: state; its content is packed.
+        name: name of the step function.
+        result: result of that call.
+        is_content_old: whether the content is that after the call before, too.
+        has_gradients, missed_at: see `Steps`.
+        gradients: gradients of the parameters of each model.
+        scales: see `ScaledGradients.marks`, by optimizer.
+    """
+
+    state: _State
+    name: str
+    result: Any
+    is_content_old: bool
+    has_gradients: bool
+    missed_at: str | None
+    gradients: list[list[Tensor | None]]
+    scales: list[tuple[Any, ...]]
+
+
+def state_after(
+    current: runtime.Runtime, name: str, result: Any, content: bytes, is_content_old: bool
+) -> _StateAfter:
+    """Returns the state of this rank when a step function returns.
+
+    Args:
+        current: the runtime.
+        name: name of the step function.
+        result: result of that call.
+        content: packed content of the script.
+        is_content_old: whether it is that after the call before, too.
+    """
+    return _StateAfter(
+        _own_state(current, content),
+        name,
+        result,
+        is_content_old,
+        current.steps.has_gradients,
+        current.steps.missed_at,
+        [
+            [None if tensor.grad is None else tensor.grad.detach() for tensor in tensors]
+            for tensors in _with_gradients(current)
+        ],
+        [optimizer._gradients.marks for optimizer in current.wrapped.optimizers],
+    )
+
+
+def _with_gradients(current: runtime.Runtime) -> list[list[Tensor]]:
+    """Returns the tensors of each model that have gradients in training."""
+    roots = [engine.root for engine in current.wrapped.engines.values()]
+    return [[master_of(parameter) for parameter in root.parameters()] for root in roots]
+
+
 def give_places(current: runtime.Runtime, newcomers: Collection[int]) -> None:
     """Sends newcomers the partition of each model. Collective with `take_over` in these.
 
@@ -169,6 +243,9 @@ def give_places(current: runtime.Runtime, newcomers: Collection[int]) -> None:
             f"{_C.rank_prefix()}a process cannot take a place while a model is wrapped that no "
             f"step function has used ({wrapped.candidates}); wrap it when it is needed"
         )
+    for newcomer in _served(current, newcomers):
+        if current.rank.keepers:
+            copies.copy_of(current, newcomer)  # before the others wait for it
     places = {
         idx: ModulePlaces.of(engine.partitioning.decision)
         for idx, engine in wrapped.engines.items()
@@ -187,24 +264,37 @@ def give_state(current: runtime.Runtime, newcomers: Collection[int]) -> None:
     served = _served(current, newcomers)
     if not served:
         return
+    if current.rank.keepers:
+        for newcomer in served:
+            comm.send(copies.copy_of(current, newcomer), newcomer, RankType.WORLD_RANK)
+        return
     assert current.content_to_give is not None
-    state = _State(
-        {idx: _state_of(engine) for idx, engine in current.wrapped.engines.items()},
-        [_optimizer_state(optimizer) for optimizer in current.wrapped.optimizers],
-        {name: getattr(current.steps, name) for name in _COUNTS},
-        current.content_to_give(),
-    )
+    state = _own_state(current, current.content_to_give())
     for newcomer in served:
         comm.send(state, newcomer, RankType.WORLD_RANK)
 
 
+def _own_state(current: runtime.Runtime, content: Any) -> _State:
+    return _State(
+        {idx: _state_of(engine) for idx, engine in current.wrapped.engines.items()},
+        [_optimizer_state(optimizer) for optimizer in current.wrapped.optimizers],
+        {name: getattr(current.steps, name) for name in _COUNTS},
+        content,
+    )
+
+
 def _donor(current: runtime.Runtime, newcomers: Collection[int]) -> int:
-    """Returns the rank that gives its state to the newcomers with the same place as this rank."""
+    """Returns the rank that gives their state to the newcomers with the same place as this rank."""
+    if current.rank.keepers:
+        return current.rank.keepers[current.rank.global_rank]
     return min(rank for rank in current.rank.groups["rdp"] if rank not in newcomers)
 
 
 def _served(current: runtime.Runtime, newcomers: Collection[int]) -> list[int]:
-    """Returns the newcomers that get the state of this rank."""
+    """Returns the newcomers that get their state from this rank."""
+    if current.rank.keepers:
+        ward = current.rank.keepers.index(current.rank.global_rank)
+        return [ward] if ward in newcomers else []
     if _donor(current, newcomers) != current.rank.global_rank:
         return []
     return [rank for rank in current.rank.groups["rdp"] if rank in newcomers]
@@ -249,7 +339,57 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
             current.wrapped.placed[model.get_module()] = places[model._idx]
         with current.rank.alone():
             model.prepare()
-    state: _State = comm.recv_from(donor, RankType.WORLD_RANK)
+    if not current.rank.keepers:
+        state: _State = comm.recv_from(donor, RankType.WORLD_RANK)
+        _fill(current, state)
+        return state
+    kept: copies.KeptCopy = comm.recv_from(donor, RankType.WORLD_RANK)
+    after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory)
+    _log.warning(
+        "smp: %sstate after a call of step '%s' from the copy of %d bytes that rank %d has kept",
+        _C.rank_prefix(),
+        after.name,
+        kept.num_bytes,
+        donor,
+    )
+    if after.is_content_old:
+        raise RuntimeError(
+            f"{_C.rank_prefix()}smp.take_over: the content after the last finished call of a step "
+            f"function, '{after.name}', is that after the call before, so this process cannot know "
+            "where to go on; let it say which call of which step function is the present one"
+        )
+    _fill(current, after.state)
+    current.copies = copies.Copies(current, state_after, after.state.user_content)
+    current.step_to_repeat = lambda name: _repeat(current, kept, name)
+    content = host_objects.unpack(after.state.user_content, current.rank.device)
+    return replace(after.state, user_content=content)
+
+
+def _repeat(current: runtime.Runtime, kept: copies.KeptCopy, name: str) -> Any:
+    """Returns the result of the last finished step, with the state and the gradients after it.
+
+    The script may have changed both before its call of the step function, which it did then, too.
+    """
+    current.step_to_repeat = None
+    after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory)
+    if name != after.name:
+        raise RuntimeError(
+            f"{_C.rank_prefix()}smp.take_over: the last finished call of a step function was of "
+            f"'{after.name}', and after it the script calls '{name}'; let its content lead to the "
+            "call in which it was made"
+        )
+    _fill(current, after.state)
+    for tensors, gradients in zip(_with_gradients(current), after.gradients, strict=True):
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient
+    for optimizer, marks in zip(current.wrapped.optimizers, after.scales, strict=True):
+        optimizer._gradients.restore_marks(marks)
+    current.steps.has_gradients, current.steps.missed_at = after.has_gradients, after.missed_at
+    current.rank.between = NumbersBetweenSteps(kept.numbers)
+    return after.result
+
+
+def _fill(current: runtime.Runtime, state: _State) -> None:
     with torch.no_grad():
         for idx, engine in current.wrapped.engines.items():
             _fill_model(engine, state.models[idx])
@@ -264,7 +404,6 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
             _fill_optimizer(optimizer, given)
     for name, value in state.counts.items():
         setattr(current.steps, name, value)
-    return state
 
 
 def _fill_model(engine: Engine, given: _ModelState) -> None:

@@ -28,6 +28,16 @@ class Pipeline(Protocol):
     def close(self) -> None: ...
 
 
+class Copies(Protocol):
+    """Keeps a copy of another rank's state: `smp.step.copies`."""
+
+    @property
+    def kept(self) -> Any: ...
+    def begin(self) -> None: ...
+    def exchange(self, name: str, result: Any) -> None: ...
+    def commit(self) -> None: ...
+
+
 class Dropout(Protocol):
     """Draws masks that do not depend on the layout: `smp.dropout.draws`."""
 

@@ -316,7 +316,8 @@ def of_shard_group(objects: Sequence[_T]) -> list[_T]:
 def barrier(group: CommGroup = WORLD) -> None:
     """Waits for the members of the caller's group of this kind. Collective over the group.
 
-    Returns at once in a process that has not called `smp.take_over` yet.
+    Returns at once in a process with the place of a lost rank, before it comes to the step of the
+    others.
     """
     if _run().rank.is_apart:
         return

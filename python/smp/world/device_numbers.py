@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
     if rank.sizes[kind] == 1:
         return numbers[None]
     what = f"exchange of numbers of an update ({kind})"
+    between = rank.between
+    if between is not None and between.is_repeated:
+        return between.next(rank, kind)
     rank.check_process(what)
     comms = rank.comms
     communicators = {
@@ -40,15 +44,79 @@ def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
     communicator = communicators[kind]
     assert communicator is not None
     on_host = kind == "mp" and comms.mp_is_on_host
-    gathered = _C.gather_numbers(
-        numbers.cpu() if on_host else numbers,
-        communicator,
-        what=what,
-        faults=rank.board,
-        ranks=list(rank.groups[kind]),
-        timeout_s=rank.timeout_s,
-    )
+    try:
+        gathered = _C.gather_numbers(
+            numbers.cpu() if on_host else numbers,
+            communicator,
+            what=what,
+            faults=rank.board,
+            ranks=list(rank.groups[kind]),
+            timeout_s=rank.timeout_s,
+        )
+    except RuntimeError as error:
+        if between is not None:
+            _explain_loss(rank, error)
+        raise
+    if between is not None:
+        between.gathered.append((rank.groups[kind], gathered.clone()))
     return moved(gathered, numbers.device)
+
+
+def _explain_loss(rank: Rank, error: RuntimeError) -> None:
+    """Raises the failure of another rank, if there is one, which is hidden between two steps."""
+    board = rank.board
+    if board is None or (fault := board.known_fault()) is None:
+        return
+    board.release()
+    raise _C.PeerFailure(
+        f"{rank.prefix}{fault[2]}. It had not computed a norm or checked gradients between two "
+        "steps, for which the other ranks needed it; resume from a checkpoint"
+    ) from error
+
+
+class NumbersBetweenSteps:
+    """The numbers that ranks have gathered since the last step.
+
+    A process with the place of a lost rank repeats what the script does between two steps, and gets
+    the numbers that the others have gathered with that rank.
+
+    Args:
+        repeated: numbers to be repeated; None: the ranks gather them.
+
+    Attributes:
+        is_repeated: whether numbers are repeated.
+        gathered: group of each gathering, and its result.
+    """
+
+    def __init__(self, repeated: list[tuple[tuple[int, ...], Tensor]] | None = None) -> None:
+        self.is_repeated = repeated is not None
+        self.gathered = repeated or []
+
+    def next(self, rank: Rank, kind: str) -> Tensor:
+        """Returns the next numbers of a group.
+
+        Args:
+            rank: calling rank.
+            kind: kind of the group.
+
+        Raises:
+            RuntimeError: the other ranks have gathered others.
+        """
+        if not self.gathered or self.gathered[0][0] != rank.groups[kind]:
+            self._refuse(rank)
+        return self.gathered.pop(0)[1]
+
+    def end(self, rank: Rank) -> None:
+        """Raises a RuntimeError if numbers that were to be repeated are left."""
+        if self.is_repeated and self.gathered:
+            self._refuse(rank)
+
+    def _refuse(self, rank: Rank) -> NoReturn:
+        raise RuntimeError(
+            f"{rank.prefix}this process repeats what the script does between two steps, and the "
+            "other ranks have computed norms and checked gradients in another order there; let the "
+            "content of smp.take_over lead to the step during which it was made"
+        )
 
 
 def sums(rank: Rank, numbers: Tensor, kinds: Iterable[str]) -> Tensor:

@@ -85,6 +85,8 @@ def requested() -> bool:
 
 
 def _arrive(rank: Rank) -> bool:
+    if rank.is_apart:  # the others have passed this boundary
+        return False
     rank.check_process("smp.preemption_requested")
     _install_handler()
     return rank.stops.arrive(rank.timeout_s)

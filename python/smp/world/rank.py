@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,10 @@ from smp.world.failure import Culprit
 from smp.world.groups import Groups, build_groups, make_grid, own_groups
 from smp.world.launch import Launch
 from smp.world.settings import Settings
+from smp.world.shrinking import choose_keepers
+
+if TYPE_CHECKING:
+    from smp.world.device_numbers import NumbersBetweenSteps
 
 
 class Rank:
@@ -44,8 +48,12 @@ class Rank:
         connections: liveness, messages and objects; None in a world of one.
         comms: tensor communicators of the groups; None for a group of one.
         stops: finds the boundary between steps at which all ranks stop.
-        is_apart: whether this process is to take the place of a lost rank, and builds its models
-            before it joins the others.
+        is_apart: whether this process has the place of a lost rank, and has not come yet to the
+            step in which the others are.
+        keepers: rank that keeps a copy of each rank's state, index = global rank; empty without
+            `redundancy`.
+        between: numbers that ranks have gathered since the last step; None inside of steps and
+            without `redundancy`.
         terms_at: makes the `Terms` that roll calls compare, from a name of what the ranks do; None
             before a model is wrapped.
     """
@@ -61,6 +69,8 @@ class Rank:
         self.pid = os.getpid()
         self._has_ended = self._is_alone = False
         self.is_apart = False
+        self.keepers: list[int] = []
+        self.between: NumbersBetweenSteps | None = None
         self.terms_at: Callable[[str], Any] | None = None
         self.take_place(launch)
 
@@ -78,6 +88,8 @@ class Rank:
         self.groups = own_groups(self.grid, self.global_rank, self.shard_size)
         self.ranks = {kind: ranks.index(self.global_rank) for kind, ranks in self.groups.items()}
         self.sizes = {kind: len(ranks) for kind, ranks in self.groups.items()}
+        if self.config.redundancy and not self.keepers:
+            self.keepers = choose_keepers(launch.hosts)
         self.connections: Connections | None = None
         self.comms = Groups()
         self.stops = _C.StopAgreement(_C.FaultBoard(self.global_rank))
@@ -147,8 +159,13 @@ class Rank:
             timeout_s=self.timeout_s,
             hang_s=self.settings.hang_s,
             shares_gpus=shares_gpus,
-            confirms_steps=self.config.on_failure != "end" and self.sizes["rdp"] > 1,
+            confirms_steps=self.may_lose_ranks,
         )
+
+    @property
+    def may_lose_ranks(self) -> bool:
+        """True if the others go on when a rank is lost."""
+        return self.config.goes_on and (self.sizes["rdp"] > 1 or bool(self.keepers))
 
     def _describe(self, rank: int) -> str:
         """Returns the place of a rank in the grid, and its host if there are several."""
@@ -257,8 +274,9 @@ class Rank:
         if self.is_apart:
             raise RuntimeError(
                 f"{self.prefix}{what} was called in a process that takes the place of a lost rank, "
-                "where the others do not make this call again; call smp.take_over before it, and "
-                "leave out what the result of smp.take_over replaces (a checkpoint that is loaded)"
+                "where the others do not make this call again; call it after the step in which "
+                "they are, and leave out what the result of smp.take_over replaces (a checkpoint "
+                "that is loaded)"
             )
 
     def check_sums(self) -> None:

@@ -20,6 +20,7 @@ from smp.config.processes import check_same_topology
 from smp.config.sources import ReadConfig, UserConfig, compare_configs, read_config
 from smp.world import connecting, failure, lanes, nccl, process_hooks, thread_device
 from smp.world.attached import (
+    Copies,
     Detection,
     Dropout,
     PartGradients,
@@ -78,6 +79,8 @@ class Runtime:
         record: writes what happens to this job, if files are named for it.
         newcomer: place of a lost rank that this process has, while it has no state.
         content_to_give: makes what the script in a process with the place of a lost rank gets.
+        copies: keeps a copy of another rank's state, if the configuration wants that.
+        step_to_repeat: gives a process with a copy the result of the step before; None: done.
         has_newcomers: whether some process has taken the place of a lost rank.
     """
 
@@ -100,6 +103,8 @@ class Runtime:
         self.newcomer: Newcomer | None = None
         self.content_to_give: Callable[[], Any] | None = None
         self.has_newcomers = False
+        self.copies: Copies | None = None
+        self.step_to_repeat: Callable[[str], Any] | None = None
         self._met: Members | None = None
         self._on_shutdown: list[Callable[[], None]] = []
         self._closed = False
@@ -200,7 +205,7 @@ class Runtime:
         spares, met = None, self._met
         if self.rank.config.on_failure == "spare":
             assert met is not None
-            place = Place(0, met.generation, met.launched, met.hellos)
+            place = Place(0, met.generation, met.launched, met.hellos, self.rank.keepers)
             spares = Spares(met.store, store, met.spares, place)
         self.survivors = Survivors(store, self.rank, spares)
 
@@ -239,7 +244,7 @@ class Runtime:
         self._met = Members(
             store, place.hellos, own_host, secret, spares, place.launched, place.generation
         )
-        self.launched = place.launched
+        self.launched, self.rank.keepers = place.launched, place.keepers
         self.newcomer = newcomer
         self.rank.stand_apart()
 
@@ -288,7 +293,7 @@ class Runtime:
         self.process_groups = ProcessGroups(rank)
         if len(kept) == 1:
             return
-        if rank.sizes["rdp"] > 1:  # before connections: a rank may fail while these are made
+        if rank.may_lose_ranks:  # before connections: a rank may fail while these are made
             self._watch_for_failures(store)
         self._connect(store)
         self.process_groups.open(store, loopback=met.is_one_machine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 import torch.distributed as dist
@@ -47,14 +47,36 @@ def _lasting_ranks(grid: _C.ProcessGrid, lost: frozenset[int]) -> tuple[int, ...
     return tuple(by_place[place.pp, place.tp, place.cp, kept[place.rdp]] for place in places)
 
 
-def have_all_parts(grid: _C.ProcessGrid, lost: Collection[int]) -> bool:
+def have_all_parts(
+    grid: _C.ProcessGrid, lost: Collection[int], keepers: Sequence[int] = ()
+) -> bool:
     """Returns whether the ranks that are left have all parts of a replica, even of several ones.
 
     Args:
         grid: grid of all ranks.
         lost: global ranks that are lost.
+        keepers: rank with a copy of each rank's state, index = global rank; empty: there are none.
     """
+    if keepers:
+        return not any(keepers[rank] in lost for rank in lost)
     return not any(set(peers) <= set(lost) for peers in grid.groups("rdp"))
+
+
+def choose_keepers(hosts: Sequence[str]) -> list[int]:
+    """Returns the rank that keeps a copy of each rank's state, index = global rank.
+
+    Each rank keeps one copy, on another host than the rank's for as many ranks as possible.
+
+    Args:
+        hosts: host of each rank, of which there are several.
+    """
+    size = len(hosts)
+
+    def num_together(shift: int) -> int:
+        return sum(hosts[rank] == hosts[(rank + shift) % size] for rank in range(size))
+
+    shift = min(range(1, size), key=num_together)
+    return [(rank + shift) % size for rank in range(size)]
 
 
 def fill_places(

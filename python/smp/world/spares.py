@@ -45,12 +45,14 @@ class Place:
         generation: number of times that the ranks were connected again before.
         launched: see `Runtime`.
         hellos: hello of each rank, index = global rank.
+        keepers: see `Rank`.
     """
 
     rank: int
     generation: int
     launched: list[int]
     hellos: list[Hello]
+    keepers: list[int]
 
 
 class Spares:

@@ -82,6 +82,7 @@ class SurvivorAgreement:
         grid: grid of these ranks.
         global_rank: rank of this process among them.
         spares: processes that wait for the places of lost ranks; None: there are none.
+        keepers: rank with a copy of each rank's state, index = global rank; empty: there are none.
 
     Attributes:
         waiting: ranks that live and have not stopped yet, after a `look` without an outcome; empty:
@@ -94,9 +95,10 @@ class SurvivorAgreement:
         grid: _C.ProcessGrid,
         global_rank: int,
         spares: Replacements | None = None,
+        keepers: Sequence[int] = (),
     ) -> None:
         self._keys, self._grid, self._own = keys, grid, global_rank
-        self._spares = spares
+        self._spares, self._keepers = spares, keepers
         self.waiting: list[int] = []
         self._num_stopped = -1  # number of works finished when this rank stopped; -1: it has not
         self._awaited = -1  # a rank that had not stopped at the last look
@@ -156,8 +158,10 @@ class SurvivorAgreement:
         # News of connections are not passed on: after a partition each side has lost the other.
         gone = self._all_lost(now_s) | frozenset(lost)
         kept = lasting_ranks(self._grid, gone)
-        if not kept and (self._spares is None or not have_all_parts(self._grid, gone)):
-            raise NoReplicaIsWhole(f"no replica of the model is whole without {sorted(gone)}")
+        has_all = self._spares is not None and have_all_parts(self._grid, gone, self._keepers)
+        if not kept and not has_all:
+            also = "; the copies of their states were lost as well" if self._keepers else ""
+            raise NoReplicaIsWhole(f"no replica of the model is whole without {sorted(gone)}{also}")
         decision = self._filled(gone, Decision(kept, reason))
         if decision is None:
             return None

@@ -53,7 +53,7 @@ class Survivors:
         self._rank = rank
         self._everyone = list(rank.groups["world"])
         self._lock = threading.Lock()  # of the agreement
-        self._agreement = SurvivorAgreement(keys, rank.grid, rank.global_rank, spares)
+        self._agreement = SurvivorAgreement(keys, rank.grid, rank.global_rank, spares, rank.keepers)
         self.num_done = 0
         self.is_connected = False
         self._is_over = threading.Event()
@@ -85,7 +85,9 @@ class Survivors:
         """Notes that all ranks have finished the work."""
         assert self._rank.board is not None
         self.num_done += 1
-        self._rank.board.hold(list(self._rank.groups["mp"]), _HOLD_S)
+        # With copies of states the lost rank is replaced, if it has done its part between steps.
+        needed = [] if self._rank.keepers else list(self._rank.groups["mp"])
+        self._rank.board.hold(needed, _HOLD_S)
 
     # ---- failure ---------------------------------------------------------------
 

@@ -53,6 +53,8 @@ class WrappedOptimizer(Protocol):
 
     optimizer: Any
     param_groups: Any
+    whole_tensors: Any
+    _gradients: Any
 
     def _has_local(self) -> bool: ...
     def _use_masters(self) -> None: ...

@@ -39,7 +39,7 @@ from smp.model.gradients import GradientReduction
 from smp.world.connections import Connections
 from smp.world.survivors import Survivors
 
-WIDTH, ROWS = 8, 4
+ROWS = 4
 fast_write = archive.write
 
 
@@ -58,6 +58,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--norm", action="store_true", help="adds running statistics")
     parser.add_argument("--misuse", default="", help="how the script is wrong, see test_spares.py")
+    parser.add_argument("--width", type=int, default=8)
+    parser.add_argument("--scale", type=float, help="first loss scale, which follows overflows")
+    parser.add_argument("--unclipped", action="store_true", help="has no norm of gradients")
+    parser.add_argument("--early", action="store_true", help="drops gradients before each step")
     parser.add_argument("--double", action="store_true", help="computes in FP64")
     return parser.parse_args()
 
@@ -97,8 +101,9 @@ class Spring(torch.autograd.Function):
 class Layer(nn.Module):
     def __init__(self, job: Job, is_own: bool) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH) if job.args.norm else nn.Identity()
+        width = job.args.width
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width) if job.args.norm else nn.Identity()
         self.dropout = nn.Dropout(job.args.dropout)
         self.job, self.is_own = [job], is_own  # in a list, which is no submodule
 
@@ -132,8 +137,14 @@ class Job:
                 layers.append(Layer(self, index == smp.pp_rank()))
         self.model = smp.DistributedModel(nn.Sequential(*layers))
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), 0.01)
+        if args.misuse == "whole":
+            matrices = [p for p in self.model.parameters() if p.ndim == 2]
+            self.optimizer = torch.optim.Muon(matrices, 0.01)
         if args.misuse != "plain":
-            self.optimizer = smp.DistributedOptimizer(self.optimizer)
+            options = {"init_scale": args.scale} if args.scale else None
+            self.optimizer = smp.DistributedOptimizer(
+                self.optimizer, dynamic_loss_scale=bool(args.scale), dynamic_loss_args=options
+            )
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
         if args.resume is not None:
             content = smp.resume_from_checkpoint(args.resume)
@@ -144,7 +155,8 @@ class Job:
             if args.misuse == "gather":
                 smp.allgather(1, smp.WORLD)
             self.at("built")
-            content = None if args.misuse == "late" else smp.take_over(self.content)
+            give = (lambda: {}) if args.misuse == "same" else self.content
+            content = None if args.misuse == "late" else smp.take_over(give)
             if content is not None:
                 self.step = content["step"]
                 self.schedule.load_state_dict(content["schedule"])
@@ -156,7 +168,7 @@ class Job:
             smp.on_resize(self.note)
         self.optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))
 
-        @smp.step
+        @smp.step(detach_outputs=args.misuse != "graph")
         def train_step(x: torch.Tensor) -> torch.Tensor:
             loss = self.model(x).square().mean()
             self.model.backward(loss)
@@ -192,16 +204,22 @@ class Job:
 
     def train(self) -> None:
         generator = torch.Generator().manual_seed(self.step + 100 * self.replica)
-        x = torch.randn(ROWS, WIDTH, generator=generator)
+        x = torch.randn(ROWS, self.args.width, generator=generator)
+        if self.args.early:
+            self.optimizer.zero_grad()
         losses = self.train_step(x).outputs
         self.at("barrier")
         if self.args.barrier:
             smp.barrier()
         self.at("clip")
-        smp.clip_grad_norm_(self.model.parameters(), 0.05)
+        if not self.args.unclipped:
+            smp.clip_grad_norm_(self.model.parameters(), 0.05)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        if not self.args.early:
+            self.optimizer.zero_grad()
         self.schedule.step()
+        if self.args.scale and self.optimizer.step_was_skipped:
+            say(f"SKIPPED {self.step}")
         say(f"STEP {self.step} {' '.join(loss.item().hex() for loss in losses)}")
         say(f"DONE {self.step} {time.monotonic()}")
         self.at("between")
