@@ -335,7 +335,7 @@ bool ActivationStore::may_save(const at::Tensor& tensor) const {
   }
   const at::Tensor root = root_of(tensor);
   if (root.requires_grad()) return !root.is_leaf();  // a parameter, or a view
-  // What no gradient passes may be a small part of the script's data.
+  // A tensor without gradient may be a small part of the script's data.
   return static_cast<int64_t>(tensor.nbytes()) == num_bytes;
 }
 
@@ -362,7 +362,7 @@ std::shared_ptr<ActivationStore::Saved> ActivationStore::save(
     saved->item_ = offload_storage(saving, tensor);
     group->saved_.push_back(saved->item_);
   }
-  // By tensor, so that groups are the same whatever stays.
+  // Counts what stays, too, so that groups are those of the last step.
   group->num_bytes_ += static_cast<int64_t>(tensor.nbytes());
   if (group->num_bytes_ >= options_.group_bytes) {
     let_leave(std::exchange(saving.leaving_, {}));

@@ -18,8 +18,8 @@
 
 namespace smp::memory {
 
-/// Keeps tensors that are needed for a backward in host memory until then: those
-/// of recomputed calls, or all that autograd saves.
+/// Keeps tensors that are needed for a backward in host memory until then:
+/// those of recomputed calls, or all that autograd saves.
 ///
 /// A step is a list of tasks, forwards and backwards of recomputed calls, or of
 /// stretches of a forward that save `group_bytes` (`Saving`). The
@@ -35,7 +35,7 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
   struct Options {
     c10::Device device = c10::Device(c10::DeviceType::CPU);
     int horizon = 4;
-    int64_t min_bytes = 1 << 20;  ///< smaller tensors stay
+    int64_t min_bytes = 1 << 20;     ///< smaller tensors stay
     int64_t group_bytes = 64 << 20;  ///< of saved tensors that are one task
   };
 
@@ -76,7 +76,7 @@ class ActivationStore : public std::enable_shared_from_this<ActivationStore> {
     int64_t num_bytes_ = 0;   // of saved tensors
   };
 
-  /// A tensor that autograd has saved, until its node lets go of it.
+  /// A tensor that autograd has saved, until its node frees it.
   class Saved {
    public:
     Saved(std::shared_ptr<Kept> group, const at::Tensor& tensor);

@@ -61,8 +61,8 @@ def _resident(current: runtime.Runtime) -> list[Tensor]:
     """Returns the tensors of all models, which stay on the device in any case."""
     tensors = (
         tensor
-        for model in current.wrapped.models
-        for tensor in (*model.get_module().parameters(), *model.get_module().buffers())
+        for engine in current.wrapped.engines.values()
+        for tensor in (*engine.root.parameters(), *engine.root.buffers())
     )
     return [part for tensor in tensors for part in packed.parts_of(tensor).values()]
 

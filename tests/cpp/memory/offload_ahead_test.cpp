@@ -96,9 +96,11 @@ class OffloadAheadTest : public testing::TestWithParam<bool> {
 
 TEST_P(OffloadAheadTest, saved_tensors_are_bounded_and_exact_as_well) {
   const TaskScope scope({0, 0});
-  store = std::make_shared<ActivationStore>(ActivationStore::Options{
-      .device = stream.device(), .horizon = 2, .min_bytes = 1024,
-      .group_bytes = kLayerBytes});
+  store = std::make_shared<ActivationStore>(
+      ActivationStore::Options{.device = stream.device(),
+                               .horizon = 2,
+                               .min_bytes = 1024,
+                               .group_bytes = kLayerBytes});
   const int64_t before = fake_device::bytes_in_use();
   int64_t most = 0;
   std::vector<std::shared_ptr<ActivationStore::Saved>> all;
