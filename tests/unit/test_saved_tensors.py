@@ -1,4 +1,4 @@
-"""Tensors that autograd saves wait in host memory, with the bits and the errors of plain training."""
+"""Tensors that autograd saves wait in host memory, with the bits and errors of plain training."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class NodeParts(NodeFailures):
     """Exchanges the parts of one generation between the leaders of nodes.
 
     Args:
-        meeting, node: as in `NodeFailures`.
+        meeting, node: arguments of `NodeFailures`.
         writing: generation in the folder of this node.
     """
 
