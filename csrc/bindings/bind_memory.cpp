@@ -121,18 +121,65 @@ void bind_host_memory(py::module_& m) {
       "for and was in use.");
 }
 
+/// An object whose end waits for other threads, which may wait for the GIL.
+template <typename T>
+struct EndsWithoutGil {
+  std::shared_ptr<T> held;
+
+  explicit EndsWithoutGil(std::shared_ptr<T> value) : held(std::move(value)) {}
+  ~EndsWithoutGil() {
+    const py::gil_scoped_release release;
+    held.reset();
+  }
+  EndsWithoutGil(const EndsWithoutGil&) = delete;
+  EndsWithoutGil& operator=(const EndsWithoutGil&) = delete;
+};
+
+void bind_saved_tensors(py::module_& m) {
+  using memory::ActivationStore;
+  using Saved = EndsWithoutGil<ActivationStore::Saved>;
+  using Saving = EndsWithoutGil<ActivationStore::Saving>;
+  const py::call_guard<py::gil_scoped_release> release;
+  py::class_<Saved>(m, "SavedTensor", "A tensor that autograd has saved.")
+      .def(
+          "tensor", [](const Saved& saved) { return saved.held->tensor(); },
+          release, "Returns the tensor, on the device.");
+  py::class_<Saving>(m, "SavingForward",
+                     "A forward whose saved tensors go to host memory.")
+      .def(py::init([](std::shared_ptr<ActivationStore> store) {
+             return std::make_unique<Saving>(
+                 std::make_shared<ActivationStore::Saving>(std::move(store)));
+           }),
+           py::arg("store"))
+      .def(
+          "save",
+          [](const Saving& saving, const at::Tensor& tensor) {
+            auto saved = saving.held->save(tensor);
+            return saved ? std::make_unique<Saved>(std::move(saved)) : nullptr;
+          },
+          py::arg("tensor"), release, "Takes a tensor; None: it stays.")
+      .def(
+          "end", [](const Saving& saving) { saving.held->end(); }, release,
+          "Ends the forward.");
+}
+
 void bind_recompute(py::module_& m) {
   using memory::ActivationStore;
   py::class_<ActivationStore, std::shared_ptr<ActivationStore>>(
-      m, "ActivationStore", "Keeps inputs of recomputed calls in host memory.")
+      m, "ActivationStore", "Keeps tensors for a backward in host memory.")
       .def(py::init([](const std::string& device, int horizon,
-                       int64_t min_bytes) {
+                       int64_t min_bytes, int64_t group_bytes) {
              return std::make_shared<ActivationStore>(ActivationStore::Options{
-                 c10::Device(device), horizon, min_bytes});
+                 c10::Device(device), horizon, min_bytes, group_bytes});
            }),
            py::arg("device"), py::arg("horizon"),
-           py::arg("min_bytes") = int64_t{1} << 20)
+           py::arg("min_bytes") = int64_t{1} << 20,
+           py::arg("group_bytes") = int64_t{64} << 20)
+      .def("set_resident", &ActivationStore::set_resident, py::arg("tensors"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Sets the tensors whose memory stays in any case.")
       .def("stats", &stats);
+  bind_saved_tensors(m);
   m.def("recompute", &recompute, py::arg("function"), py::arg("inputs"),
         py::kw_only(), py::arg("needs_grad"), py::arg("preserve_random_state"),
         py::arg("device"), py::arg("store"),

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <optional>
+#include <utility>
 
 #include "csrc/common/check.h"
 #include "csrc/common/task_scope.h"
@@ -57,8 +58,12 @@ ActivationStore::Stats ActivationStore::stats() const {
 
 ActivationId ActivationStore::begin_forward() {
   std::lock_guard<std::mutex> lock(mutex_);
-  begin_round_if_new();
   ++stats_.num_recomputed;
+  return next_forward();
+}
+
+ActivationId ActivationStore::next_forward() {
+  begin_round_if_new();
   const int mb = current_task().mb;
   const ActivationId id{mb, num_made_[mb]++};
   begin_task({false, id});
@@ -120,6 +125,9 @@ void ActivationStore::load(ActivationId id) {
   for (const auto& item : found->second->items_) {
     if (item) load(*item);
   }
+  for (const auto& saved : found->second->saved_) {
+    if (const auto item = saved.lock()) load(*item);
+  }
 }
 
 // ------------------------------------------------------------------ copies
@@ -145,8 +153,8 @@ bool ActivationStore::may_leave(const at::Tensor& tensor) const {
 }
 
 std::shared_ptr<ActivationStore::Item> ActivationStore::find_shared(
-    const at::Tensor& tensor) const {
-  const auto found = shared_.find(tensor.unsafeGetTensorImpl());
+    const void* key, const at::Tensor& tensor) const {
+  const auto found = shared_.find(key);
   if (found == shared_.end()) return nullptr;
   auto item = found->second.lock();
   const bool is_same = item && item->source.lock() == tensor.getIntrusivePtr();
@@ -154,21 +162,24 @@ std::shared_ptr<ActivationStore::Item> ActivationStore::find_shared(
 }
 
 std::shared_ptr<ActivationStore::Item> ActivationStore::offload(
-    at::Tensor& tensor) {
+    const at::Tensor& tensor) {
   auto item = std::make_shared<Item>(tensor);
   const at::AutoGradMode no_grad(false);
-  const auto num_bytes = static_cast<int64_t>(tensor.nbytes());
-  item->slot = pool_.take(num_bytes);
-  item->host = item->slot.narrow(0, 0, num_bytes)
-                   .view(tensor.scalar_type())
-                   .as_strided(tensor.sizes(), tensor.strides(), 0);
-  const at::Tensor data = tensor.detach();
-  item->left = to_host_.run(
-      Mark::none(), [&] { item->host.copy_(data, /*non_blocking=*/true); });
-  ++stats_.num_offloaded;
-  stats_.bytes_offloaded += num_bytes;
+  copy_to_host(*item, tensor.detach());
   shared_[tensor.unsafeGetTensorImpl()] = item;
   return item;
+}
+
+void ActivationStore::copy_to_host(Item& item, const at::Tensor& data) {
+  const auto num_bytes = static_cast<int64_t>(data.nbytes());
+  item.slot = pool_.take(num_bytes);
+  item.host = item.slot.narrow(0, 0, num_bytes)
+                  .view(data.scalar_type())
+                  .as_strided(data.sizes(), data.strides(), 0);
+  item.left = to_host_.run(
+      Mark::none(), [&] { item.host.copy_(data, /*non_blocking=*/true); });
+  ++stats_.num_offloaded;
+  stats_.bytes_offloaded += num_bytes;
 }
 
 // Frees tensors whose copies are done; no thread waits for that.
@@ -204,7 +215,7 @@ std::shared_ptr<ActivationStore::Kept> ActivationStore::keep(
       ++stats_.num_stayed;
       continue;
     }
-    item = find_shared(tensor);
+    item = find_shared(tensor.unsafeGetTensorImpl(), tensor);
     if (!item) {
       item = offload(tensor);
       leaving.push_back(tensor);
@@ -244,19 +255,177 @@ void ActivationStore::release(Kept& kept) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = live_.find(kept.id_);
   if (found != live_.end() && found->second == &kept) live_.erase(found);
-  for (auto& item : kept.items_) {
-    if (!item || item.use_count() > 1) continue;  // another one has it too
-    without_throwing("giving back the host memory of an activation", [&] {
-      // The next copy into the slot, and the next user of the device memory,
-      // must not overtake a copy that was never waited for.
-      if (item->back.defined() && !item->was_used) {
-        to_host_.wait(item->returned);
-        to_device_.let_caller_wait(item->returned);
-      }
-      pool_.give_back(std::move(item->slot));
-    });
-    item.reset();
+  for (auto& item : kept.items_) give_back(std::move(item));
+}
+
+void ActivationStore::give_back(std::shared_ptr<Item> item) {
+  if (!item || item.use_count() > 1) return;  // another one has it too
+  without_throwing("giving back the host memory of an activation", [&] {
+    // The next copy into the slot, and the next user of the device memory,
+    // must not overtake a copy that was never waited for.
+    if (item->back.defined() && !item->was_used) {
+      to_host_.wait(item->returned);
+      to_device_.let_caller_wait(item->returned);
+    }
+    pool_.give_back(std::move(item->slot));
+  });
+}
+
+// ------------------------------------------------- tensors saved by autograd
+
+namespace {
+
+// Returns the tensor whose memory a tensor shows.
+at::Tensor root_of(const at::Tensor& tensor) {
+  if (!tensor.is_view()) return tensor;
+  return at::Tensor(at::TensorBase(tensor._base()));
+}
+
+// Returns a tensor with the storage of another one, and no view of that.
+at::Tensor with_storage_of(const at::Tensor& tensor, at::ScalarType dtype,
+                           at::IntArrayRef sizes, at::IntArrayRef strides,
+                           int64_t offset) {
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(tensor.storage()), tensor.key_set(),
+      c10::scalarTypeToTypeMeta(dtype));
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return made;
+}
+
+}  // namespace
+
+ActivationStore::Saved::Saved(std::shared_ptr<Kept> group,
+                              const at::Tensor& tensor)
+    : group_(std::move(group)),
+      counter_(torch::autograd::impl::version_counter(tensor)),
+      version_(counter_.current_version()),
+      sizes_(tensor.sizes().vec()),
+      strides_(tensor.strides().vec()),
+      offset_(tensor.storage_offset()),
+      dtype_(tensor.scalar_type()) {}
+
+ActivationStore::Saving::~Saving() {
+  without_throwing("ending a forward whose saved tensors go to the host",
+                   [&] { end(); });
+}
+
+void ActivationStore::set_resident(const std::vector<at::Tensor>& tensors) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  resident_.clear();
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.has_storage()) {
+      resident_.insert(tensor.storage().unsafeGetStorageImpl());
+    }
   }
+}
+
+bool ActivationStore::may_save(const at::Tensor& tensor) const {
+  if (tensor.layout() != at::kStrided || !tensor.has_storage() ||
+      tensor.device().type() != options_.device.type() ||
+      tensor.unsafeGetTensorImpl()->is_python_dispatch() ||
+      tensor.is_quantized() || tensor.is_conj() || tensor.is_neg() ||
+      tensor._is_zerotensor() || tensor.numel() == 0) {
+    return false;
+  }
+  const at::Storage& storage = tensor.storage();
+  const auto num_bytes = static_cast<int64_t>(storage.nbytes());
+  if (num_bytes < options_.min_bytes || num_bytes % tensor.itemsize() != 0 ||
+      resident_.count(storage.unsafeGetStorageImpl())) {
+    return false;
+  }
+  const at::Tensor root = root_of(tensor);
+  if (root.requires_grad()) return !root.is_leaf();  // a parameter, or a view
+  // A tensor without gradient may be a small part of the script's data.
+  return static_cast<int64_t>(tensor.nbytes()) == num_bytes;
+}
+
+std::shared_ptr<ActivationStore::Saved> ActivationStore::save(
+    Saving& saving, const at::Tensor& tensor) {
+  std::shared_ptr<Kept> group;  // these may end without the lock
+  std::shared_ptr<Saved> saved;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!may_save(tensor)) return nullptr;
+  if (!saving.group_) {
+    const ActivationId id = next_forward();
+    saving.group_ = std::make_shared<Kept>(shared_from_this(), id);
+    const auto place = place_.find({false, id});
+    saving.group_->stays_ = place != place_.end() && plan_.stays[place->second];
+    live_[id] = saving.group_.get();
+  }
+  group = saving.group_;
+  saved = std::make_shared<Saved>(group, tensor);
+  if (group->stays_) {
+    ++stats_.num_stayed;
+    // Not the tensor itself: a saved result would keep its own node alive.
+    saved->stayed_ = tensor.detach();
+  } else {
+    saved->item_ = offload_storage(saving, tensor);
+    group->saved_.push_back(saved->item_);
+  }
+  // Counts what stays, too, so that groups are those of the last step.
+  group->num_bytes_ += static_cast<int64_t>(tensor.nbytes());
+  if (group->num_bytes_ >= options_.group_bytes) {
+    let_leave(std::exchange(saving.leaving_, {}));
+    saving.group_.reset();
+  }
+  return saved;
+}
+
+void ActivationStore::end(Saving& saving) {
+  std::shared_ptr<Kept> group;  // may end without the lock
+  std::lock_guard<std::mutex> lock(mutex_);
+  group.swap(saving.group_);
+  let_leave(std::exchange(saving.leaving_, {}));
+}
+
+std::shared_ptr<ActivationStore::Item> ActivationStore::offload_storage(
+    Saving& saving, const at::Tensor& tensor) {
+  const at::AutoGradMode no_grad(false);
+  const at::Storage& storage = tensor.storage();
+  const void* const key = storage.unsafeGetStorageImpl();
+  const at::Tensor root = root_of(tensor);
+  if (auto item = find_shared(key, root)) return item;
+  auto item = std::make_shared<Item>(root);
+  const auto num_bytes = static_cast<int64_t>(storage.nbytes());
+  const at::Tensor all = with_storage_of(
+      tensor, tensor.scalar_type(),
+      {num_bytes / static_cast<int64_t>(tensor.itemsize())}, {1}, 0);
+  copy_to_host(*item, all);
+  if (!options_.device.is_cpu()) saving.leaving_.push_back(all);
+  shared_[key] = item;
+  return item;
+}
+
+at::Tensor ActivationStore::tensor_of(Saved& saved) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Kept& group = *saved.group_;
+  if (!group.has_begun_) {
+    group.has_begun_ = true;
+    begin_task({true, group.id_});
+    live_.erase(group.id_);
+  }
+  SMP_CHECK(saved.counter_.current_version() == saved.version_,
+            "a tensor of shape ", at::IntArrayRef(saved.sizes_),
+            " that is needed to compute gradients was changed in place (it is "
+            "at version ",
+            saved.counter_.current_version(), "; expected version ",
+            saved.version_, "); change a copy (.clone())");
+  if (!saved.item_) return saved.stayed_;
+  Item& item = *saved.item_;
+  if (!item.was_used) {
+    ++(item.back.defined() ? stats_.num_loaded_ahead : stats_.num_loaded_late);
+  }
+  load(item);
+  to_device_.let_caller_wait(item.returned);
+  item.was_used = true;
+  return with_storage_of(item.back, saved.dtype_, saved.sizes_, saved.strides_,
+                         saved.offset_);
+}
+
+// Called by a destructor, as above.
+void ActivationStore::release(Saved& saved) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  give_back(std::move(saved.item_));
 }
 
 }  // namespace smp::memory

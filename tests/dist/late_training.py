@@ -200,8 +200,15 @@ def is_late() -> bool:
 def wrapped(layout: Layout) -> Any:
     """Starts smp on the device of the environment, and wraps the model."""
     import smp
+    from smp import _C
+    from smp.world import runtime
 
     smp.init({"ddp": True, "microbatches": 4, "auto_partition": False, **dict(layout.config)})
+    current = runtime.current()
+    if current.rank.config.offload_activations == "all":
+        current._activation_store = _C.ActivationStore(
+            str(current.rank.device), horizon=1, group_bytes=1 << 20
+        )
     if layout.has_experts:
         with smp.tensor_parallelism():
             experts: Any = build_experts("mixtral", torch.float32)

@@ -17,6 +17,7 @@ from tests.dist.pool import WITHOUT_CHECKS, Pool
 PIPELINE = ("pipeline_parallel_degree", 2)
 AWAY = ("offload_optimizer_state", True)
 OFFLOAD = ("offload_activations", True)
+OFFLOAD_ALL = ("offload_activations", "all")
 FIRST = {
     "pipeline": Layout((PIPELINE, OFFLOAD), 0.1, checkpointed=True, is_large=True),
     "replicas": Layout(clips=True),
@@ -52,6 +53,22 @@ OTHERS = {
         0.1,
         checkpointed=True,
         is_large=True,
+    ),
+    "offload of all": Layout((PIPELINE, OFFLOAD_ALL, ("bf16", True)), is_large=True),
+    "offload of all but checkpoints": Layout(
+        (PIPELINE, OFFLOAD_ALL), 0.1, checkpointed=True, is_large=True
+    ),
+    "offload of all, split": Layout(
+        (("tensor_parallel_degree", 2), OFFLOAD_ALL, ("fp16", True)), is_large=True
+    ),
+    "offload of all, backward in two": Layout(
+        (PIPELINE, OFFLOAD_ALL, ("pipeline", "zero_bubble")), is_large=True
+    ),
+    "offload of all, updates in the backward": Layout(
+        (OFFLOAD_ALL, ("update_in_backward", True), ("microbatches", 1)), is_large=True
+    ),
+    "offload of all, sharded": Layout(
+        (OFFLOAD_ALL, ("sharded_data_parallel_degree", 2)), is_large=True
     ),
     "writes to what was sent": Layout((PIPELINE,), writes=True),
     "writes to what was sent over groups": Layout((PIPELINE,), is_large=True, writes=True),
@@ -157,6 +174,50 @@ def test_other_layouts_have_them_too(
     name: str, pool: Pool, late_pool: Pool, tmp_path: Path
 ) -> None:
     check(OTHERS[name], pool, late_pool, tmp_path)
+
+
+def peak_bytes(rank: int, offload: bool | str) -> tuple[int, list[Tensor], int]:
+    """Returns the largest memory of a third step over what is there before, and gradients."""
+    import smp
+    import tests.dist.on_late  # noqa: F401
+    from smp import _C
+    from smp.world import runtime
+    from tests.dist.late_training import LARGE_WIDTH, Block
+
+    smp.init({"offload_activations": offload, "activation_loading_horizon": 1})
+    current = runtime.current()
+    device = current.rank.device
+    if offload:
+        current._activation_store = _C.ActivationStore(str(device), horizon=1, group_bytes=1 << 20)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(Block(LARGE_WIDTH, 0.1) for _ in range(8)))
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train_step(x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    late = torch.get_device_module("late")
+    x = torch.randn(4096, LARGE_WIDTH).to(device)
+    for _ in range(3):
+        model.zero_grad()
+        late.synchronize()
+        late.reset_peak_memory_stats()
+        before = late.memory_allocated()
+        train_step(x)
+    peak = late.max_memory_allocated() - before
+    gradients = [p.grad.cpu() for p in net.parameters() if p.grad is not None]
+    return peak, gradients, smp.metrics.offload_stats().get("bytes_offloaded", 0)
+
+
+@pytest.mark.sample(keep=0)
+def test_offloading_all_takes_less_memory_and_no_bit(late_pool: Pool) -> None:
+    ((most, expected, _),) = late_pool.run(1, peak_bytes, False, env=WITHOUT_CHECKS)
+    ((least, gradients, num_bytes),) = late_pool.run(1, peak_bytes, "all", env=WITHOUT_CHECKS)
+    assert expected and all(map(torch.equal, gradients, expected))
+    # Eight blocks keep eleven tensors of 1 MiB each; a few groups are on the device at once.
+    assert num_bytes > 3 * 8 * 8 << 20
+    assert most > 80 << 20 and least < most / 2, (most, least)
 
 
 def train_on_other_batches(rank: int) -> tuple[str, bool]:

@@ -30,7 +30,7 @@ from smp.modules.state_bytes import (
 from smp.modules.training_dtypes import plan_dtypes
 from smp.nn.linear_cross_entropy import MIN_CHUNK_BYTES
 from smp.optimizers import FusedAdam
-from smp.planning import hardware
+from smp.planning import hardware, memory
 from smp.planning.estimate import Estimate, estimate
 from smp.planning.layout import Layout
 from smp.planning.memory import Activations, Weights, rank_bytes
@@ -308,10 +308,15 @@ def test_buffers_keep_their_dtype() -> None:
     assert model.scale.dtype == torch.float32 and model.inner.weight.dtype == torch.bfloat16
 
 
-def test_offloaded_activations_are_in_the_host() -> None:
-    values = {"activation_loading_horizon": 1, "offload_activations": True}
-    held = _estimate(values, 1, 8, checkpoints=True).stages[0].held
-    kept = _estimate({}, 1, 8, checkpoints=True).stages[0].held
+@pytest.mark.parametrize("offload", [True, "all"])
+def test_offloaded_activations_are_in_the_host(
+    offload: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_GROUP_BYTES", 1)
+    values = {"activation_loading_horizon": 1, "offload_activations": offload}
+    checkpoints = offload is True
+    held = _estimate(values, 1, 8, checkpoints=checkpoints).stages[0].held
+    kept = _estimate({}, 1, 8, checkpoints=checkpoints).stages[0].held
     assert held.host > 0 and held.activations < kept.activations
     assert held.host + held.activations == pytest.approx(kept.activations)
     assert held.peak == pytest.approx(kept.peak - held.host)

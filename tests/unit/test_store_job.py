@@ -201,6 +201,41 @@ def test_what_was_given_up_does_not_fill_the_disk(
     smp.shutdown()
 
 
+def test_two_parts_of_lost_checkpoints_are_kept(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def denied(*_: Any) -> None:
+        raise PermissionError("expired")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "put", denied)
+        job = Job()
+        job.train()
+        for number in range(3):
+            smp.save_checkpoint(address, f"step{number}", model=job.model, user_content=number)
+        with pytest.raises(RuntimeError, match="expired"):
+            smp.wait_for_uploads(30)
+        smp.shutdown()
+    (root,) = (tmp_path / "local").iterdir()
+    lost = [next((root / ".sending").glob(f"step{number}*/rng_0.pt")) for number in range(3)]
+    away = [path.rename(tmp_path / f"{number}.pt") for number, path in enumerate(lost)]
+
+    def left() -> list[str]:
+        return sorted(p.name[:5] for p in (root / ".sending").iterdir() if p.is_dir())
+
+    job = Job()
+    smp.resume_from_checkpoint(address)
+    assert left() == ["step1", "step2"] and caplog.text.count("cannot be completed in file://") == 3
+    smp.shutdown()
+    away[2].rename(lost[2])
+    job = Job()
+    smp.resume_from_checkpoint(address)
+    assert smp.wait_for_uploads(30)
+    assert complete(address) == ["step2_partial"] and left() == ["step1"]
+    smp.save_checkpoint(address, "a", model=job.model, num_kept_partial_checkpoints=2)
+    assert smp.wait_for_uploads(30) and left() == [], "two newer ones are in the store"
+
+
 def test_a_store_in_memory_is_for_one_process(address: str, tmp_path: Path) -> None:
     place = f"memory://{tmp_path.name}/x"
     job = Job()

@@ -43,7 +43,9 @@ def to_int(value: object, minimum: int, maximum: int) -> int:
     return int(number)
 
 
-def to_bool(value: object) -> bool:
+def to_bool(value: object, choices: tuple[str, ...] = ()) -> bool | str:
+    if isinstance(value, str) and value in choices:
+        return value
     if isinstance(value, bool | int) and value in (0, 1):
         return bool(value)
     raise TypeError

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -55,8 +55,11 @@ def _int(default: int | None, minimum: int, maximum: int = kinds.MAX_COUNT) -> A
     return _key(default, kinds.Kind(words, convert, form, default is None))
 
 
-def _bool(default: bool) -> Any:
-    return _key(default, kinds.Kind("True or False", kinds.to_bool, {"type": "boolean"}))
+def _bool(default: bool, *choices: str) -> Any:
+    words = ", ".join(["True or False", *map(repr, choices)])
+    convert = functools.partial(kinds.to_bool, choices=choices)
+    form: dict[str, Any] = {"enum": [True, False, *choices]} if choices else {"type": "boolean"}
+    return _key(default, kinds.Kind(words, convert, form, choices=choices))
 
 
 def _float(default: float | None, low: float, high: float) -> Any:
@@ -132,8 +135,8 @@ class Config:
     stages, `pp` for zero_bubble."""
     deterministic_server: bool = _bool(False)
     """Data-parallel ranks serve requests in one agreed order."""
-    offload_activations: bool = _bool(False)
-    """Keep checkpointed activations in host memory."""
+    offload_activations: bool | Literal["all"] = _bool(False, "all")
+    """Keep activations in host memory: those of checkpoints, or all that forwards save."""
     activation_loading_horizon: int = _int(4, 1)
     """Number of pipeline tasks by which offloaded activations are loaded ahead."""
     tensor_parallel_degree: int = _int(1, 1)

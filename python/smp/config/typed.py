@@ -21,7 +21,7 @@ class ConfigDict(TypedDict, total=False):
     ddp: bool
     active_microbatches: int | None
     deterministic_server: bool
-    offload_activations: bool
+    offload_activations: bool | Literal["all"]
     activation_loading_horizon: int
     tensor_parallel_degree: int
     expert_parallel_degree: int

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import smp._C as _C
+from smp.activations.saved_tensors import offloading
 from smp.model.backward_roots import (
     is_one,
     listed,
@@ -43,6 +44,8 @@ class ModelCalls:
         self._runtime = current
         self._engine = engine
         self._root = root
+        around = offloading(current)
+        self._forward: Callable[..., Any] = root if around is None else around(root)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs `DistributedModel.forward`."""
@@ -66,7 +69,7 @@ class ModelCalls:
             if torch.is_grad_enabled():
                 self._engine.lay_out_thawed()
         with unwatched(), self._engine.mask_places.outside_of_steps():
-            output = self._root_call(args, kwargs).run(self._root)
+            output = self._root_call(args, kwargs).run(self._forward)
         if self._engine.batch_pass is not None:
             return self._engine.batch_pass.on_output(self._engine.idx, output)
         self._note_output(output)
@@ -93,7 +96,7 @@ class ModelCalls:
                 )
             return call.settle(filled, output)
         with running(Running.BODY):
-            forward: Callable[..., Any] = self._root
+            forward = self._forward
             for around in self._runtime.observers.call:
                 forward = around(self._engine, forward)
             output = call.run(forward)

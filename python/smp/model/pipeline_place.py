@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from smp.activations.saved_tensors import offloading
 from smp.partition.decision import Decision
 from smp.pipeline import RemoteModules
 from smp.pipeline.opening import check_order, open_pipeline
@@ -54,6 +55,7 @@ class PipelinePlace:
             later_stages=decision.later_stages if self.server.is_driver else (),
             writes=decision.index.writes,
         )
+        self.modules.around_served = offloading(current)
         names = decision.names
         if idx > 0:
             names = [f"{idx}:{name or '(root)'}" for name in names]

@@ -84,6 +84,7 @@ class RemoteModules:
             calls.
         samples_of: returns the samples of a microbatch, where masks of dropout depend on them.
         look_at: receives the tensors of a call before it is served.
+        around_served: makes the forward of a module that other ranks call; None: it is its own.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class RemoteModules:
         self.guard: Guard | None = None
         self.samples_of: Callable[[int], Samples] | None = None
         self.look_at: Callable[[Any], None] | None = None
+        self.around_served: Callable[[Forward], Forward] | None = None
         self._filled: dict[int, tuple[Any, int]] = {}
         self._undo: list[Callable[[], None]] = []
         self._remote = [
@@ -346,6 +348,8 @@ class RemoteModules:
             function, args = functions.shipped(args[0]), args[1:]
         else:
             function = self._modules[module_id].forward
+            if self.around_served is not None:
+                function = self.around_served(function)
         if request is not None:
             own_seeds = () if seeds is None else seeds.tolist()
             function = functools.partial(self._fulfil, request, function, own_seeds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,7 +31,7 @@ class Layout:
         chunks: stages per rank.
         active: microbatches in flight.
         checkpoints: each repeated layer is computed again, unless `Part.is_kept`.
-        offload: inputs of checkpoints are copied to host memory.
+        offload: inputs of checkpoints are copied to host memory; "all": all activations are.
         in_memory: activations between split layers of tensor parallelism are cut as well.
         placement: axes from slow to fast.
         spreads_experts: experts are spread over the ranks of a tensor-parallel group, and their
@@ -63,7 +63,7 @@ class Layout:
     chunks: int = 1
     active: int = 1
     checkpoints: bool = False
-    offload: bool = False
+    offload: bool | Literal["all"] = False
     in_memory: bool = False
     placement: str = "DPT"
     spreads_experts: bool = False
@@ -234,6 +234,8 @@ class Layout:
         if self.checkpoints:
             kept = f" but {len(self.kept_layers)} layers" if self.kept_layers else ""
             words.append(("ckpt+offload" if self.offload else "ckpt") + kept)
+        elif self.offload == "all":
+            words.append("offload")
         return ", ".join(words)
 
 

@@ -16,6 +16,7 @@ from smp.planning.layout import Layout
 from smp.planning.stages import Content
 
 _MOST_LEAVING = 2  # copies to the host under way, see docs/design/memory.md
+_GROUP_BYTES = 64 << 20  # saved tensors that leave together
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,10 @@ def activations_of(content: Content, weights: Weights, layout: Layout, kept: int
     found = Activations(bytes_kept, forward_ends, max(gradient, again) + tied)
     if not layout.offload:
         return found
+    if layout.offload == "all":
+        groups = 1 + _MOST_LEAVING + layout.horizon
+        near = min(bytes_kept, groups * max(_GROUP_BYTES, tensor))
+        return replace(found, kept=near, host=bytes_kept - near)
     inputs *= kept * largest_input
     near = min(inputs, (_MOST_LEAVING + layout.horizon) * largest_input)
     return replace(found, kept=max(near, bytes_kept - (inputs - near)), host=inputs - near)

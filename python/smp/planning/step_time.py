@@ -67,6 +67,8 @@ def stage_time(stage: Stage, layout: Layout, grid: Grid, hardware: Hardware) -> 
             if layout.offload:
                 num_bytes = many * part.input_bytes * layout.shares.whole
                 copies += num_bytes / hardware.host_copy_bytes_per_s
+        elif layout.offload == "all":
+            copies += many * part.kept.on(layout.shares) / hardware.host_copy_bytes_per_s
     called, added = _overheads(stage, layout, hardware)
     forward += called
     backward += called + added

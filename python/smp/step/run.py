@@ -279,7 +279,7 @@ class StepRun:
     def _warn_of_idle_offload(self) -> None:
         """Warns if no module is checkpointed. Collective over the MP group."""
         store = self._current.activation_store
-        if store is None:
+        if store is None or self._current.rank.config.offload_activations == "all":
             return
         # A request is sent with its call: only the rank that fulfils it counts it.
         own = store.stats()["checkpoints"] > 0 or any(e.checkpoints() for e in self._engines)

@@ -183,6 +183,98 @@ TEST(ActivationStore, a_graph_that_is_dropped_gives_its_slots_back) {
   EXPECT_EQ(store->stats().pool.slots_in_use, 0);
 }
 
+// Returns a result of an operator, as autograd saves it.
+at::Tensor result() { return activation().requires_grad_().mul(2); }
+
+TEST(SavedTensors, a_storage_goes_once_and_comes_back_as_it_was) {
+  const auto store = make_store();
+  ActivationStore::Saving saving(store);
+  at::Tensor whole = result();
+  const WeakTensor weak(whole.getIntrusivePtr());
+  std::vector<at::Tensor> expected;
+  std::vector<std::shared_ptr<ActivationStore::Saved>> all;
+  for (at::Tensor view : {whole.narrow(1, 8, 8), whole.t(), whole,
+                          whole.narrow(1, 3, 1).expand({32, 5})}) {
+    expected.push_back(view.detach().clone());
+    ASSERT_TRUE(all.emplace_back(saving.save(view)));
+    EXPECT_EQ(all.back()->tensor().strides(), view.strides());
+  }
+  saving.end();
+  whole.reset();
+  EXPECT_TRUE(weak.expired());
+  for (size_t i = 0; i < all.size(); ++i) {
+    const at::Tensor back = all[i]->tensor();
+    EXPECT_TRUE(at::equal(back, expected[i])) << i;
+    EXPECT_TRUE(!back.requires_grad() && !back.is_view());
+  }
+  EXPECT_EQ(store->stats().num_offloaded, 1);
+  EXPECT_EQ(store->stats().pool.slots_in_use, 1);
+  all.clear();
+  EXPECT_EQ(store->stats().pool.slots_in_use, 0);
+}
+
+TEST(SavedTensors, parameters_and_parts_of_data_stay) {
+  const auto store = make_store();
+  ActivationStore::Saving saving(store);
+  const at::Tensor parameter = activation().requires_grad_();
+  const at::Tensor buffer = activation();
+  store->set_resident({buffer});
+  for (const at::Tensor& tensor :
+       {parameter, parameter.t(), buffer, buffer.t(), at::randn({8}),
+        activation().narrow(0, 0, 16), at::empty({0})}) {
+    EXPECT_FALSE(saving.save(tensor));
+  }
+  EXPECT_TRUE(saving.save(activation())) << "a constant of its own";
+}
+
+TEST(SavedTensors, what_was_changed_since_is_an_error_and_not_shared) {
+  const auto store = make_store();
+  ActivationStore::Saving saving(store);
+  at::Tensor tensor = result();
+  const at::Tensor values = tensor.detach().clone();
+  const auto before = saving.save(tensor);
+  // Another tensor with the same memory, whose changes the first one misses.
+  at::Tensor other = tensor.variable_data();
+  other.add_(1);
+  const auto shared = saving.save(other);
+  EXPECT_TRUE(at::equal(shared->tensor(), other));
+  EXPECT_TRUE(at::equal(before->tensor(), values));
+  tensor.detach().add_(1);
+  const auto after = saving.save(tensor);
+  EXPECT_TRUE(at::equal(after->tensor(), tensor.detach()));
+  EXPECT_THROW(before->tensor(), Error);
+  EXPECT_EQ(store->stats().num_offloaded, 3);
+}
+
+TEST(SavedTensors, groups_are_the_tasks_and_the_next_ones_come_ahead) {
+  ActivationStore::Options options;
+  options.horizon = 2;
+  options.min_bytes = 64;
+  options.group_bytes = 2 * 32 * 16 * 4;
+  const auto store = std::make_shared<ActivationStore>(options);
+  for (int64_t step = 0; step < 3; ++step) {
+    const TaskScope scope({step, 0});
+    std::vector<at::Tensor> expected;
+    std::vector<std::shared_ptr<ActivationStore::Saved>> all;
+    ActivationStore::Saving saving(store);
+    for (int i = 0; i < 12; ++i) {
+      expected.push_back(activation());
+      all.push_back(saving.save(expected.back()));
+    }
+    saving.end();
+    for (; !all.empty(); all.pop_back(), expected.pop_back()) {
+      EXPECT_TRUE(at::equal(all.back()->tensor(), expected.back()));
+    }
+  }
+  const ActivationStore::Stats stats = store->stats();
+  // Six groups of two; the last one is needed at once, and stays from the
+  // second step on.
+  EXPECT_EQ(stats.num_stayed, 2 * 2);
+  EXPECT_EQ(stats.num_offloaded, 3 * 12 - stats.num_stayed);
+  EXPECT_LE(stats.num_loaded_late, 2) << "the first group of the first step";
+  EXPECT_EQ(stats.pool.slots_in_use, 0);
+}
+
 TEST(ActivationStore, threads_keep_and_take_their_own) {
   const auto store = make_store();
   std::vector<std::thread> threads;

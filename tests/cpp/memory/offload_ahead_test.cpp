@@ -94,6 +94,34 @@ class OffloadAheadTest : public testing::TestWithParam<bool> {
   int num_read = 0;
 };
 
+TEST_P(OffloadAheadTest, saved_tensors_are_bounded_and_exact_as_well) {
+  const TaskScope scope({0, 0});
+  store = std::make_shared<ActivationStore>(
+      ActivationStore::Options{.device = stream.device(),
+                               .horizon = 2,
+                               .min_bytes = 1024,
+                               .group_bytes = kLayerBytes});
+  const int64_t before = fake_device::bytes_in_use();
+  int64_t most = 0;
+  std::vector<std::shared_ptr<ActivationStore::Saved>> all;
+  ActivationStore::Saving saving(store);
+  for (int layer = 0; layer < kNumLayers; ++layer) {
+    all.push_back(saving.save(forward(layer)));
+    most = std::max(most, fake_device::bytes_in_use() - before);
+  }
+  saving.end();
+  while (!all.empty()) {
+    backward(static_cast<int>(all.size()) - 1, all.back()->tensor());
+    all.pop_back();
+    most = std::max(most, fake_device::bytes_in_use() - before);
+  }
+  EXPECT_LE(most, (2 + ActivationStore::kMaxLeaving) * kLayerBytes);
+  EXPECT_EQ(store->stats().num_offloaded, kNumLayers);
+  fake_device::run_all(/*copies_first=*/GetParam());
+  EXPECT_EQ(num_read, kNumLayers);
+  EXPECT_EQ(num_wrong, 0);
+}
+
 TEST_P(OffloadAheadTest, what_leaves_is_bounded_and_values_are_exact) {
   // The current layer's and those that leave; later ones stay, being needed
   // soon.

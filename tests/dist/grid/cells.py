@@ -25,7 +25,7 @@ class Cell:
             (``sharded_data_parallel_degree`` 2).
         precision: "fp32", "fp16" or "bf16".
         checkpointing: "none" or a strategy of ``set_activation_checkpointing``.
-        offload: whether checkpointed activations are offloaded.
+        offload: whether activations are offloaded, those of checkpoints or else all.
     """
 
     pp: int
@@ -62,7 +62,7 @@ class Cell:
             "pipeline_parallel_degree": self.pp,
             "tensor_parallel_degree": self.tp,
             "ddp": True,
-            "offload_activations": self.offload,
+            "offload_activations": self.offload and (self.checkpointing != "none" or "all"),
         }
         if self.sharding == "state":
             config["shard_optimizer_state"] = True

@@ -139,7 +139,7 @@ def _offload_small_tensors() -> None:
 
     current = runtime.current()
     device = str(current.rank.device)
-    current._activation_store = _C.ActivationStore(device, horizon=1, min_bytes=0)
+    current._activation_store = _C.ActivationStore(device, horizon=1, min_bytes=0, group_bytes=4096)
 
 
 def _blocks(model: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ from smp.checkpoint.locks import OwnerLock
 from smp.checkpoint.store import copies, fetching, names, pending, plan
 from smp.checkpoint.store.fetching import Fetched
 from smp.checkpoint.store.names import Address, Key
+from smp.checkpoint.store.node_parts import NodeFailures
 from smp.checkpoint.store.nodes import Node
 from smp.checkpoint.store.objects import ObjectStore
 from smp.checkpoint.store.pending import Pending
@@ -30,6 +31,7 @@ from smp.world.run_record import RunRecord
 
 _log = logging.getLogger("smp")
 _PATIENCE_S = 120.0
+_MOST_PARTS = 2
 
 _stores: weakref.WeakKeyDictionary[runtime.Runtime, dict[Address, JobStore]]
 _stores = weakref.WeakKeyDictionary()
@@ -79,6 +81,7 @@ class JobStore:
             self._fault,
             lambda: {fetched.key for fetched in self._reading},
             lambda key, seconds: record.stored(address, key.name, seconds),
+            lambda key: NodeFailures(meeting, self.node, key.generation),
         )
         self._left: list[tuple[Pending, OwnerLock]] | None = None
         self._in_store: list[Holding] = []
@@ -117,13 +120,15 @@ class JobStore:
     def go_on(self, left: Sequence[Iterable[Holding]]) -> None:
         """Sends generations that ended jobs have left; on all ranks, with the lists of all.
 
-        The first host that has a part of a generation completes it. Generations of which a part is
-        lost with its host are deleted.
+        The first host that has a part of a generation completes it. Of generations of which files
+        are missing, the hosts keep their parts of the newest `_MOST_PARTS`, because the host that
+        has the files may come back.
         """
         self._has_gone_on = True
         locks = {one.key: lock for one, lock in self._left or ()}
         whole = plan.covered(one for own in left for one in own)
         waiting = [{one.key for one in own if one.total} for own in left]
+        kept = sorted(set.union(*waiting) - whole)[-_MOST_PARTS:]
         for key in sorted(waiting[self.node.leader]):
             one = Pending.of(self.root, key)
             if key in whole:
@@ -132,14 +137,28 @@ class JobStore:
                 completes = not any(key in own for own in waiting[: self.node.leader])
                 self.uploader.add(Upload(one, locks.get(key), None, completes))
             elif self.node.leads:
-                _log.warning(
-                    "%sa part of %s is lost with another host, so it is not sent to %s",
-                    self._rank.prefix,
-                    key.name,
-                    self._address,
-                )
-                one.delete()
-                locks[key].release(delete=True)
+                self._set_aside(Upload(one, locks[key], None), key in kept)
+
+    def _set_aside(self, part: Upload, is_kept: bool) -> None:
+        """Keeps or deletes this host's part of a generation of which files are missing."""
+        assert part.lock is not None
+        key = part.pending.key
+        if is_kept:
+            self.uploader.keep(part)
+        else:
+            part.pending.delete()
+            part.lock.release(delete=True)
+        _log.warning(
+            "%s%s cannot be completed in %s: some of its files are neither there nor on a host of "
+            "this job. The part of this host (%s) is %s",
+            self._rank.prefix,
+            key.name,
+            self._address,
+            part.pending.folder,
+            "kept: a job in which the host that has the rest is back goes on from it"
+            if is_kept
+            else f"deleted, because {_MOST_PARTS} newer ones are kept",
+        )
 
     # ---- saving
 

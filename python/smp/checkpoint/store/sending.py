@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from smp.checkpoint.manifest import FILE_NAME
@@ -115,7 +115,11 @@ def _send(
 
 
 def complete(
-    store: ObjectStore, pending: Pending, wait: Callable[[], None], timeout_s: float
+    store: ObjectStore,
+    pending: Pending,
+    wait: Callable[[], None],
+    timeout_s: float,
+    elsewhere: Callable[[], Mapping[int, str]] = dict,
 ) -> None:
     """Writes the manifest when the files of all ranks are in the store. First rank.
 
@@ -124,6 +128,7 @@ def complete(
         pending: generation to complete.
         wait: called while files are missing; raises to give up.
         timeout_s: seconds after which to give up if no file arrives and no rank sends bytes.
+        elsewhere: returns failures of ranks of other hosts.
 
     Raises:
         NotSent: a rank has failed, or no file arrived any more.
@@ -132,9 +137,7 @@ def complete(
     seen: tuple[list[str], float] | None = None
     deadline = time.monotonic() + timeout_s
     while missing := plan.missing(sizes, (found := store.stored(pending.key)).sizes):
-        if failures := pending.failures():
-            rank, reason = next(iter(failures.items()))
-            raise NotSent(f"global_rank {rank}: {reason}")
+        _raise_for(pending, elsewhere)
         now = missing, pending.last_sign_s()
         if now != seen:
             seen, deadline = now, time.monotonic() + timeout_s
@@ -151,8 +154,17 @@ def complete(
         store.put(pending.key, FILE_NAME, pending.folder / FILE_NAME)
 
 
+def _raise_for(pending: Pending, elsewhere: Callable[[], Mapping[int, str]]) -> None:
+    for rank, reason in (pending.failures() or elsewhere()).items():
+        raise NotSent(f"global_rank {rank}: {reason}")
+
+
 def wait_until_complete(
-    store: ObjectStore, pending: Pending, wait: Callable[[], None], timeout_s: float
+    store: ObjectStore,
+    pending: Pending,
+    wait: Callable[[], None],
+    timeout_s: float,
+    elsewhere: Callable[[], Mapping[int, str]] = dict,
 ) -> None:
     """Waits until another host's first rank has written the manifest. First rank of a folder.
 
@@ -161,13 +173,15 @@ def wait_until_complete(
         pending: the part of the generation that is in the folder of this host.
         wait: called while the manifest is missing; raises to give up.
         timeout_s: seconds after which to give up if nothing arrives.
+        elsewhere: returns failures of ranks of other hosts.
 
     Raises:
-        NotSent: nothing arrived any more.
+        NotSent: a rank has failed, or nothing arrived any more.
     """
     seen: dict[str, int] | None = None
     deadline = time.monotonic() + timeout_s
     while not (found := store.stored(pending.key)).is_complete:
+        _raise_for(pending, elsewhere)
         if found.sizes != seen:
             seen, deadline = dict(found.sizes), time.monotonic() + timeout_s
         if time.monotonic() > deadline:

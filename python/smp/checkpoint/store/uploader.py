@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 from smp.checkpoint.locks import OwnerLock
 from smp.checkpoint.store import sending
@@ -16,6 +19,9 @@ from smp.checkpoint.store.nodes import Node
 from smp.checkpoint.store.objects import ObjectStore, Stopped
 from smp.checkpoint.store.pending import Pending
 from smp.checkpoint.store.sending import NotSent, Progress
+
+if TYPE_CHECKING:
+    from smp.checkpoint.store.node_parts import NodeFailures
 
 _log = logging.getLogger("smp")
 _POLL_S = 0.5
@@ -42,7 +48,10 @@ class Upload:
 
 
 class Uploader:
-    """Sends generations in the background; ranks communicate through folder and store only.
+    """Sends generations in the background.
+
+    Ranks communicate through the folder, the store, and, if hosts have folders of their own, the
+    store in which they have met.
 
     Args:
         store: store to send to; stops its transfers when `is_stopped` returns True.
@@ -53,6 +62,8 @@ class Uploader:
         held: returns the generations that this job reads.
         told: called on the first rank with a generation that is complete in the store, and the
             seconds that this took.
+        exchange: returns the exchange of failures between hosts for a generation; None: all ranks
+            share the folder.
     """
 
     def __init__(
@@ -64,8 +75,9 @@ class Uploader:
         fault: Callable[[], str | None],
         held: Callable[[], Set[Key]],
         told: Callable[[Key, float], None] = lambda key, seconds: None,
+        exchange: Callable[[Key], NodeFailures] | None = None,
     ) -> None:
-        self._store = store
+        self._store, self._exchange = store, exchange
         self._node, self._prefix = node, prefix
         self._timeout_s, self._fault, self._held = timeout_s, fault, held
         self._told = told
@@ -86,6 +98,11 @@ class Uploader:
                 self._thread = threading.Thread(target=self._run, name="smp-store", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def keep(self, part: Upload) -> None:
+        """Keeps a part that cannot be sent in this job, like a generation that was given up."""
+        with self._changed:
+            self._given_up.append(part)
 
     def is_stopped(self) -> bool:
         """Returns whether transfers are to stop."""
@@ -159,11 +176,22 @@ class Uploader:
 
     def _outcome(self, upload: Upload) -> str | None:
         """Sends a generation; returns the reason if it could not, else None."""
+        exchange = None if self._exchange is None else self._exchange(upload.pending.key)
+
+        def elsewhere() -> Mapping[int, str]:
+            with contextlib.suppress(RuntimeError):  # rank 0, which may hold this store, has left
+                return {} if exchange is None else exchange.elsewhere()
+            return {}
+
         try:
-            self._send(upload)
+            self._send(upload, elsewhere)
         except Stopped:
             raise
         except Exception as caught:
+            if exchange is not None and upload.lock is not None and not elsewhere():
+                own = {self._node.rank: str(caught)}
+                with contextlib.suppress(RuntimeError):
+                    exchange.publish(upload.pending.failures() or own)
             self._give_up(upload, caught)
             return f"{upload.pending.key.name} is not in {self._store.address}: {caught}"
         return None
@@ -194,7 +222,7 @@ class Uploader:
         self._given_up = [upload for upload in self._given_up if upload not in dropped]
         return dropped
 
-    def _send(self, upload: Upload) -> None:
+    def _send(self, upload: Upload, elsewhere: Callable[[], Mapping[int, str]]) -> None:
         pending, begin_s = upload.pending, time.monotonic()
         try:
             pending.wait_until_seen()
@@ -215,7 +243,8 @@ class Uploader:
             self._wait_for_first(pending)
             return
         finish = sending.complete if upload.completes else sending.wait_until_complete
-        finish(self._store, pending, lambda: self._pause(_POLL_S), self._timeout_s)
+        wait = partial(self._pause, _POLL_S)
+        finish(self._store, pending, wait, self._timeout_s, elsewhere)
         if upload.completes:
             self._prune(upload)
         pending.delete()
