@@ -48,13 +48,16 @@ def _shutdown() -> Iterator[None]:
     smp.shutdown()
 
 
-def train(offload: bool) -> tuple[list[torch.Tensor], int, dict[str, int]]:
+def train(
+    offload: bool | str, checkpoints: bool = True
+) -> tuple[list[torch.Tensor], int, dict[str, int]]:
     """Gradients of the last step, peak of its memory, what was offloaded."""
     smp.init({"offload_activations": offload, "microbatches": 2})
     torch.manual_seed(0)
     net = nn.Sequential(*(Block() for _ in range(LAYERS)))
     model = smp.DistributedModel(net)
-    smp.set_activation_checkpointing(net)
+    if checkpoints:
+        smp.set_activation_checkpointing(net)
     step = train_step_of(model)
     x = torch.randn(2 * TOKENS, HIDDEN, device=DEVICE)
     for _ in range(3):
@@ -81,3 +84,15 @@ def test_same_bits_and_less_memory() -> None:
     assert stats["slots_in_use"] == 0 and stats["slots"] <= 2 * LAYERS
     if DEVICE == "cuda":
         assert plain_peak - peak > (LAYERS - 8) * one
+
+
+@pytest.mark.sample(keep=0)
+def test_all_that_autograd_saves_leaves_with_the_same_bits() -> None:
+    plain, plain_peak, _ = train(False, checkpoints=False)
+    offloaded, peak, stats = train("all", checkpoints=False)
+    assert len(plain) == 4 * LAYERS
+    assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+    kept = LAYERS * TOKENS * HIDDEN * 4 * 5  # of a microbatch: arguments of `up` and `down`
+    assert stats["bytes_offloaded"] > kept and stats["slots_in_use"] == 0
+    if DEVICE == "cuda":
+        assert plain_peak - peak > kept - 10 * (64 << 20)
