@@ -151,13 +151,14 @@ STAGE ?=
 debian:  ## on Debian 13's own packages: build, test, make python3-smp and try it (as root)
 	scripts/debian.sh $(STAGE)
 
+# One wheel for each Python, with an extension for each torch: make wheel TORCH="2.11.0 2.15.0" PYTHON=python3.12
 .PHONY: wheel
-wheel: $(SETUP)  ## build a wheel for the installed torch into dist/
-	$(WITH_VENV) scripts/wheel.sh build $(PY)
+wheel:  ## build a wheel for PYTHON and each TORCH into dist/
+	scripts/wheel.sh build "$(PYTHON)" $(TORCH)
 
 .PHONY: wheel-check
-wheel-check: $(SETUP)  ## try the wheel of dist/ in an environment with torch alone
-	$(WITH_VENV) scripts/wheel.sh check $(PY)
+wheel-check:  ## try PYTHON's wheel of dist/ with each torch that it has, and nothing else
+	scripts/wheel.sh check "$(PYTHON)" $(TORCH)
 
 # Its packages have an environment of their own; with NO_VENV=1 they are in that of PYTHON.
 SITE := $(if $(NO_VENV),$(PYTHON),.venv-site/bin/python)

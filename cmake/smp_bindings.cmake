@@ -41,9 +41,9 @@ function(smp_add_bindings)
   set_target_properties(_C PROPERTIES
     PREFIX "" SUFFIX ".so"
     LIBRARY_OUTPUT_DIRECTORY ${SMP_PYTHON_DIR}
-    INSTALL_RPATH "$ORIGIN/../torch/lib;$ORIGIN/../../..")
+    INSTALL_RPATH "${smp_rpath}")
   add_custom_command(TARGET _C POST_BUILD VERBATIM
     COMMAND ${Python_EXECUTABLE} ${CMAKE_SOURCE_DIR}/cmake/write_stubs.py
       ${SMP_PYTHON_DIR})
-  install(TARGETS _C LIBRARY DESTINATION smp)
+  install(TARGETS _C LIBRARY DESTINATION ${SMP_INSTALL_DIR})
 endfunction()

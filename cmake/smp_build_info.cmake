@@ -9,4 +9,5 @@ foreach(name CUDA MPI)
 endforeach()
 configure_file(${CMAKE_SOURCE_DIR}/cmake/build_info.py.in
   ${SMP_PYTHON_DIR}/_build_info.py @ONLY)
-install(FILES ${SMP_PYTHON_DIR}/_build_info.py DESTINATION smp)
+install(FILES ${SMP_PYTHON_DIR}/_build_info.py
+  DESTINATION ${SMP_INSTALL_DIR})

@@ -71,6 +71,6 @@ function(smp_add_mpi_plugin)
     OUTPUT_NAME smp_mpi
     LIBRARY_OUTPUT_DIRECTORY ${SMP_PYTHON_DIR}
     BUILD_RPATH "$ORIGIN"
-    INSTALL_RPATH "$ORIGIN;$ORIGIN/../torch/lib;$ORIGIN/../../..")
-  install(TARGETS smp_mpi_plugin LIBRARY DESTINATION smp)
+    INSTALL_RPATH "$ORIGIN;${smp_rpath}")
+  install(TARGETS smp_mpi_plugin LIBRARY DESTINATION ${SMP_INSTALL_DIR})
 endfunction()

@@ -16,7 +16,7 @@ cd requirements
 mkdir -p locked
 # lock <file> <requirements>...
 lock() {
-  "../$venv/bin/uv" pip compile --quiet --universal --python-version 3.11 \
+  "../$venv/bin/uv" pip compile --quiet --universal --python-version "${oldest:-3.11}" \
     --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links \
     --custom-compile-command scripts/lock.sh "${options[@]}" \
     --output-file "locked/$1.txt" "${@:2}"
@@ -24,7 +24,7 @@ lock() {
 options=("$@")
 lock all torch.txt run.txt test.txt tools.txt
 lock site site.txt
-lock wheel wheel.txt
+oldest=3.10 lock wheel wheel.txt
 options=(--constraints locked/all.txt)
 lock run torch.txt run.txt
 lock cuda cuda.txt

@@ -27,8 +27,8 @@ class ArgumentNode : public torch::autograd::Node {
 
 }  // namespace
 
-std::shared_ptr<torch::autograd::Node> begin_graph(at::Tensor& argument) {
-  auto node = std::make_shared<ArgumentNode>();
+NodePtr begin_graph(at::Tensor& argument) {
+  auto node = make_node<ArgumentNode>();
   torch::autograd::create_gradient_edge(argument, node);
   return node;
 }

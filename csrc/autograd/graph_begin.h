@@ -2,18 +2,14 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
-
-namespace torch::autograd {
-struct Node;
-}
+#include "csrc/autograd/node.h"
 
 namespace smp::autograd {
 
 /// Makes a graph begin at `argument`, which has none yet: the node takes the
 /// gradient. A leaf would do the same, but keep the data of the argument for as
 /// long as the graph lives, and refuse to be written to.
-std::shared_ptr<torch::autograd::Node> begin_graph(at::Tensor& argument);
+NodePtr begin_graph(at::Tensor& argument);
 /// The gradient that came to a node of `begin_graph`; undefined if none did.
 at::Tensor take_grad(torch::autograd::Node& node);
 

@@ -6,8 +6,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <memory>
-
+#include "csrc/autograd/node.h"
 #include "csrc/common/check.h"
 
 namespace smp::autograd {
@@ -41,7 +40,7 @@ std::vector<at::Tensor> once(const char* op, std::vector<at::Tensor> results,
   if (!at::GradMode::is_enabled()) return results;
   edge_list edges = edges_of(grads);
   if (edges.empty()) return results;
-  const auto error = std::make_shared<torch::autograd::Error>(
+  const auto error = make_node<torch::autograd::Error>(
       detail::concat(rank_prefix(), op,
                      " can be differentiated once only, and a second backward "
                      "pass reached it; compute what needs second derivatives "

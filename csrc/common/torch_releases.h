@@ -46,4 +46,25 @@ auto by_handle(const Stream& stream, FromHandle&& from_handle,
   }
 }
 
+/// Makes an owner of a new object. Nodes of autograd have shared pointers in
+/// 2.11 and intrusive ones in 2.15.
+template <typename Owner, typename Object>
+Owner own_new(Object* object) {
+  if constexpr (requires { Owner::unsafe_steal_from_new(object); }) {
+    return Owner::unsafe_steal_from_new(object);
+  } else {
+    return Owner(object);
+  }
+}
+
+/// Makes a further owner of an object that has one already.
+template <typename Owner, typename Object>
+Owner owner_of(Object& object) {
+  if constexpr (requires { Owner::reclaim_copy(&object); }) {
+    return Owner::reclaim_copy(&object);
+  } else {
+    return object.shared_from_this();
+  }
+}
+
 }  // namespace smp

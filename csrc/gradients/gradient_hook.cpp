@@ -56,8 +56,7 @@ GradientHooks::GradientHooks(const std::vector<at::Tensor>& params, Sink sink)
   for (size_t i = 0; i < params.size(); ++i) nodes_.push_back(hooked_node(i));
 }
 
-std::shared_ptr<torch::autograd::Node> GradientHooks::hooked_node(
-    size_t param_idx) const {
+autograd::NodePtr GradientHooks::hooked_node(size_t param_idx) const {
   auto node = torch::autograd::impl::grad_accumulator(params_[param_idx]);
   SMP_ASSERT(node, "parameter ", param_idx, " has no gradient accumulator");
   node->add_pre_hook(

@@ -8,9 +8,7 @@
 #include <optional>
 #include <vector>
 
-namespace torch::autograd {
-struct Node;
-}
+#include "csrc/autograd/node.h"
 
 namespace smp::gradients {
 
@@ -36,13 +34,13 @@ class GradientHooks {
   GradientHooks& operator=(const GradientHooks&) = delete;
 
  private:
-  std::shared_ptr<torch::autograd::Node> hooked_node(size_t param_idx) const;
+  autograd::NodePtr hooked_node(size_t param_idx) const;
 
   const std::vector<at::Tensor> params_;
   const std::shared_ptr<Sink> sink_;
   std::optional<c10::Stream> stream_;  // of all nodes; none on the CPU
   // Leaves know their node by a weak pointer only.
-  std::vector<std::shared_ptr<torch::autograd::Node>> nodes_;
+  std::vector<autograd::NodePtr> nodes_;
 };
 
 }  // namespace smp::gradients

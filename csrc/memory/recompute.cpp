@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "csrc/autograd/graph_begin.h"
+#include "csrc/autograd/node.h"
 #include "csrc/autograd/once.h"
 #include "csrc/common/check.h"
 #include "csrc/common/task_scope.h"
@@ -153,7 +154,7 @@ class RecomputeNode : public Node {
         grad = at::clone(grad);
       }
     }
-    std::vector<std::shared_ptr<Node>> begins(recipe_.input_has_grad.size());
+    std::vector<autograd::NodePtr> begins(recipe_.input_has_grad.size());
     std::vector<at::Tensor> outputs = recompute(begins);
     torch::autograd::edge_list roots;
     variable_list root_grads;
@@ -178,8 +179,7 @@ class RecomputeNode : public Node {
     return results;
   }
 
-  std::vector<at::Tensor> recompute(
-      std::vector<std::shared_ptr<Node>>& begins) {
+  std::vector<at::Tensor> recompute(std::vector<autograd::NodePtr>& begins) {
     std::vector<at::Tensor> inputs = unpack();
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (!inputs[i].defined()) continue;
@@ -294,7 +294,7 @@ std::vector<at::Tensor> recompute(RecomputedFunction function,
     recipe.input_has_grad.push_back(input.defined() && input.requires_grad());
   }
   const std::vector<size_t> outputs = recipe.outputs;
-  auto node = std::make_shared<RecomputeNode>(
+  auto node = autograd::make_node<RecomputeNode>(
       std::move(recipe), std::make_unique<KeptInputs>(inputs, store, id),
       torch::autograd::collect_next_edges(inputs));
   for (const size_t i : outputs) {

@@ -9,15 +9,13 @@
 #include <utility>
 #include <vector>
 
-namespace torch::autograd {
-struct Node;
-}
+#include "csrc/autograd/node.h"
 
 namespace smp::pipeline {
 
 /// An input of a node of autograd: torch::autograd::Edge for headers.
 struct GraphEdge {
-  std::shared_ptr<torch::autograd::Node> node;  ///< null: there is none
+  autograd::NodePtr node;  ///< null: there is none
   uint32_t input_nr = 0;
 
   /// Returns the edge along which the gradient of a tensor flows; the tensor
@@ -36,7 +34,7 @@ struct CallRecord {
   int64_t module_id = 0;
   /// Nodes of `autograd::begin_graph`; null for arguments that need no
   /// gradient.
-  std::vector<std::shared_ptr<torch::autograd::Node>> inputs;
+  std::vector<autograd::NodePtr> inputs;
   std::vector<GraphEdge> outputs;
 };
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <utility>
 
+#include "csrc/autograd/node.h"
 #include "csrc/common/check.h"
 
 namespace smp::pipeline {
@@ -101,13 +102,13 @@ void link_view(const at::Tensor& view, const at::Tensor& base,
   at::Tensor output = view;
   torch::autograd::create_gradient_edge(
       output,
-      std::make_shared<AwayViewNode>(
+      autograd::make_node<AwayViewNode>(
           std::move(spread), torch::autograd::collect_next_edges(base)));
 }
 
 void require_unused_grad(at::Tensor& output) {
   torch::autograd::create_gradient_edge(output,
-                                        std::make_shared<UnusedGradNode>());
+                                        autograd::make_node<UnusedGradNode>());
 }
 
 at::Tensor materialize(TensorDirectory& tensors, const at::Tensor& handle) {
@@ -117,7 +118,7 @@ at::Tensor materialize(TensorDirectory& tensors, const at::Tensor& handle) {
   if (handle.requires_grad()) {
     auto edges = torch::autograd::collect_next_edges(handle);
     torch::autograd::create_gradient_edge(
-        data, std::make_shared<FetchNode>(std::move(edges)));
+        data, autograd::make_node<FetchNode>(std::move(edges)));
   }
   return data;
 }
@@ -151,7 +152,7 @@ RemoteResult remote_call(Caller& caller, int owner_global_rank,
   if (!any) return result;
   std::vector<TensorMeta> metas;
   for (const at::Tensor& input : inputs) metas.push_back(TensorMeta::of(input));
-  auto node = std::make_shared<RemoteCallNode>(
+  auto node = autograd::make_node<RemoteCallNode>(
       caller, std::move(call), output_has_grad, std::move(metas),
       torch::autograd::collect_next_edges(inputs));
   for (size_t i = 0; i < result.tensors.size(); ++i) {

@@ -77,8 +77,8 @@ void run_backward_of(const std::vector<GraphEdge>& roots,
     edges.emplace_back(root.node, root.input_nr);
   }
   const at::Tensor begin = at::zeros({}, root_grads[0].options());
-  const auto feed = std::make_shared<ResultGradsNode>(std::move(root_grads),
-                                                      std::move(edges));
+  const auto feed = autograd::make_node<ResultGradsNode>(std::move(root_grads),
+                                                         std::move(edges));
   feed->add_input_metadata(begin);
   torch::autograd::Engine::get_default_engine().execute(
       {torch::autograd::Edge(feed, 0)}, {begin}, /*keep_graph=*/false,

@@ -14,6 +14,7 @@
 namespace smp::pipeline {
 namespace {
 
+using autograd::NodePtr;
 using torch::autograd::AccumulateGrad;
 using torch::autograd::Edge;
 using torch::autograd::edge_list;
@@ -145,13 +146,13 @@ class SplitPoint {
     std::unordered_set<const Node*> begun;  // by what came out
     for (Node* node : graph.nodes()) {
       if (!graph.reach(node).input) continue;
-      std::vector<std::shared_ptr<Node>> behind;  // for weights only
+      std::vector<NodePtr> behind;  // for weights only
       for (const Edge& edge : node->next_edges()) {
         if (graph.is_for_weights(edge)) behind.push_back(edge.function);
       }
       if (behind.empty()) continue;
       if (!computes_what_is_asked(*node)) {
-        for (const std::shared_ptr<Node>& first : behind) {
+        for (const NodePtr& first : behind) {
           // Hooks of a parameter would see the gradients that come out, and see
           // them again when they enter the second part.
           is_clear_ &= first->tensor_pre_hooks().empty();
@@ -159,7 +160,7 @@ class SplitPoint {
         }
         continue;
       }
-      const std::shared_ptr<Node> shared = node->getptr();
+      const NodePtr shared = owner_of<NodePtr>(*node);
       shared_.emplace(node, shared);
       add_edges(shared);
     }
@@ -193,13 +194,13 @@ class SplitPoint {
   }
 
  private:
-  void add_edges(const std::shared_ptr<Node>& node) {
+  void add_edges(const NodePtr& node) {
     for (uint32_t i = 0; i < node->num_inputs(); ++i) {
       edges_.emplace_back(node, i);
     }
   }
 
-  std::unordered_map<Node*, std::shared_ptr<Node>> shared_;
+  std::unordered_map<Node*, NodePtr> shared_;
   edge_list edges_;
   bool is_clear_ = true;
 };

@@ -28,6 +28,15 @@ def operators(*names: str) -> list[Any]:
     return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
 
 
+def getters(*names: str) -> set[Any]:
+    """Getters of properties of tensors, without those that this release does not have.
+
+    ``Tensor.names`` is there in 2.11 and gone in 2.15.
+    """
+    found = (getattr(torch.Tensor, name, None) for name in names)
+    return {getter.__get__ for getter in found if getter is not None}
+
+
 def tcp_store(host: str, port: int, world_size: int, is_master: bool, **options: Any) -> TCPStore:
     """``torch.distributed.TCPStore``, also of a PyTorch that is built without libuv (Debian's)."""
     try:

@@ -14,6 +14,8 @@ _PYTHON = re.compile(r"^(Python\.h|pybind11/|torch/csrc/utils/pybind\.h|torch/cs
 _C10D = "torch/csrc/distributed/c10d/"
 _CUDA = re.compile(r"^(cuda|nccl|cublas|ATen/cuda|c10/cuda)")
 _WITHOUT_TORCH = {"common", "topology", "partition", "schedule", "health", "kernels"}
+# An intrusive pointer to a node cannot do with a declaration.
+_NODES = ("csrc/autograd/node.h", "torch/csrc/autograd/function.h")
 # Besides these a header of ours forward-declares.
 _IN_HEADERS = re.compile(r"^(ATen/core/(Tensor|Generator)\.h|c10/)")
 # No kernels, but torch: memory and events of a device that processes share. CMake compiles it where
@@ -54,7 +56,7 @@ def _complaint(place: str, room: str, is_header: bool, is_cuda: bool, include: s
     if _CUDA.match(include) and not (room == "kernels" and is_cuda):
         if place not in _CUDA_OUTSIDE_KERNELS:
             return "CUDA headers belong in kernels/cuda/*.cu"
-    if is_header and room != "bindings":
+    if is_header and room != "bindings" and (place, include) != _NODES:
         if _TORCH.match(include) and not _IN_HEADERS.match(include):
             return "headers include ATen/core/Tensor.h at most; forward-declare"
     return None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import configparser
 import importlib.metadata
 import re
+import runpy
 import subprocess
 
 import pytest
+import setuptools
 from smp_cli.doctor import versions
 
 from tests.lint.layers import REPO
@@ -23,7 +25,28 @@ def test_name_of_the_distribution_is_one_everywhere() -> None:
     assert "smp = smp_cli:main" in config["options.entry_points"]["console_scripts"]
     wheel = versions.DISTRIBUTION.replace("-", "_")
     script = (REPO / "scripts" / "wheel.sh").read_text()
-    assert script.count(f"dist/{wheel}-*.whl") == 2 and "dist/smp-" not in script
+    assert script.count(f"dist/{wheel}-*-") == 2 and "dist/smp-" not in script
+
+
+@pytest.mark.parametrize(
+    ("releases", "wanted"),
+    [
+        ("2.11.0+cu130", "torch>=2.11,<2.12"),
+        ("2.12.1 2.11.0", "torch>=2.11,<2.13"),
+        ("2.11.0 2.15.0", "torch>=2.11,!=2.12.*,!=2.13.*,!=2.14.*,<2.16"),
+    ],
+)
+def test_a_wheel_asks_for_the_releases_of_torch_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, releases: str, wanted: str
+) -> None:
+    asked: dict[str, list[str]] = {}
+    monkeypatch.setattr(setuptools, "setup", asked.update)
+    monkeypatch.setenv("SMP_WHEEL_TORCH", releases)
+    runpy.run_path(str(REPO / "setup.py"))
+    assert asked["install_requires"] == [wanted, "numpy", "PyYAML"]
+    monkeypatch.setenv("SMP_WHEEL_TORCH", "2.15.0 3.0.0")
+    with pytest.raises(SystemExit, match="one major release"):
+        runpy.run_path(str(REPO / "setup.py"))
 
 
 def test_nobody_is_told_to_install_the_other_project() -> None:

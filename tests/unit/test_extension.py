@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
 
+import smp
 from smp import _C
-from smp.world import extension as _extension
+from smp.world import extension
 
 
-def _pretend_built_for(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    module = ModuleType("smp._build_info")
-    module.TORCH_VERSION = version  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "smp._build_info", module)
+def _package(folder: Path, **built_for: str) -> Path:
+    """Makes a package with extensions by folder; ``here`` is the package itself."""
+    for name, version in built_for.items():
+        place = folder if name == "here" else folder / name
+        place.mkdir(exist_ok=True)
+        (place / "_build_info.py").write_text(f'TORCH_VERSION = "{version}"\n')
+    return folder
 
 
-def test_other_minor_release_of_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend_built_for(monkeypatch, "1.99.3+cpu")
+def test_the_extension_of_the_installed_release_is_found(tmp_path: Path) -> None:
+    package = _package(tmp_path, **{"torch2.11": "2.11.0+cu130", "torch2.15": "2.15.0+cu132"})
+    found = extension.extensions(package)
+    assert extension.folder_for("2.15.3+cpu", found) == package / "torch2.15"
+    assert extension.folder_for("2.11.0", found) == package / "torch2.11"
+
+
+def test_a_build_of_one_release_is_in_the_package_itself(tmp_path: Path) -> None:
+    found = extension.extensions(_package(tmp_path, here="2.6.0+debian"))
+    assert found == {"2.6": tmp_path}
+
+
+def test_a_release_that_nothing_was_built_for_is_told_which_there_are(tmp_path: Path) -> None:
+    builds = {"torch2.9": "2.9.1", "torch2.15": "2.15.0+cu132", "torch2.11": "2.11.0"}
+    found = extension.extensions(_package(tmp_path, **builds))
     with pytest.raises(ImportError) as caught:
-        _extension.load()
+        extension.folder_for("2.12.1+cu130", found)
     text = str(caught.value)
-    assert "1.99.3+cpu" in text
-    assert torch.__version__ in text
+    assert "built for torch 2.9 and 2.11 and 2.15, but torch 2.12.1+cu130 is installed" in text
+    assert "install torch 2.9 or 2.11 or 2.15, or " in text
     assert "make build" in text or "pip install" in text
 
 
-def test_other_patch_release_of_torch_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    major, minor = torch.__version__.split(".")[:2]
-    _pretend_built_for(monkeypatch, f"{major}.{minor}.99+cu1")
-    _extension.load()
+def test_loading_again_changes_nothing() -> None:
+    before = list(smp.__path__)
+    extension.load()
+    assert smp.__path__ == before and smp._C is _C
 
 
-def test_missing_build_says_how_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "smp._build_info", None)
+def test_missing_build_says_how_to_build(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match="make build|pip install") as caught:
-        _extension.load()
-    package = Path(_extension.__file__).parents[1]
+        extension.folder_for("2.11.0", extension.extensions(tmp_path))
+    package = Path(extension.__file__).parents[1]
     assert f"is missing in {package};" in str(caught.value)
     if (package.parents[1] / "CMakeLists.txt").is_file():
         assert f"`make build` in {package.parents[1]}" in str(caught.value)

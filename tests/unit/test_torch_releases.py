@@ -37,6 +37,10 @@ def test_operators_that_a_release_lacks_are_left_out() -> None:
     assert releases.operators("mm", "_not_of_any_release") == [torch.ops.aten.mm]
 
 
+def test_properties_of_tensors_that_a_release_lacks_are_left_out() -> None:
+    assert releases.getters("shape", "not_of_any_release") == {torch.Tensor.shape.__get__}
+
+
 def test_settings_that_a_module_lacks_are_left_out() -> None:
     module = SimpleNamespace(donated_buffer=True)
     assert releases.known({"donated_buffer": False, "other": 1}, module) == {

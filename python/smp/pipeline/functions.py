@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from smp._torch_releases import getters
 from smp.tensor_parallel import regions
 
 _aten = torch.ops.aten
 
 
-def _getters(*names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names}
-
-
 #: Properties that a handle answers without its data.
 METADATA: frozenset[Any] = frozenset(
-    _getters(
+    getters(
         *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf"),
         *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn"),
         *("is_mps", "is_xpu", "is_xla", "is_ipu", "is_vulkan", "is_maia", "is_sparse_csr"),
@@ -45,7 +42,7 @@ LIKE: frozenset[Any] = frozenset(
 
 #: Functions on the gradient of a handle, whichever rank made it.
 HOOKS: frozenset[Any] = frozenset(
-    {Tensor.register_hook, Tensor.retain_grad, *_getters("grad", "retains_grad")}
+    {Tensor.register_hook, Tensor.retain_grad, *getters("grad", "retains_grad")}
 )
 
 #: Arithmetic that is done at the home of the tensors, by operator.

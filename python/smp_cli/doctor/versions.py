@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -76,7 +77,7 @@ def build() -> Section:
             "this machine has a GPU, but the extension was built without CUDA kernels; rebuild it "
             "where nvcc is installed"
         )
-    if info.HAS_MPI and not loads_mpi:
+    if info.HAS_MPI and not loads_mpi and os.environ.get("SMP_TRANSPORT") == "mpi":
         section.problems.append(
             "SMP_TRANSPORT=mpi cannot be used: the MPI libraries that the extension was built for "
             "do not load; install Open MPI, or leave SMP_TRANSPORT alone"

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
+
 namespace smp {
 namespace {
 
@@ -45,6 +47,37 @@ TEST(TorchReleases, the_handle_of_a_stream_is_taken_where_it_tells_it) {
 TEST(TorchReleases, a_stream_that_tells_no_handle_is_answered_otherwise) {
   EXPECT_FALSE(kTellsHandle<OldStream>);
   EXPECT_EQ(number_by_handle(OldStream{}), kOtherwise);
+}
+
+struct OldNode : std::enable_shared_from_this<OldNode> {};
+
+struct NewNode {
+  int num_owners = 0;
+};
+struct NewOwner {
+  static NewOwner unsafe_steal_from_new(NewNode* made) {
+    made->num_owners = 1;
+    return {made};
+  }
+  static NewOwner reclaim_copy(NewNode* owned) {
+    ++owned->num_owners;
+    return {owned};
+  }
+  NewNode* object;
+};
+
+TEST(TorchReleases, nodes_have_shared_owners_where_those_of_torch_have_them) {
+  const auto first = own_new<std::shared_ptr<OldNode>>(new OldNode());
+  const auto second = owner_of<std::shared_ptr<OldNode>>(*first);
+  EXPECT_EQ(first, second);
+  EXPECT_EQ(first.use_count(), 2);
+}
+
+TEST(TorchReleases, nodes_have_intrusive_owners_where_those_of_torch_do) {
+  NewNode node;
+  EXPECT_EQ(own_new<NewOwner>(&node).object, &node);
+  EXPECT_EQ(owner_of<NewOwner>(node).object, &node);
+  EXPECT_EQ(node.num_owners, 2);
 }
 
 }  // namespace

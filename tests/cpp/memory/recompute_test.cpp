@@ -272,7 +272,7 @@ TEST(Recompute, is_differentiated_once) {
 // torch.autograd.backward). A checkpoint is kept as long as an operator of
 // PyTorch is, and no longer; its parameters are in no circle.
 TEST(Recompute, a_gradient_with_a_graph_keeps_what_one_of_pytorch_keeps) {
-  using Node = torch::autograd::Node;
+  using WeakNode = decltype(torch::autograd::AutogradMeta::grad_accumulator_);
   const at::Tensor input = at::randn({2}).requires_grad_();
   const at::Tensor weight = at::randn({2}).requires_grad_();
   const auto multiply = [&](Tensors inputs) -> Tensors {
@@ -286,11 +286,11 @@ TEST(Recompute, a_gradient_with_a_graph_keeps_what_one_of_pytorch_keeps) {
             .at(0);
     torch::autograd::backward({(result * result).sum()}, {}, has_graph,
                               has_graph);
-    return std::weak_ptr<Node>(result.grad_fn());
+    return WeakNode(result.grad_fn());
   };
   EXPECT_TRUE(differentiate(true, false).expired());
   for (const bool is_recomputed : {false, true}) {
-    const std::weak_ptr<Node> node = differentiate(is_recomputed, true);
+    const WeakNode node = differentiate(is_recomputed, true);
     EXPECT_FALSE(node.expired());
     EXPECT_TRUE(input.grad().requires_grad());
     EXPECT_EQ(weight.grad().requires_grad(), !is_recomputed);

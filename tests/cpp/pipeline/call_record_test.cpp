@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "csrc/autograd/node.h"
 #include "csrc/common/check.h"
 
 namespace smp::pipeline {
@@ -34,7 +35,7 @@ class Holder : public torch::autograd::Node {
 CallRecord of_microbatch(int64_t mb, std::shared_ptr<void> held = nullptr) {
   CallRecord record;
   record.mb = mb;
-  record.outputs = {{std::make_shared<Holder>(std::move(held)), 0}};
+  record.outputs = {{autograd::make_node<Holder>(std::move(held)), 0}};
   return record;
 }
 

@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "csrc/autograd/node.h"
 #include "csrc/common/check.h"
 #include "csrc/pipeline/wire.h"
 #include "tests/cpp/pipeline/server_ranks.h"
@@ -35,7 +36,7 @@ class BrokenNode : public torch::autograd::Node {
 at::Tensor break_backward(const at::Tensor& tensor) {
   at::Tensor broken = tensor.detach();
   torch::autograd::create_gradient_edge(
-      broken, std::make_shared<BrokenNode>(
+      broken, autograd::make_node<BrokenNode>(
                   torch::autograd::collect_next_edges(tensor)));
   return broken;
 }

@@ -14,6 +14,7 @@
 #include <cmath>
 #include <utility>
 
+#include "csrc/autograd/node.h"
 #include "csrc/common/check.h"
 
 namespace smp::pipeline {
@@ -202,7 +203,7 @@ at::Tensor Rank::leave(const at::Tensor& tensor) {
   at::Tensor left = tensor.detach();
   if (tensor.requires_grad() && at::GradMode::is_enabled()) {
     torch::autograd::create_gradient_edge(
-        left, std::make_shared<LeaveNode>(
+        left, autograd::make_node<LeaveNode>(
                   *server, torch::autograd::collect_next_edges(tensor)));
   }
   return left;

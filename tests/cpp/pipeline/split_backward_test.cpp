@@ -203,7 +203,7 @@ TEST(SplitBackward, calls_of_other_ranks_stay_whole) {
     at::Tensor away = h.detach();
     torch::autograd::create_gradient_edge(
         away,
-        std::make_shared<Foreign>(torch::autograd::collect_next_edges(h)));
+        autograd::make_node<Foreign>(torch::autograd::collect_next_edges(h)));
     return away;
   });
 }
