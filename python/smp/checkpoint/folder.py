@@ -5,6 +5,7 @@ Names that lie beside it meanwhile are those of ``left_over``; the first rank ow
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -25,7 +26,7 @@ NEWEST = "newest"
 PARTIAL_SUFFIX = "_partial"
 
 _MOST_NAME_BYTES = 4096
-_PART = re.compile(r"(part|failed)_(\d+)\.json\Z")
+_PART = re.compile(r"(part|failed|left)_(\d+)\.json\Z")
 
 
 class Generation:
@@ -92,6 +93,16 @@ class Generation:
     def part_failed(self, rank: int, reason: str) -> None:
         """Records that ``rank`` cannot write its files; read by :meth:`failures`."""
         self._say(f"failed_{rank}.json", {"reason": reason})
+
+    def leave(self, rank: int) -> None:
+        """Records that ``rank`` knows of a failure and writes no more."""
+        with contextlib.suppress(OSError):  # the folder is gone, or the disk is full
+            self._say(f"left_{rank}.json", {})
+
+    def left(self) -> set[int]:
+        """Returns the ranks that write no more because they or others have failed."""
+        found = map(_PART.match, os.listdir(self.folder))
+        return {int(match[2]) for match in found if match and match[1] != "part"}
 
     def parts(self, ranks: Iterable[int]) -> list[dict[str, Any]] | None:
         """Returns what these ranks gave to :meth:`part_done`; None if some have not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ WHAT = "smp.save_checkpoint"
 PARTITION_FILE = "partition.txt"
 USER_CONTENT_FILE = "user_content.pt"
 _POLL_S = 0.01
+_LEAVE_S = 60.0
 
 
 class _OthersFailed(RuntimeError):
@@ -213,18 +215,33 @@ class PartialSave:
             self._write(progress)
             self._commit()
         except _OthersFailed:
+            self._let_others_leave()
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            writing.part_failed(number, reason)
+            with contextlib.suppress(OSError):  # the disk may be full
+                writing.part_failed(number, reason)
             if self._node.leads:
-                self._parts.publish_failures()
+                self._parts.publish({number: reason})
+                self._let_others_leave()
             raise RuntimeError(f"global_rank {number}: {reason}") from error
         if not self._node.leads:
             self._wait_for(writing.is_over)
             if not writing.committed():
                 raise RuntimeError("the first rank has failed; its error has the reason")
         self._send()
+
+    def _let_others_leave(self) -> None:
+        """Waits until the others in the folder of this first rank know why it will be deleted.
+
+        A rank that still writes comes to know it afterwards.
+        """
+        others = set(self._node.ranks) - {self._number}
+        deadline, board = time.monotonic() + _LEAVE_S, self._board
+        while self._node.leads and not others <= self._writing.left():
+            if time.monotonic() > deadline or (board is not None and board.fault_text()):
+                return
+            time.sleep(_POLL_S)
 
     def _wait_for(self, happened: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.rank.timeout_s
@@ -233,6 +250,7 @@ class PartialSave:
             if self._node.leads:
                 self._parts.publish_failures()
             for rank, reason in self._writing.failures().items():
+                self._writing.leave(self._number)
                 raise _OthersFailed(f"global_rank {rank}: {reason}")
             fault = None if board is None else board.fault_text()
             if fault is not None:
