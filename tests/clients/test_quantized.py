@@ -14,6 +14,7 @@ import torch
 
 from tests.clients import quantized_training as training
 from tests.dist.pool import Pool
+from tests.reference.tolerances import MIXED_TOLERANCE, assert_close
 
 for package in ("peft", "bitsandbytes"):
     pytest.importorskip(package, reason=f"{package} is not installed")
@@ -44,9 +45,9 @@ def assert_equal_training(
         grads |= result["grads"]
     assert all(grad.abs().max() > 0 for grad in expected["grads"].values())
     if has_all_grads:
-        assert grads.keys() == expected["grads"].keys()
-        for name, grad in expected["grads"].items():
-            torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6)
+        # In int8 a rounding of float32 may change the code of an activation.
+        limit = MIXED_TOLERANCE[torch.float32].grads
+        assert_close(grads, expected["grads"], torch.float32, "gradients", limit)
     assert expected["values"]
     for name, value in expected["values"].items():
         torch.testing.assert_close(results[0]["values"][name], value, rtol=1e-4, atol=1e-5)

@@ -14,7 +14,7 @@ from smp.world.spares import Newcomer, Place, Spares
 from tests.patience import wait_until
 
 HELLO = Hello(4, "node", "machine", "cpu", 0, {"microbatches": 2})
-PLACE = Place(0, 0, [0, 1, 2, 3], [HELLO] * 4)
+PLACE = Place(0, 0, [0, 1, 2, 3], [HELLO] * 4, [])
 
 
 @pytest.fixture(name="store")
