@@ -64,7 +64,7 @@ build() {
 from pathlib import Path
 from auditwheel.tools import dir2zip
 from auditwheel.wheeltools import rewrite_record
-content = Path(sys.argv[1])
+content = Path(sys.argv[1]).resolve()
 rewrite_record(content)
 dir2zip(content, Path(sys.argv[2]), 6, None)' "$work/content" "$work/$name"
   # smp_C.so is the extension itself, as the MPI adapter calls it.
