@@ -99,7 +99,7 @@ check() {
   for release in "${releases[@]}"; do
     rm -rf "$venv"
     "$python" -m venv "$venv"
-    pip "$venv/bin/python" --quiet install --no-compile "torch==$release.*" "$wheel[transformers]"
+    pip "$venv/bin/python" --quiet install --no-compile "torch==$release.*" "${wheel}[transformers]"
     PATH="$venv/bin:$PATH" "$venv/bin/python" scripts/quickstart.py
   done
   said=$("$venv/bin/python" -c '

@@ -238,10 +238,11 @@ class PartialSave:
         """
         others = set(self._node.ranks) - {self._number}
         deadline, board = time.monotonic() + _LEAVE_S, self._board
-        while self._node.leads and not others <= self._writing.left():
-            if time.monotonic() > deadline or (board is not None and board.fault_text()):
-                return
-            time.sleep(_POLL_S)
+        with contextlib.suppress(FileNotFoundError):  # the failure came after the renaming
+            while self._node.leads and not others <= self._writing.left():
+                if time.monotonic() > deadline or (board is not None and board.fault_text()):
+                    return
+                time.sleep(_POLL_S)
 
     def _wait_for(self, happened: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.rank.timeout_s
