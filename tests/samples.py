@@ -8,9 +8,9 @@ with ``sample`` alone divides its work by itself and runs in both. A test withou
 `some`, or in `others` with ``sample(keep=0)``: it takes long, and quicker tests show its claim.
 
 ``SMP_SHARE=k/n`` keeps the k-th of n shares of the `others`, and n runs with all k keep everything.
-CI takes another third with each commit.
+CI takes another sixth with each commit.
 
-A file in tests/dist is about one claim, which its first tests show, and its tests start processes:
+A file in tests/dist is about one claim, which its first test shows, and its tests start processes:
 `some` runs the first NUM_OF_A_FILE of those that are left, and those with ``sample(keep=n)``.
 """
 
@@ -30,7 +30,7 @@ from tests.dist.grid.covering import Row, covering_sample
 T = TypeVar("T", bound=Hashable)
 
 GRID_SEED = int(os.environ.get("SMP_GRID_SEED", "1"))
-NUM_OF_A_FILE = 2
+NUM_OF_A_FILE = 1
 RUNS_GRID = os.environ.get("SMP_GRID") == "all"
 SAMPLES = "all" if RUNS_GRID else os.environ.get("SMP_SAMPLES", "some")
 if SAMPLES not in ("some", "others", "all"):

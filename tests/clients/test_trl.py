@@ -269,6 +269,7 @@ def test_sft_counts_completions(pool: Pool, tmp_path: Path) -> None:
     check_layouts(pool, tmp_path, Job("", options={"max_length": 32}), BOTH)
 
 
+@pytest.mark.sample(keep=0)
 def test_dpo_compares_with_a_second_model(pool: Pool, tmp_path: Path) -> None:
     check_layouts(pool, tmp_path, Job("", method="dpo"), BOTH)
 

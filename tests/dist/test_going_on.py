@@ -135,7 +135,7 @@ PLACES = (
 )  # fmt: skip
 
 
-@pytest.mark.sample(keep=3)
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize(
     ("place", "victim"), [(place, (number * 3 + 3) % 4) for number, place in enumerate(PLACES)]
 )

@@ -198,7 +198,7 @@ def check_resumed(pool: Pool, folder: Path, pairs: list[tuple[Job, Job]], way: s
             assert difference < 1e-10, (str(target), str(source), difference)
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("way", ["folder", "state"])
 def test_state_moves_between_layouts_and_rules(pool: Pool, tmp_path: Path, way: str) -> None:
     check_resumed(pool, tmp_path, moves(), way)

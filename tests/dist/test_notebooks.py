@@ -116,6 +116,7 @@ def pids_in(text: str, how: str) -> dict[int, int]:
     return {int(rank): int(pid) for rank, pid in re.findall(rf"{how} (\d) (\d+)", text)}
 
 
+@pytest.mark.sample(keep=0)
 def test_a_kernel_is_rank_0_and_outlives_its_ranks(tmp_path: Path) -> None:
     from tests.harness import Layers, samples_of
 

@@ -160,7 +160,7 @@ def check(layout: Layout, pool: Pool, late_pool: Pool, folder: Path) -> None:
     assert_equal(layout, *trained)
 
 
-@pytest.mark.sample(keep=3)
+@pytest.mark.sample(keep=2)
 @pytest.mark.parametrize("name", FIRST)
 def test_training_has_the_bits_of_the_cpu(
     name: str, pool: Pool, late_pool: Pool, tmp_path: Path

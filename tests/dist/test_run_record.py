@@ -58,6 +58,7 @@ def run(folder: Path, world_size: int, *arguments: str, **env: str) -> tuple[int
     return done.returncode, *found
 
 
+@pytest.mark.sample(keep=0)
 @pytest.mark.waits
 def test_a_job_that_is_started_again_has_one_name(tmp_path: Path) -> None:
     config = json.dumps({"pipeline_parallel_degree": 2, "microbatches": 2})

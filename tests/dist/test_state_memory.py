@@ -33,7 +33,7 @@ LIVE_TOLERANCE = 0.05
 RESIDENT_TOLERANCE, RESIDENT_SLACK = 0.15, 64 * 2**20
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_of_a_rank_are_those_of_the_table(pool: Pool, name: str, tmp_path: Path) -> None:
     config, num_ranks, per_parameter = CASES[name]

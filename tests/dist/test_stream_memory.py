@@ -19,7 +19,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("config", LAYOUTS, ids=lambda config: next(iter(config)))
 def test_no_rank_holds_more_than_a_tensor(
     metered_pool: Pool, tmp_path: Path, config: dict[str, Any]

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.sample(keep=1)
+@pytest.mark.sample(keep=0)
 @pytest.mark.parametrize("kills", [True, False], ids=["killed", "cut_off"])
 @pytest.mark.parametrize(("host", "transport"), [(0, TRANSPORTS[1]), (1, TRANSPORTS[0])])
 def test_the_ranks_of_the_other_host_go_on(

@@ -274,6 +274,7 @@ def test_heads_without_logits_keep_no_logits(
     assert temporary[0] >= logits_bytes and temporary[1] <= 2 * MIN_CHUNK_BYTES
 
 
+@pytest.mark.sample(keep=0)
 def test_plans_without_logits_have_the_key(capsys: pytest.CaptureFixture[str]) -> None:
     peaks = []
     for words in ([], ["--without-logits"]):
