@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,6 +176,26 @@ def train(rank: int, run: HalfRun, kind: str = "") -> RankRecord:
     record.masters, record.params = marked(model, "masters"), marked(model, "params")
     record.dtypes = {p.dtype for p in model.parameters()} | {output.outputs[0].dtype}
     return record
+
+
+def poison_backward(model: Any, poison: Callable[[Tensor], Tensor]) -> None:
+    """Changes terms of gradients on this rank alone, before replicas add them up."""
+    import smp
+    from smp.tensor_parallel.sharding import interval_of
+
+    first, *others = model.local_parameters()
+    cut = next((p for p in (first, *others) if interval_of(p) is not None), None)
+    if smp.dp_size() == 1 or cut is not None:
+        (first if cut is None else cut).register_hook(poison)
+        return
+    owner = next(
+        module for module in model.modules() if first in set(module.parameters(recurse=False))
+    )
+
+    def change(_: nn.Module, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(None if grad is None else poison(grad) for grad in grads)
+
+    owner.register_full_backward_pre_hook(change)
 
 
 def marked(model: Any, what: str) -> dict[str, Any]:

@@ -280,7 +280,7 @@ ARGUMENTS = {"init_scale": 64.0, "scale_window": 2, "delayed_shift": 2}
 def scale_loss(rank: int, run: HalfRun, kind: str) -> dict[str, Any]:
     """Puts infinities into gradients of one rank, a different one each time."""
     import smp
-    from tests.dist.half_training import batch_of, init_half
+    from tests.dist.half_training import batch_of, init_half, poison_backward
 
     init_half(run)
     model, optimizer, train_step = make(
@@ -296,7 +296,7 @@ def scale_loss(rank: int, run: HalfRun, kind: str) -> dict[str, Any]:
 
     train_step(batch_of(run, smp.rdp_rank(), 0))  # partitions
     optimizer.zero_grad()
-    next(iter(model.local_parameters())).register_hook(poison)
+    poison_backward(model, poison)
     for step, letter in enumerate(HISTORY):
         victim[0] = letter == "x" and step % smp.size() == smp.rank()
         losses = train_step(batch_of(run, smp.rdp_rank(), step))
@@ -353,7 +353,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Pool, run: HalfRun,
 def count_reads(rank: int, run: HalfRun, kind: str) -> dict[str, int]:
     """Numbers that the host reads in whole training steps, one of which overflows."""
     import smp
-    from tests.dist.half_training import batch_of, init_half
+    from tests.dist.half_training import batch_of, init_half, poison_backward
     from tests.reference.host_reads import count_host_reads
 
     init_half(run)
@@ -375,7 +375,7 @@ def count_reads(rank: int, run: HalfRun, kind: str) -> dict[str, int]:
         return reads if run.is_split else forward_reads + reads
 
     step(0)
-    next(iter(model.local_parameters())).register_hook(poison)
+    poison_backward(model, poison)
     seen = step(1)
     overflows[0] = smp.rank() == 1
     seen += step(2)

@@ -19,6 +19,7 @@ from tests.dist.half_training import (
     joined,
     make,
     marked,
+    poison_backward,
     same,
 )
 from tests.dist.pool import Pool
@@ -271,8 +272,7 @@ def autocast(rank: int, pp: int, optimizer_args: dict[str, Any]) -> list[tuple[f
     seen = []
     train_step(make_batch("chain", torch.float32, smp.dp_rank(), 0))
     optimizer.zero_grad()
-    parameter = next(iter(model.local_parameters()))
-    parameter.register_hook(lambda grad: grad * float("inf") if poisoned[0] else grad)
+    poison_backward(model, lambda grad: grad * float("inf") if poisoned[0] else grad)
     for step in range(5):
         poisoned[0] = smp.rank() == 1 and step == 2
         train_step(make_batch("chain", torch.float32, smp.dp_rank(), step))

@@ -10,6 +10,7 @@ import smp._C as _C
 from smp import data_parallel
 from smp.model.backward_updates import BackwardUpdates
 from smp.model.laid_out import LaidOutParameters
+from smp.model.parameter_hooks import ParameterHooks
 from smp.precision.holdings import master_of
 from smp.storage.choose import lockstep_of
 from smp.storage.protocol import Storage
@@ -29,6 +30,8 @@ class GradientReduction:
     Attributes:
         reducers: one per group of ranks, once the parameters are placed.
         trainable_bytes: bytes of trainable parameters on this rank; equal in other replicas.
+        script_hooks: hooks of the script on the parameters.
+        all_have_hooks: whether all replicas have as many of them.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class GradientReduction:
         self.trainable_bytes = 0
         self._past_reductions = 0  # counted by reducers that were replaced
         self._laid_out = LaidOutParameters()
+        self.script_hooks = ParameterHooks(rank)
         self._hook: data_parallel.CommHook | None = None
+        self.all_have_hooks = True
         self._has_begun = False  # whether a training step has begun
         if rank.config.update_in_backward:
             self.updates = self._updates_in_backward()
@@ -88,6 +93,8 @@ class GradientReduction:
         trainable = [(name, p) for name, p in local if p.requires_grad]
         self.trainable_bytes = sum(p.numel() * p.element_size() for _, p in trainable)
         self._laid_out = LaidOutParameters(local)
+        obstacle = self._obstacle_to_hooks(storage)
+        self.script_hooks = ParameterHooks(self._rank, trainable, obstacle)
         self._past_reductions = self.num_reductions
         self.reducers = []  # the former reducers drop their references to the parameters
         self.reducers = data_parallel.make_reducers(
@@ -105,6 +112,16 @@ class GradientReduction:
         )
         if self.updates is not None:
             self.updates.lay_out(trainable)
+
+    def _obstacle_to_hooks(self, storage: Storage) -> str:
+        reasons = {
+            "each rank updates pieces": storage.sharding("dp_cp") is not None,
+            "update_in_backward applies gradients in the backward": self.updates is not None,
+            "backward_passes_per_step adds up gradients before they are reduced": (
+                self._passes_per_reduction > 1
+            ),
+        }
+        return next((reason for reason, is_so in reasons.items() if is_so), "")
 
     @property
     def overlaps(self) -> bool:
@@ -192,6 +209,8 @@ class GradientReduction:
         # Two reducers have no common order on two replicas before the end of a step; on a device
         # their sums would wait for each other. There only the last one overlaps: it has the split
         # layers, which are most of a model.
+        if self.script_hooks.found != []:
+            self.script_hooks.begin_step(num_microbatches, self.all_have_hooks)
         for reducer in self.reducers:
             is_last = reducer is self.reducers[-1]
             overlaps = may_overlap and (is_last or not self._rank.comms.run_ahead)
@@ -200,10 +219,13 @@ class GradientReduction:
 
     def shadow_step(self) -> None:
         """Takes part in a step of other replicas with nothing to add. Collective over them."""
+        self.script_hooks.look(1)
+        self.script_hooks.begin_step(1)
         for reducer in self.reducers:
             reducer.begin_step(1, are_shares=True)
         for reducer in reversed(self.reducers):
             reducer.end_step()
+        self.script_hooks.end_step()
 
     def microbatch_done(self, mb: int) -> None:
         """Notes that a microbatch has all its gradients; a server does this by itself."""
@@ -218,6 +240,8 @@ class GradientReduction:
             reducer.end_step()
         if self.updates is not None:
             self.updates.end_step()
+        if self.script_hooks.taken:
+            self.script_hooks.end_step()
 
     def abandon_step(self) -> None:
         """Abandons a step that has failed; its gradients are lost. Not collective."""
@@ -227,6 +251,7 @@ class GradientReduction:
                 reducer.cancel_step()
         if self.updates is not None:
             self.updates.abandon_step()
+        self.script_hooks.abandon_step()
 
     def close(self) -> None:
         """Drops the references to the parameters."""

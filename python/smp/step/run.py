@@ -46,6 +46,7 @@ class StepRun:
         self._trains = trains
         self._seed = 0
         self._batch: SameBatch | None = None
+        self._compares_hooks = False  # on gradients, which all replicas have then
 
     def begin(
         self,
@@ -82,8 +83,17 @@ class StepRun:
             num_microbatches, words = self._hub.server.begin_step(self._name, num_microbatches, own)
             if agreement is not None and words != own:
                 agreement.compare_pipeline(words)
+        num_hooks = 0
+        if trains:
+            for engine in self._engines:
+                num_hooks += engine.gradients.script_hooks.look(num_microbatches)
         if rank.comms.dp_cp_host is not None:
-            self._agree(rank.comms.dp_cp_host, num_microbatches, agreement, weights)
+            all_have = self._agree(
+                rank.comms.dp_cp_host, num_microbatches, agreement, weights, num_hooks
+            )
+            self._compares_hooks = all_have and num_hooks > 0
+            for engine in self._engines if num_hooks else ():
+                engine.gradients.all_have_hooks = all_have
         if len(self._engines) > 1:  # two might reduce in different orders on different replicas
             self._put_first_that_overlaps()
         for see in self._current.observers.begin_step:
@@ -130,10 +140,14 @@ class StepRun:
         num_microbatches: int,
         agreement: Agreement | None,
         weights: BatchWeights | None,
-    ) -> None:
+        num_hooks: int,
+    ) -> bool:
         """Keeps the models that all replicas have; garbage is collected at any time.
 
         Weights are exchanged in the same message, if there is one. Collective.
+
+        Returns:
+            whether all replicas are known to have as many hooks on gradients.
         """
         current = self._current
         several = self._trains and current.wrapped.num_wrapped > 1
@@ -144,7 +158,7 @@ class StepRun:
         joins = any(engine.uneven is not None for engine in self._engines)
         compares = agreement is not None and not joins
         if not (several or ordered or (compares and self._trains)):
-            return
+            return False
         here = {engine.idx for engine in self._engines}
         missing = [int(idx not in here) for idx in range(current.wrapped.num_wrapped)]
         sums = [] if weights is None else weights.own_sums()
@@ -155,6 +169,8 @@ class StepRun:
                 *sums,
                 num_microbatches,
                 -num_microbatches,
+                num_hooks,
+                -num_hooks,
                 *(agreement.digests() if agreement is not None and compares else (0, 0)),
                 *missing,
             ],
@@ -165,7 +181,7 @@ class StepRun:
             weights.take_sums([sum(column) for column in columns[: len(sums)]])
         maxima = [int(max(column)) for column in columns[len(sums) :]]
         if agreement is not None:
-            agreement.compare_replicas(maxima[2:4])
+            agreement.compare_replicas(maxima[4:6])
         if ordered and maxima[0] != -maxima[1]:
             raise ValueError(
                 f"{_C.rank_prefix()}step '{self._name}' has {num_microbatches} microbatches here "
@@ -173,7 +189,8 @@ class StepRun:
                 f"{lockstep.key if shares and lockstep else 'deterministic_server'} they follow "
                 "one order: give them batches that make the same number of microbatches"
             )
-        self._engines = [engine for engine in self._engines if not maxima[4 + engine.idx]]
+        self._engines = [engine for engine in self._engines if not maxima[6 + engine.idx]]
+        return maxima[2] == -maxima[3]
 
     def run(self, num_microbatches: int, body: Callable[[int], None]) -> None:
         """Runs the bodies; random numbers depend on (seed, batch, step, microbatch) alone.
@@ -264,17 +281,41 @@ class StepRun:
 
         Raises:
             ValueError: ranks that are to have one batch had others on their devices.
+            RuntimeError: hooks of the script on gradients have other results on other replicas.
         """
         if self._batch is not None:
             self._batch.compare_late()
         for engine in self._engines:
             engine.end_step(self._trains)
+        if self._compares_hooks:
+            self._compare_hooks()
         for see in self._current.observers.end_step:
             see()
         if self._trains and self._engines and not self._current.steps.has_trained:
             self._current.steps.has_trained = True
             self._warn_of_idle_offload()
         self._let_go()
+
+    def _compare_hooks(self) -> None:
+        """Compares gradients that hooks of the script may have changed. Collective over replicas.
+
+        Raises:
+            RuntimeError: on all ranks, if they differ.
+        """
+        rank = self._current.rank
+        assert rank.comms.dp_cp_host is not None
+        own = [engine.gradients.script_hooks.digest for engine in self._engines]
+        told = data_parallel.gather_numbers(
+            rank, rank.comms.dp_cp_host, own, "gradients after hooks"
+        )
+        others = [peer for peer, row in zip(rank.groups["dp_cp"], told, strict=True) if row != own]
+        if len({tuple(row) for row in told}) > 1:
+            raise RuntimeError(
+                f"{_C.rank_prefix()}step '{self._name}': hooks on gradients of parameters have "
+                f"other results on ranks {others} than here. They run on each replica with the "
+                "gradient of the whole batch, so they must not depend on the rank: weigh losses "
+                "instead of gradients (@smp.step(weight=...)), and draw equal random numbers"
+            )
 
     def _warn_of_idle_offload(self) -> None:
         """Warns if no module is checkpointed. Collective over the MP group."""
