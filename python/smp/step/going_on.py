@@ -73,8 +73,8 @@ def on_resize(callback: Callable[[Resized], None]) -> None:
 
     Ranks and sizes (`smp.dp_rank`, `smp.dp_size`) have their new values then. The callback runs on
     the thread of the script inside of the call of a step function, which is run afterwards (again,
-    after a failure) with its arguments; there the script lays out its sampler again, for batches after this one.
-    All callbacks of all ranks run, in the order in which they were given.
+    after a failure) with its arguments; there the script lays out its sampler again, for batches
+    after this one. All callbacks of all ranks run, in the order in which they were given.
 
     Args:
         callback: receives a `Resized`.
@@ -313,7 +313,7 @@ class _Start:
 
     @property
     def obstacle(self) -> str | None:
-        """Reason why the state at the beginning cannot be restored or given; None: there is none."""
+        """Reason why the state at the beginning cannot be restored or given; None: it can."""
         if not self._has_run or self._current.wrapped.partitioned != self._partitioned:
             return (
                 "it is the first call of this function, in which models are laid out on their "

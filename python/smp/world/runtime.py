@@ -235,9 +235,7 @@ class Runtime:
         place = newcomer.place
         assert place is not None
         secret = share_secret(store, newcomer.number, given)  # the number is no rank's
-        self._met = Members(
-            store, place.hellos, own_host, secret, place.launched, place.generation
-        )
+        self._met = Members(store, place.hellos, own_host, secret, place.launched, place.generation)
         self.launched, self.rank.keepers = place.launched, place.keepers
         self.newcomer = newcomer
         self.rank.stand_apart()

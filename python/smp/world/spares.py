@@ -81,9 +81,7 @@ class Waiting:
         """Returns the processes that have begun to wait and have neither a place nor ended."""
         while self._has(f"entered/{len(self._entered)}"):
             self._entered.append(int(self._keys.get(f"entered/{len(self._entered)}")))
-        return [
-            n for n in self._entered if not (self._has(f"take/{n}") or self._has(f"gone/{n}"))
-        ]
+        return [n for n in self._entered if not (self._has(f"take/{n}") or self._has(f"gone/{n}"))]
 
     def ask(self, token: str) -> None:
         """Asks all for an answer.
