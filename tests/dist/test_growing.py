@@ -252,8 +252,9 @@ def test_a_spare_takes_a_place_and_later_ones_wait_for_the_next(pool: Pool, tmp_
     deaths = ["--die=3:backward:2", "--die=1:forward:5"]
     ended = Launcher(pool, PP2, *deaths, spares=1).end()
     resizes = check_as_resumed(pool, tmp_path, PP2, ended)
-    assert resizes[0]["newcomers"] == [4] and sizes(resizes)[-1][1] == 2, words(ended)
-    assert len(resizes) > 1
+    # The first replacement may be there as soon as the spare.
+    assert resizes[0]["newcomers"] in ([4], [5]) and len(resizes) > 1, words(ended)
+    assert sizes(resizes)[0] == [2, 2] and sizes(resizes)[-1][1] == 2, words(ended)
 
 
 def test_a_save_in_the_background_goes_on_while_processes_join(pool: Pool, tmp_path: Path) -> None:

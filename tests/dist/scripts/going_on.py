@@ -128,8 +128,11 @@ class Layer(nn.Module):
 
 
 class Job:
+    present: Job
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.step = args, 0
+        Job.present = self  # also while it takes a place
         self.place, self.fatal_step = "", -1
         number = int(os.environ.get("SMP_RANK", smp.rank()))  # of a process that waits: no rank
         for text in args.die:
@@ -297,13 +300,13 @@ class Job:
         return found.hexdigest()
 
 
-def die_around(method: str, owner: type, job: Job, before: str, after: str) -> None:
+def die_around(method: str, owner: type, before: str, after: str) -> None:
     own = getattr(owner, method)
 
     def around(self: Any, *args: Any, **options: Any) -> Any:
-        job.at(before)
+        Job.present.at(before)
         result = own(self, *args, **options)
-        job.at(after)
+        Job.present.at(after)
         return result
 
     setattr(owner, method, around)
@@ -312,12 +315,12 @@ def die_around(method: str, owner: type, job: Job, before: str, after: str) -> N
 def main() -> None:
     args = parse()
     smp.init({"microbatches": 2, "auto_partition": False, "ddp": True, **args.config})
+    die_around("end_step", GradientReduction, "sum", "summed")
+    die_around("confirm", Survivors, "confirm", "confirmed")
+    die_around("connect", Connections, "connect", "connected")
+    die_around("join_groups", Engine, "join", "joined")
     job = Job(args)
     signal.signal(signal.SIGUSR1, raise_anywhere)
-    die_around("end_step", GradientReduction, job, "sum", "summed")
-    die_around("confirm", Survivors, job, "confirm", "confirmed")
-    die_around("connect", Connections, job, "connect", "connected")
-    die_around("join_groups", Engine, job, "join", "joined")
     job.run()
     result = {
         "step": job.step,
