@@ -4,11 +4,10 @@
     python benchmarks/spares.py --repeats 20
 
 `stall` is the time from the death of a rank to the end of the step that is run again, by part: the
-process that waits builds its model in "agree", and gets its state in "models". `growing` is the time
-for which ranks stop until a replica more takes part. `waiting` is the CPU
-time of a process that waits, per second. `overhead` is the ratio of steps with `redundancy=1` to
-steps of a job that ends with any of its ranks, which take turns in one job of pp 2; the copies have
-`copy_bytes`.
+process that waits builds its model in "agree", and gets its state in "models". `growing` is the
+time for which ranks stop until a replica more takes part. `waiting` is the CPU time of a process
+that waits, per second. `overhead` is the ratio of steps with `redundancy=1` to steps of a job that
+ends with any of its ranks, which take turns in one job of pp 2; the copies have `copy_bytes`.
 """
 
 from __future__ import annotations

@@ -211,8 +211,9 @@ class Job:
 
     def find_end(self) -> None:
         """Finds the last step, which is equal on all ranks, from the ranks that there are now."""
-        is_full = smp.size() >= self.args.until
-        self.end = max(self.args.steps, self.step + 3) if is_full else None
+        if self.args.until:
+            is_full = smp.size() >= self.args.until
+            self.end = max(self.args.steps, self.step + 3) if is_full else None
 
     @property
     def replica(self) -> int:
