@@ -49,7 +49,7 @@ def stall(pool: Pool, place: str, victim: int) -> dict[str, float]:
 
 
 def growing(pool: Pool) -> dict[str, float]:
-    """Returns the seconds of each part while a replica of pp 2 joins one that has trained alone.
+    """Returns the seconds of each part while a replica of pp 2 joins another one.
 
     The two processes start when a rank has died. The time begins when the other ranks stop at the
     beginning of a step, and ends with this step; the slowest one counts.

@@ -65,7 +65,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Limits:
-    """How often a job is started again, in whole or in part, and how long it may take to end."""
+    """Limits to starting a job again, in whole or in part, and to the time in which it ends."""
 
     max_restarts: int
     """Failures after which all ranks are started again."""

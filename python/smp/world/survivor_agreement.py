@@ -62,7 +62,7 @@ class Finished:
 
 
 class TimeToGrow(Exception):
-    """All ranks stop before the step that begins, and let further ones in."""
+    """Stops all ranks before the step that begins, so that they let further ones in."""
 
 
 class Dismissed(Exception):
