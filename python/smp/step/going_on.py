@@ -31,6 +31,8 @@ _log = logging.getLogger("smp")
 _T = TypeVar("_T")
 # Times that ranks try to connect although none of them is lost.
 _MOST_TRIES = 3
+# Time for the goodbyes of all ranks before they connect with further ones.
+_GOODBYE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,10 @@ class Resized:
         """The change in words, for the log."""
         parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
         sizes = f"dp_size {self.dp_size_before} -> {self.dp_size} ({parts})"
-        if not self.lost:
+        if not self.lost and self.newcomers:
             return f"{self.reason}; the processes {self.newcomers} have joined: {sizes}"
+        if not self.lost:
+            return f"{self.reason}; the ranks go on without those that were to join: {sizes}"
         return (
             f"{self.reason}; the ranks {self.lost} are lost, "
             + (f"{self.newcomers} take their places, " if self.newcomers else "")
@@ -150,7 +154,7 @@ def _run_until_done(
                 return done[0]
             start.refuse_lost(name, error)
             if not survivors.has_failure and current.rank.connections is not None:
-                current.rank.connections.leave()  # else others would report this rank as dead
+                current.rank.connections.leave(_GOODBYE_S)  # else others would take it for dead
             _go_on(current, decision, noticed_s, start)
             start.restore()
     return call()

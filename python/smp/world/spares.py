@@ -73,15 +73,19 @@ class Waiting:
 
     def __init__(self, store: dist.Store, expected: range) -> None:
         self.store, self._keys = store, _open(store)
-        self._expected = expected
-        self._entered: list[int] = []
+        self._absent = set(expected)
+        self._num_entered, self._open = 0, list[int]()
         self._seen: dict[int, tuple[bytes, float]] = {}
 
     def free(self) -> list[int]:
         """Returns the processes that have begun to wait and have neither a place nor ended."""
-        while self._has(f"entered/{len(self._entered)}"):
-            self._entered.append(int(self._keys.get(f"entered/{len(self._entered)}")))
-        return [n for n in self._entered if not (self._has(f"take/{n}") or self._has(f"gone/{n}"))]
+        while self._has(f"entered/{self._num_entered}"):
+            self._open.append(int(self._keys.get(f"entered/{self._num_entered}")))
+            self._absent.discard(self._open[-1])
+            self._num_entered += 1
+        used = [n for n in self._open if self._has(f"take/{n}") or self._has(f"gone/{n}")]
+        self._open = [number for number in self._open if number not in used]
+        return list(self._open)
 
     def ask(self, token: str) -> None:
         """Asks all for an answer.
@@ -111,7 +115,7 @@ class Waiting:
             else:
                 self._keys.set(f"gone/{number}", "")  # the next question does not wait for it
         if waited_s < _START_S:
-            may_come |= not set(self._expected) <= set(self._entered)
+            may_come |= bool(self._absent)
         return None if may_come and len(found) < num_wanted else found
 
     def offer(self, number: int, place: Place) -> bool:

@@ -93,23 +93,37 @@ class Survivors:
             board.release()
         if self._rank.may_grow:  # first, as all ranks take the work for the same
             with self._lock:
-                self._look_at_growth(can_grow)
+                is_for_growing = self._look_at_growth(can_grow)
+            if is_for_growing:
+                self._await_all()
+                raise TimeToGrow("further ranks can join")
         if board is not None:
             board.raise_if_faulted()
 
-    def _look_at_growth(self, can_grow: Callable[[], bool]) -> None:
-        """Plans to grow if processes are ready; raises if this work is for that."""
+    def _look_at_growth(self, can_grow: Callable[[], bool]) -> bool:
+        """Returns whether this work is for growing; plans that if processes are ready."""
         larger = None if self._recruits is None else self._recruits.decision
         if self._agreement.is_for_growing(self.num_done):
             if not can_grow() or larger is not self._planned:  # a newcomer has gone meanwhile
                 self._agreement.refuse_growth(self.num_done)
-            raise TimeToGrow("further ranks can join")
+            return True
         if larger is not None and self.num_done >= self._next_plan:
             self._agreement.plan_growth(self.num_done, larger)
             self._planned = larger
             # Gradients may be unused at each second beginning of a step, or at each tenth.
             self._num_refused = min(self._num_refused + 1, _MOST_PAUSES)
             self._next_plan = self.num_done + 1 + self._dice.randint(1, self._num_refused)
+        return False
+
+    def _await_all(self) -> None:
+        """Waits for all ranks to come to a work for growing, unless one fails that is replaced."""
+        if self._rank.comms.everyone is None:
+            return
+        try:
+            self._rank.comms.everyone.barrier().wait(self._rank.timeout_s)
+        except RuntimeError as error:
+            if not (self.can_go_on and self.is_cause_of(error)):
+                raise
 
     def confirm(self) -> None:
         """Ends a work when all ranks have. Collective.
@@ -171,10 +185,9 @@ class Survivors:
             fault = self._known_fault()
             reason = str(error).split("\n")[0] if fault is None else fault[2]
             is_calm = fault is None and isinstance(error, TimeToGrow)
-            lost = self._lost()
             try:
                 with self._lock:
-                    outcome = self._agreement.look(lost, reason, time.monotonic(), is_calm)
+                    outcome = self._agreement.look(self._lost(), reason, time.monotonic(), is_calm)
             except NoReplicaIsWhole as none:
                 if self._rank.board is not None and self._rank.sizes["rdp"] == 1:
                     self._rank.board.raise_if_faulted()  # there was only one
@@ -184,11 +197,6 @@ class Survivors:
                 ) from error
             if outcome is not None:
                 return None if isinstance(outcome, Finished) else outcome
-            if is_calm and lost:  # ranks that have the outcome leave as well
-                raise RuntimeError(
-                    f"{_C.rank_prefix()}the ranks {sorted(lost)} have left (their scripts have "
-                    "finished) while others begin a step; give all ranks the same number of steps"
-                )
             if time.monotonic() - began_s > timeout_s:
                 ranks = self._agreement.waiting
                 who = f"living ranks {ranks}" if ranks else "processes that take places"
