@@ -202,10 +202,10 @@ def sizes(resizes: list[dict[str, Any]]) -> list[list[int]]:
         (Layout(tp=2), ["1:backward:2"]),
         (Layout(pp=2, keys=(("fp16", True),)), ["0:backward:3"]),
         (Layout(pp=2, flags=("--norm",)), ["2:forward:2"]),
-        (Layout(pp=2, dp=3), ["1:optimizer:2"]),
+        (Layout(pp=2, dp=3), ["1:forward:2"]),
         (Layout(keys=(("bf16", True),)), ["1:summed:2"]),
         (Layout(pp=2, keys=DROPS, flags=("--dropout=0.3",)), ["1:backward:2"]),
-        (Layout(tp=2, flags=("--double",)), ["3:between:2"]),
+        (Layout(tp=2, flags=("--double",)), ["3:forward:2"]),
     ],
     ids=lambda value: repr(value).replace("Layout", ""),
 )
