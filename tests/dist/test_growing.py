@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import going_on
+from benchmarks import spares as benchmark
 from tests.dist.pool import Pool
 from tests.dist.processes import Ended, Started, launch, run_ranks, start_ranks
 from tests.dist.test_going_on import (
@@ -348,6 +350,12 @@ def test_jobs_that_lose_several_ranks_end_whole(pool: Pool, tmp_path: Path, inde
     check_as_resumed(pool, tmp_path, layout, ended)
     whole = [rank for rank in ended if "RESULT " in rank.output]
     assert len(whole) == launcher.num_ranks, words(ended)
+
+
+@pytest.mark.sample(keep=0)
+def test_benchmark_measures_each_part_of_growing(pool: Pool) -> None:
+    parts = benchmark.growing(pool)
+    assert all(parts[name] > 0 for name in going_on.PARTS if name != "notice")
 
 
 def pause_until(end_s: float, act: Callable[[], None]) -> None:
