@@ -4,10 +4,10 @@
     python benchmarks/spares.py --repeats 20
 
 `stall` is the time from the death of a rank to the end of the step that is run again, by part: the
-process that waits builds its model in "agree", and gets its state in "models". `waiting` is the CPU
-time of a process that waits, per second. `overhead` is the ratio of steps with `redundancy=1` to
-steps of a job that ends with any of its ranks, which take turns in one job of pp 2; the copies have
-`copy_bytes`.
+process that waits builds its model in "agree", and gets its state in "models". `growing` is the
+time for which ranks stop until a replica more takes part. `waiting` is the CPU time of a process
+that waits, per second. `overhead` is the ratio of steps with `redundancy=1` to steps of a job that
+ends with any of its ranks, which take turns in one job of pp 2; the copies have `copy_bytes`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -45,6 +46,36 @@ def stall(pool: Pool, place: str, victim: int) -> dict[str, float]:
     if "TAKEN " not in texts[NUM_RANKS]:
         raise RuntimeError("\n".join(texts))
     return going_on.longest_stall(texts, victim, NUM_RANKS - 1)
+
+
+def growing(pool: Pool) -> dict[str, float]:
+    """Returns the seconds of each part while a replica of pp 2 joins another one.
+
+    The two processes start when a rank has died. The time begins when the other ranks stop at the
+    beginning of a step, and ends with this step; the slowest one counts.
+    """
+    argv = [f"--config={json.dumps(CONFIG)}", "--die=3:backward:2", f"--until={NUM_RANKS}"]
+    argv += ["--steps=6", "--step-s=0.03"]
+    env = {"SMP_SPARES": "0"}
+    job = start_ranks(pool, going_on.SCRIPT, NUM_RANKS, argv, env=env, launcher="smp run")
+    while pool.zygote().ended(job.pids[3]) is None:
+        time.sleep(0.02)
+    for number in (NUM_RANKS, NUM_RANKS + 1):
+        own = {"SMP_RANK": str(number), "SMP_WORLD_SIZE": str(NUM_RANKS), **env}
+        own["SMP_RENDEZVOUS"] = f"file://{job.folder}/rendezvous"
+        log = str(job.folder / f"rank{number}.log")
+        job.pids.extend(pool.zygote().start("script", str(going_on.SCRIPT), argv, own, log))
+    texts = [rank.output for rank in wait_for_ranks(pool, job)]
+    parts = []
+    for text in texts:
+        changes = re.findall(r"^RESIZED (\S+) (\{.*\})\n(?:.*\n)*?DONE \d+ (\S+)", text, re.M)
+        if len(changes) == 2:  # first the ranks are lost
+            end_s, seconds, done_s = changes[1]
+            first_step = float(done_s) - float(end_s)
+            parts.append({"notice": 0.0, **json.loads(seconds), "first_step": first_step})
+    if len(parts) != 2:
+        raise RuntimeError("\n".join(texts))
+    return max(parts, key=lambda own: sum(own.values()))
 
 
 def waiting(pool: Pool, seconds: float) -> float:
@@ -100,6 +131,8 @@ def main() -> None:
     print(
         json.dumps(going_on.summarise_stall(found, "spares") | {"environment": where}), flush=True
     )
+    grown = going_on.summarise_stall([growing(pool) for _ in range(2 * args.repeats)], "spares")
+    print(json.dumps(grown | {"case": "growing", "environment": where}), flush=True)
     share = waiting(pool, args.seconds)
     print(json.dumps({"benchmark": "spares", "case": "waiting", "cpu_share": share}), flush=True)
     pool.close()

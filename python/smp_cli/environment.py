@@ -36,13 +36,15 @@ class Share:
     """Set torchrun's variables, too."""
     folder: str = field(default_factory=os.getcwd)
     """Current folder of the ranks."""
-    num_spares: int = 0
-    """Processes that wait for the places of ranks; their numbers are behind those of the ranks."""
+    num_spares: int | None = None
+    """Processes that wait for the places of ranks; their numbers are behind those of the ranks.
+    None: there are none, also later."""
 
     @property
     def ranks(self) -> range:
         """Returns the numbers of the processes: global ranks, and processes that wait."""
-        return range(self.first_rank, self.first_rank + self.num_ranks + self.num_spares)
+        num_spares = self.num_spares or 0
+        return range(self.first_rank, self.first_rank + self.num_ranks + num_spares)
 
     @property
     def spares(self) -> range:
@@ -72,7 +74,7 @@ class Share:
             "SMP_RESTART_COUNT": str(restart_count),
             "SMP_FAILURE_FILE": str(failure_file(meeting, rank)),
         }
-        if self.num_spares:
+        if self.num_spares is not None:
             env["SMP_SPARES"] = str(self.num_spares)
         if self.torch_env:
             env |= {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}

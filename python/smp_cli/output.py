@@ -24,18 +24,23 @@ class Output:
             folder: folder for ``rank<r>.log``, or None.
             num_ranks: number of ranks of the job.
         """
-        self._prefix = prefix
-        self._logs: list[IO[Any]] = []
+        self._prefix, self._folder = prefix, folder
+        self._logs: dict[int, IO[Any]] = {}
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            paths = (folder / f"rank{rank}.log" for rank in range(num_ranks))
-            self._logs = [path.open("wb") for path in paths]
+            for rank in range(num_ranks):
+                self._open_log(rank, folder)
+
+    def _open_log(self, rank: int, folder: Path) -> None:
+        self._logs[rank] = (folder / f"rank{rank}.log").open("wb")
 
     def write(self, rank: int, stream: str, lines: list[bytes]) -> None:
         """Takes lines of a rank, as `Write` says."""
         prefix = b"[%d] " % rank if self._prefix else b""
         _write(sys.stdout.buffer if stream == "out" else sys.stderr.buffer, prefix, lines)
-        if self._logs:
+        if self._folder is not None:
+            if rank not in self._logs:  # it was started later
+                self._open_log(rank, self._folder)
             _write(self._logs[rank], b"", lines)
 
 

@@ -45,6 +45,10 @@ class Ranks(ABC):
     def start(self, restart_count: int) -> None:
         """Starts all ranks; `restart_count` is the number of earlier starts."""
 
+    def start_spare(self) -> int:
+        """Starts one more process that waits; returns its number."""
+        raise NotImplementedError("only processes of this machine are replaced")
+
     def wait(self, timeout_s: float) -> None:
         """Relays output and notes ends; returns after the first event or the timeout."""
         for key, _ in self._selector.select(timeout_s):
@@ -134,11 +138,18 @@ class LocalRanks(Ranks):
         super().__init__()
         self._share, self._write, self.meeting = share, write, meeting
         self.spares = share.spares
+        self._restart_count = 0
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, restart_count: int) -> None:
+        self._restart_count = restart_count
         for rank in self._share.ranks:
             self.start_rank(rank, restart_count)
+
+    def start_spare(self) -> int:
+        self.spares = range(self.spares.start, self.spares.stop + 1)
+        self.start_rank(self.spares[-1], self._restart_count)
+        return self.spares[-1]
 
     def start_rank(self, rank: int, restart_count: int) -> None:
         """Starts one rank; `restart_count` is the number of earlier starts."""

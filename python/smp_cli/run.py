@@ -19,7 +19,7 @@ from smp_cli.preflight import find_problems
 from smp_cli.ranks import LocalRanks, Ranks
 from smp_cli.remote import RemoteRanks
 from smp_cli.sagemaker import CONFIG_FORM, read_config, variables
-from smp_cli.supervisor import EXIT_NOT_STARTED, run_job
+from smp_cli.supervisor import EXIT_NOT_STARTED, Limits, run_job
 
 _EXAMPLES = """\
 examples:
@@ -58,6 +58,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="start N processes more, which wait for the places of ranks that die (0); with "
         "on_failure: spare in the configuration, on one machine",
+    )
+    add(
+        "--max-replacements",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="start a process that waits for each one that has failed, or whose replica is broken, "
+        "while the others go on, N times at most (0); with on_failure: spare in the configuration, "
+        "on one machine",
     )
     add(
         "--grace-s",
@@ -125,8 +134,12 @@ def execute(arguments: argparse.Namespace) -> int:
             base[variable] = str(path.absolute())
     try:
         hosts = plan_hosts(arguments.hosts, arguments.ranks) if arguments.hosts else []
-        if arguments.spares and (hosts or arguments.torch_env):
-            raise ValueError("--spares is for one machine, without --hosts and --torch-env")
+        waits = arguments.spares or arguments.max_replacements
+        if waits and (hosts or arguments.torch_env):
+            raise ValueError(
+                "--spares and --max-replacements are for one machine, without --hosts and "
+                "--torch-env"
+            )
         if arguments.preflight and len(hosts) < 2:
             raise ValueError("--preflight compares hosts; name at least two with --hosts")
         if arguments.config is not None:
@@ -147,11 +160,12 @@ def execute(arguments: argparse.Namespace) -> int:
     command = [python, *module, arguments.script, *arguments.args]
     share = Share(
         command, base, arguments.ranks, arguments.ranks,
-        torch_env=arguments.torch_env, num_spares=arguments.spares,
+        torch_env=arguments.torch_env, num_spares=arguments.spares if waits else None,
     )  # fmt: skip
     make = _make_ranks(arguments, share, hosts, agent)
     job_events = events.JobEvents(base)
-    return run_job(make, arguments.max_restarts, arguments.grace_s, job_events)
+    limits = Limits(arguments.max_restarts, arguments.max_replacements, arguments.grace_s)
+    return run_job(make, limits, job_events)
 
 
 def _sagemaker_variables(

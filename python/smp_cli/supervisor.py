@@ -63,15 +63,24 @@ class Failure:
         return ("" if self.left is None else left) + f"rank {self.rank} {how}"
 
 
-def run_job(
-    make: Callable[[Path], Ranks], max_restarts: int, grace_s: float, events: JobEvents
-) -> int:
+@dataclass(frozen=True)
+class Limits:
+    """Limits to starting a job again, in whole or in part, and to the time in which it ends."""
+
+    max_restarts: int
+    """Failures after which all ranks are started again."""
+    max_replacements: int
+    """Processes that wait, started for ended ones while the others go on, in each start."""
+    grace_s: float
+    """Seconds in which the other ranks can end by themselves after a failure."""
+
+
+def run_job(make: Callable[[Path], Ranks], limits: Limits, events: JobEvents) -> int:
     """Runs a job to its end.
 
     Args:
         make: function that returns the ranks of one start; their folder for it is the argument.
-        max_restarts: number of failures after which all ranks are started again.
-        grace_s: seconds in which the other ranks can end by themselves after a failure.
+        limits: see there.
         events: event file of the job.
 
     Returns:
@@ -86,7 +95,7 @@ def run_job(
                 ranks = make(Path(folder))
                 try:
                     ranks.start(restart_count)
-                    _watch(ranks, grace_s, signals, Path(folder))
+                    _watch(ranks, limits, signals, Path(folder))
                 except HostError as error:
                     say(f"{error}; nothing is started")
                     events.ended(restart_count, "failed", EXIT_NOT_STARTED, text=str(error))
@@ -110,6 +119,7 @@ def run_job(
             else:
                 say(failure.words, *failure.report)
                 num_failures += 1
+            max_restarts = limits.max_restarts
             is_over = signals.is_ending or num_failures > max_restarts or not max_restarts
             events.ended(
                 restart_count,
@@ -125,12 +135,13 @@ def run_job(
             say(f"starting all ranks again ({num_failures} of {max_restarts} failures)")
 
 
-def _watch(ranks: Ranks, grace_s: float, signals: _Signals, folder: Path) -> None:
+def _watch(ranks: Ranks, limits: Limits, signals: _Signals, folder: Path) -> None:
     """Waits until all ranks have ended; after a failure, ends the ranks that are left.
 
     Ranks that go on after a failure note so in the folder, and end by themselves if they cannot.
     """
     num_told, told_idle = 0, set[int]()
+    replacements = _Replacements(ranks, limits.max_replacements, folder)
     steps = [signal.SIGTERM, signal.SIGKILL]  # for ranks that do not end by themselves
     deadline = float("inf")
     while True:
@@ -156,11 +167,41 @@ def _watch(ranks: Ranks, grace_s: float, signals: _Signals, folder: Path) -> Non
                     say(f"{Failure(rank, status).words}; the ranks {ranks.running} may go on")
             num_told = len(ranks.ended)
         elif has_failed and deadline == float("inf"):
-            deadline = time.monotonic() + grace_s
+            deadline = time.monotonic() + limits.grace_s
+        if not signals.is_ending:
+            replacements.start()
         if time.monotonic() > deadline and steps:
             say(f"ending the ranks {ranks.running}, which still run, with {steps[0].name}")
             ranks.send(steps.pop(0))
-            deadline = time.monotonic() + grace_s
+            deadline = time.monotonic() + limits.grace_s
+
+
+class _Replacements:
+    """Starts processes that wait, in place of ended ones.
+
+    Args:
+        ranks: all processes of the job.
+        most: number of processes that may be started.
+        folder: folder with the notes of ranks that go on.
+    """
+
+    def __init__(self, ranks: Ranks, most: int, folder: Path) -> None:
+        self._ranks, self._most, self._folder = ranks, most, folder
+        self._replaced = set[int]()
+
+    def start(self) -> None:
+        """Starts a process for each that has ended too early, if the others go on."""
+        if len(self._replaced) >= self._most or not given_up_file(self._folder).exists():
+            return
+        given_up = read_given_up(self._folder)
+        idle = set(self._ranks.spares) - set(read_taken(self._folder))
+        for number, status in list(self._ranks.ended):
+            # A rank with status 0 has finished, or was dismissed, as the others note afterwards.
+            is_early = status not in (0, EXIT_RESUME) or number in idle or number in given_up
+            if is_early and number not in self._replaced and len(self._replaced) < self._most:
+                self._replaced.add(number)
+                own, count = self._ranks.start_spare(), f"{len(self._replaced)} of {self._most}"
+                say(f"process {own} is started in place of {number}, and waits ({count})")
 
 
 def _say_waited(rank: int, status: int, folder: Path) -> None:

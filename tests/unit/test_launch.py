@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from smp.world import launch
@@ -278,8 +280,10 @@ def test_numbers_behind_the_ranks_are_those_of_processes_that_wait() -> None:
     env = {"SMP_WORLD_SIZE": "4", "SMP_SPARES": "2"}
     for number in range(6):
         place = launch.read_launch({**env, "SMP_RANK": str(number)}, "node")
-        assert place.is_spare == (number >= 4) and place.spares == range(4, 6)
-    with pytest.raises(ValueError, match="gives rank 6 of 4 processes"):
-        launch.read_launch({**env, "SMP_RANK": "6"}, "node")
+        assert place.is_spare == (number >= 4) and place.spares == 2
+    late = launch.read_launch({"SMP_WORLD_SIZE": "4", "SMP_SPARES": "0", "SMP_RANK": "9"}, "node")
+    assert late.is_spare and (late.spares, late.first_size) == (0, 4)
+    place = replace(late, global_rank=1, world_size=2)
+    assert not place.is_spare and place.first_size == 4
     with pytest.raises(ValueError, match="gives rank 4 of 4 processes"):
         launch.read_launch({"SMP_WORLD_SIZE": "4", "SMP_RANK": "4"}, "node")

@@ -21,6 +21,7 @@ from smp.world.shrinking import (
     fill_places,
     have_all_parts,
     lasting_ranks,
+    places_with_replicas,
     refuse_shrinking,
 )
 
@@ -43,6 +44,19 @@ def test_ranks_keep_their_places_in_whole_replicas(placement: str) -> None:
             assert (old.pp, old.tp) == (new.pp, new.tp) and old.rdp not in broken
         replicas = [grid.coordinates(kept[rank]).rdp for rank in after.groups("rdp")[0]]
         assert replicas == sorted(replicas)
+
+
+@pytest.mark.parametrize("placement", ["cluster", "spread", "TPD", "PDT"])
+def test_a_replica_more_is_behind_the_others(placement: str) -> None:
+    grid, larger = (_C.ProcessGrid(size, 2, 2, 1, placement) for size in (8, 12))
+    kept = places_with_replicas(grid, 3)
+    assert sorted(kept) == [-1] * 4 + list(range(8))
+    for place, rank in enumerate(kept):
+        after = larger.coordinates(place)
+        assert (rank < 0) == (after.rdp == 2)
+        if rank >= 0:
+            before = grid.coordinates(rank)
+            assert (before.pp, before.tp, before.rdp) == (after.pp, after.tp, after.rdp)
 
 
 def test_nothing_is_left_without_a_whole_replica() -> None:
@@ -125,6 +139,6 @@ def test_places_go_to_processes_that_wait_and_are_kept() -> None:
 
 
 def test_a_job_without_spares_has_nothing_to_take_a_place() -> None:
-    refuse_shrinking("spare", replace(LAUNCH, spares=range(4, 5)), IN_A_FILE, {}, "cpu", "tcp")
-    with pytest.raises(ValueError, match="on_failure='spare': no process waits .* --spares N"):
+    refuse_shrinking("spare", replace(LAUNCH, spares=0), IN_A_FILE, {}, "cpu", "tcp")
+    with pytest.raises(ValueError, match="on_failure='spare': no process waits .* --spares N or"):
         refuse_shrinking("spare", LAUNCH, IN_A_FILE, {}, "cpu", "tcp")

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from smp.world import spares
 from smp.world.rendezvous import Hello
-from smp.world.spares import Newcomer, Place, Spares
+from smp.world.spares import Newcomer, Place, Spares, Waiting
 from tests.patience import wait_until
 
 HELLO = Hello(4, "node", "machine", "cpu", 0, {"microbatches": 2})
-PLACE = Place(0, 0, [0, 1, 2, 3], [HELLO] * 4, [])
+PLACE = Place(0, 0, [0, 1, 2, 3], [HELLO] * 4, [], ["node"] * 4)
 
 
 @pytest.fixture(name="store")
@@ -24,9 +24,9 @@ def _store() -> dist.Store:
     return store
 
 
-def ranks(store: dist.Store, numbers: list[int], count: int = 2) -> list[Spares]:
+def ranks(store: dist.Store, expected: range, count: int = 2) -> list[Spares]:
     offers = dist.PrefixStore("survivors", store)
-    return [Spares(store, offers, numbers, PLACE) for _ in range(count)]
+    return [Spares(Waiting(store, expected), offers, PLACE) for _ in range(count)]
 
 
 def waiting(store: dist.Store, number: int) -> tuple[Newcomer, threading.Thread]:
@@ -53,7 +53,7 @@ def agree(found: list[Spares], lost: list[set[int]]) -> list[dict[int, int]]:
 
 def test_ranks_that_know_of_different_losses_agree(store: dist.Store) -> None:
     newcomers = [waiting(store, number) for number in (4, 5)]
-    first, second = ranks(store, [4, 5])
+    first, second = ranks(store, range(4, 6))
 
     def have_places() -> bool:
         assert first.find({3}) is None and second.find({3, 1}) is None
@@ -75,16 +75,15 @@ def test_too_few_processes_are_a_decision_too(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spares, "_START_S", 0.2)
-    newcomer, _ = waiting(store, 4)
-    assert agree(ranks(store, [4, 5]), [{3, 0}, {3}]) == [{}, {}]
-    newcomer.close(has_joined=False)
+    waiting(store, 4)
+    assert agree(ranks(store, range(4, 6)), [{3, 0}, {3}]) == [{}, {}]
 
 
 def test_a_process_that_is_gone_is_replaced_and_others_keep_their_places(
     store: dist.Store,
 ) -> None:
     threads = [waiting(store, number) for number in (4, 5)]
-    [own] = ranks(store, [4, 5], 1)
+    [own] = ranks(store, range(4, 6), 1)
 
     def somebody_has_the_place() -> bool:
         assert own.find({2}) is None

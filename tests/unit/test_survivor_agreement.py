@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 
 import smp._C as _C
-from smp.world.shrinking import lasting_ranks
+from smp.world.shrinking import lasting_ranks, places_with_replicas
 from smp.world.survivor_agreement import (
     PULSE_S,
     SILENT_S,
@@ -257,3 +257,73 @@ def test_all_ranks_that_go_on_take_one_decision_in_bounded_time(pp: int, dp: int
         assert any(isinstance(o, Decision) for by in job.outcomes.values() for o in by.values())
     assert num_requests < 15 * num_looks, "requests do not grow with the number of ranks"
     assert PULSE_S < SILENT_S < LIMIT_S
+
+
+def join_growth(
+    job: Job, rank: int, store: SimulatedStore, larger: Decision, refuses: bool, noticed_s: float
+) -> Iterator[float]:
+    """Yields the waits of a rank from the step before the one at which all stop to grow.
+
+    Args:
+        refuses: whether this rank cannot let others in.
+        noticed_s: time at which it knows of a death, if one comes.
+    """
+    agreement = SurvivorAgreement(store, job.grid(), rank)
+    if rank == 0:
+        agreement.plan_growth(0, larger)
+    yield job.dice.uniform(0.1, 3.0)  # the step ends with a barrier; then the script
+    assert agreement.is_for_growing(1)
+    if refuses:
+        agreement.refuse_growth(1)
+    agreement.stop(1)
+    while True:
+        lost = [other for other in job.members if job.is_dead(other)]
+        lost = lost if job.now_s >= noticed_s else []
+        if lost:
+            agreement.beat(1, job.now_s)
+        job.num_looks += 1
+        try:
+            outcome = agreement.look(lost[:1], "it died", job.now_s, is_calm=not lost)
+        except (Dismissed, NoReplicaIsWhole):
+            job.ended.add(rank)
+            return
+        if outcome is not None:
+            job.outcomes.setdefault((0, 1), {})[rank] = outcome
+            return
+        yield job.dice.uniform(0.5 * LOOK_S, LOOK_S)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize(("pp", "dp"), [(1, NUM_RANKS), (4, NUM_RANKS // 4)])
+def test_all_ranks_let_further_ones_in_or_none_does(
+    pp: int, dp: int, dies: bool, refuses: bool
+) -> None:
+    dice = random.Random(int(os.environ["SMP_GRID_SEED"]))
+    job, store = Job(dice, pp, dp, list(range(pp * dp))), SimulatedStore()
+    kept = places_with_replicas(job.grid(), dp + 1)
+    newcomers = [(place, 9000 + place) for place, rank in enumerate(kept) if rank < 0]
+    larger = Decision(kept, "more can join", newcomers)
+    assert len(newcomers) == pp and sorted(kept)[pp:] == job.members
+    if dies:
+        job.dies_s[dice.choice(job.members)] = job.now_s + dice.uniform(0.0, 4.0)
+    # The hub tells of a death soon, but not at once.
+    noticed_s = [min(job.dies_s.values(), default=0.0) + dice.uniform(0.1, 1.0) for _ in kept]
+    refusing = dice.choice(job.members) if refuses else -1
+    job.run(
+        {
+            rank: join_growth(job, rank, store, larger, rank == refusing, noticed_s[rank])
+            for rank in job.members
+        }
+    )
+    outcomes = job.outcomes[0, 1]
+    first = next(iter(outcomes.values()))
+    assert all(outcome == first for outcome in outcomes.values())
+    living = {rank for rank in job.members if not job.is_dead(rank)}
+    assert living <= set(outcomes) | job.ended
+    if isinstance(first, Decision) and not first.newcomers:
+        assert dies and set(lasting_ranks(job.grid(), job.dies_s)) == set(first.kept)
+        assert job.ended <= living - set(first.kept)
+    else:
+        assert not job.ended and first == (Finished() if refuses else larger)
+    assert store.num_requests < 15 * job.num_looks, "requests do not grow with the number of ranks"

@@ -24,27 +24,29 @@ from smp.model.engine import Engine
 from smp.precision.holdings import master_of
 from smp.step import copies, taking_over
 from smp.world import failure, runtime
-from smp.world.survivor_agreement import Decision, Dismissed
+from smp.world.survivor_agreement import Decision, Dismissed, TimeToGrow
 from smp.world.survivors import Survivors
 
 _log = logging.getLogger("smp")
 _T = TypeVar("_T")
 # Times that ranks try to connect although none of them is lost.
 _MOST_TRIES = 3
+# Time for the goodbyes of all ranks before they connect with further ones.
+_GOODBYE_S = 10.0
 
 
 @dataclass(frozen=True)
 class Resized:
-    """The replicas that go on after a failure, as `smp.on_resize` reports them.
+    """The replicas from now on, after a failure or when processes join, for `smp.on_resize`.
 
     Attributes:
-        reason: the failure, in words.
+        reason: the failure, or what else has changed, in words.
         dp_size_before: `smp.dp_size()` before it.
         dp_size: `smp.dp_size()` from now on.
         lost: numbers that the launcher gave to the ranks that do not go on.
         seconds: duration of each part: ``agree`` (the ranks meet), ``groups`` (connections are
             made), ``models`` (reducers and pipelines are laid out, and newcomers get their state).
-        newcomers: numbers that the launcher gave to the processes that take places of lost ranks.
+        newcomers: numbers that the launcher gave to the processes that have come.
     """
 
     reason: str
@@ -58,20 +60,25 @@ class Resized:
     def words(self) -> str:
         """The change in words, for the log."""
         parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
+        sizes = f"dp_size {self.dp_size_before} -> {self.dp_size} ({parts})"
+        if not self.lost and self.newcomers:
+            return f"{self.reason}; the processes {self.newcomers} have joined: {sizes}"
+        if not self.lost:
+            return f"{self.reason}; the ranks go on without those that were to join: {sizes}"
         return (
             f"{self.reason}; the ranks {self.lost} are lost, "
             + (f"{self.newcomers} take their places, " if self.newcomers else "")
-            + f"and the others go on: dp_size {self.dp_size_before} -> {self.dp_size} ({parts})"
+            + f"and the others go on: {sizes}"
         )
 
 
 def on_resize(callback: Callable[[Resized], None]) -> None:
-    """Calls back on each rank when ranks were lost and the others go on. Not collective.
+    """Calls back on each rank when ranks were lost or have joined. Not collective.
 
     Ranks and sizes (`smp.dp_rank`, `smp.dp_size`) have their new values then. The callback runs on
-    the thread of the script inside of the call of a step function, which is run again afterwards
-    with its arguments; there the script lays out its sampler again, for batches after this one.
-    All callbacks of all ranks run, in the order in which they were given.
+    the thread of the script inside of the call of a step function, which is run afterwards (again,
+    after a failure) with its arguments; there the script lays out its sampler again, for batches
+    after this one. All callbacks of all ranks run, in the order in which they were given.
 
     Args:
         callback: receives a `Resized`.
@@ -121,7 +128,7 @@ def _run_until_done(
         try:
             if kept is not None:
                 kept.begin()
-            survivors.begin()
+            survivors.begin(start.can_be_given)
             done.append(call())
             if kept is not None:
                 kept.exchange(name, done[0])
@@ -129,20 +136,25 @@ def _run_until_done(
             if kept is not None:
                 kept.commit()
             return done[0]
-        except RuntimeError as error:
-            if not (survivors.can_go_on and survivors.is_cause_of(error)):
-                raise
+        except (RuntimeError, TimeToGrow) as error:
             noticed_s = time.monotonic()
-            peer = _C.PeerFailure(str(error))  # also where autograd has raised it
-            current.record.failed(current.rank.culprit(peer), error, ends=False)
+            if not isinstance(error, TimeToGrow):
+                if not (survivors.can_go_on and survivors.is_cause_of(error)):
+                    raise
+                peer = _C.PeerFailure(str(error))  # also where autograd has raised it
+                current.record.failed(current.rank.culprit(peer), error, ends=False)
             decision = _meet(survivors, error)
             if decision is None:
-                assert done, "a step that is over on some rank has a result on all"
                 survivors.note_done()
+                if isinstance(error, TimeToGrow):
+                    continue  # not all ranks could
+                assert done, "a step that is over on some rank has a result on all"
                 if kept is not None:
                     kept.commit()
                 return done[0]
             start.refuse_lost(name, error)
+            if not survivors.has_failure and current.rank.connections is not None:
+                current.rank.connections.leave(_GOODBYE_S)  # else others would take it for dead
             _go_on(current, decision, noticed_s, start)
             start.restore()
     return call()
@@ -166,12 +178,14 @@ def _go_on(current: runtime.Runtime, decision: Decision, noticed_s: float, start
         start: state at the beginning of the step, which newcomers get.
     """
     before, launched = current.rank.sizes["dp"], current.launched
-    num_tries = 0
+    num_tries, all_launched = 0, set(launched)
     while True:
         times_s = [noticed_s, time.monotonic()]
         try:
             newcomers = dict(decision.newcomers)
-            current.regroup(decision.kept, newcomers)
+            all_launched |= set(newcomers.values())
+            own = decision.kept.index(current.rank.global_rank)
+            current.regroup(decision.kept, newcomers, own)
             times_s.append(time.monotonic())
             if newcomers:
                 taking_over.give_places(current, newcomers)
@@ -202,7 +216,7 @@ def _go_on(current: runtime.Runtime, decision: Decision, noticed_s: float, start
         sorted(set(current.launched) - set(launched)),
     )
     if current.is_first_of_old(resized.newcomers):
-        failure.note_given_up(resized.lost)
+        failure.note_given_up(sorted(all_launched - set(current.launched)))
         _log.warning("smp: %s", resized.words)
     for callback in list(current.on_resize):
         callback(resized)
@@ -301,23 +315,32 @@ class _Start:
             found += [buffer for buffer in module._buffers.values() if buffer is not None]
         return found
 
-    def refuse_lost(self, name: str, error: BaseException) -> None:
-        """Raises the failure if the state at the beginning cannot be restored."""
-        reason = None
+    @property
+    def obstacle(self) -> str | None:
+        """Reason why the state at the beginning cannot be restored or given; None: it can."""
         if not self._has_run or self._current.wrapped.partitioned != self._partitioned:
-            reason = (
+            return (
                 "it is the first call of this function, in which models are laid out on their "
                 "ranks and checked"
             )
-        elif self._marks[1]:
-            reason = (
+        if self._marks[1]:
+            return (
                 "gradients of an earlier step were not used by an optimizer of smp yet, and are "
                 "lost"
             )
-        if reason is not None:
+        return None
+
+    def can_be_given(self) -> bool:
+        """Returns whether a process that joins could begin with this state."""
+        wrapped = self._current.wrapped
+        return self.obstacle is None and len(wrapped.engines) == len(wrapped.models)
+
+    def refuse_lost(self, name: str, error: BaseException) -> None:
+        """Raises the failure if the state at the beginning cannot be restored."""
+        if self.obstacle is not None:
             raise RuntimeError(
                 f"{_C.rank_prefix()}step '{name}' cannot be run again after the failure of "
-                f"another rank, because {reason}; resume from a checkpoint"
+                f"another rank, because {self.obstacle}; resume from a checkpoint"
             ) from error
 
     def restore(self) -> None:

@@ -229,17 +229,20 @@ class Connections:
         if self._client is not None:
             self._client.request_stop()
 
-    def leave(self) -> None:
+    def leave(self, timeout_s: float | None = None) -> None:
         """Says goodbye and waits until all others have, or one has failed.
 
         A rank that still needs this one raises when it receives the goodbye, so this wait cannot
         block for ever.
+
+        Args:
+            timeout_s: longest wait; None: the bound of every wait.
         """
         if self._client is None or self.has_failed:
             return
         self._client.leave()
         others = [rank for rank in range(self._world_size) if rank != self._global_rank]
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         while self.board.fault_text() is None and time.monotonic() < deadline:
             if all(self.board.has_left(rank) for rank in others):
                 return

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from smp.config import given_files
 
@@ -34,13 +34,20 @@ class Launch:
     hostname: str
     hosts: tuple[str, ...] = ()
     """Host name of each rank, once the ranks have exchanged them."""
-    spares: range = range(0)
-    """Numbers of the processes beside the ranks that wait for the place of a lost one."""
+    spares: int | None = None
+    """Processes that are started with the ranks and wait for places; more may come later. None:
+    there are none, also later."""
+    first_size: int = field(default=0, compare=False)
+    """Ranks with which the job begins."""
+
+    def __post_init__(self) -> None:
+        if not self.first_size:
+            object.__setattr__(self, "first_size", self.world_size)
 
     @property
     def is_spare(self) -> bool:
         """True for a process that waits, whose number is behind those of the ranks."""
-        return self.global_rank in self.spares
+        return self.spares is not None and self.global_rank >= self.world_size
 
     @property
     def is_one_host(self) -> bool:
@@ -110,8 +117,7 @@ def read_launch(env: Mapping[str, str], hostname: str, group: TorchGroup | None 
         local = _SMP_LOCAL if _SMP_LOCAL[0] in env else _SMP_RUN  # else one host
         launch = _read(env, "smp", *_SMP_RUN, *local)
         if _SMP_SPARES in env:
-            end = launch.world_size + _integer(env, _SMP_SPARES, "smp")
-            launch = replace(launch, spares=range(launch.world_size, end))
+            launch = replace(launch, spares=max(0, _integer(env, _SMP_SPARES, "smp")))
     elif any(name in env for name in _TORCHRUN):
         launch = _read(env, "torchrun", *_TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     elif any(name in env for name in _OPEN_MPI):

@@ -9,9 +9,12 @@ import torch.distributed as dist
 
 import smp._C as _C
 from smp.world.placement_map import placement_map, placement_words
+from smp.world.rank import Rank
+from smp.world.recruits import Recruits
 from smp.world.rendezvous import Hello
 from smp.world.settings import device_of
-from smp.world.spares import hello_of
+from smp.world.spares import Place, Spares, Waiting, hello_of
+from smp.world.survivors import Survivors
 
 
 @dataclass
@@ -23,7 +26,6 @@ class Members:
         hellos: hello of each rank, index = global rank.
         own_host: address of this machine as others see it, if the hello does not have it.
         secret: secret of this job from the environment; None: the job draws one.
-        spares: numbers of the processes that wait for places of lost ranks.
         launched: number that the launcher gave to each rank, index = global rank.
         generation: number of times that the ranks were connected again.
     """
@@ -32,7 +34,6 @@ class Members:
     hellos: list[Hello]
     own_host: str
     secret: bytes | None
-    spares: Sequence[int]
     launched: list[int]
     generation: int = 0
 
@@ -63,16 +64,35 @@ class Members:
         words = placement_words(hosts, devices, coordinates)
         return list(words), placement_map(hosts, devices, coordinates, grid.placement)
 
+    def watch(self, rank: Rank) -> Survivors:
+        """Returns what watches for failures of these ranks, and for further ones.
+
+        Args:
+            rank: rank of this process among them.
+        """
+        if rank.config.on_failure != "spare":
+            return Survivors(self.keys, rank)
+        first, hosts = rank.launch.first_size, [hello.host for hello in self.hellos]
+        waiting = Waiting(self.store, range(first, first + (rank.launch.spares or 0)))
+        place = Place(0, self.generation, self.launched, self.hellos, rank.keepers, hosts)
+        recruits = None
+        if rank.may_grow and rank.global_rank == 0:
+            recruits = Recruits(waiting, rank.grid, place)
+        return Survivors(self.keys, rank, Spares(waiting, self.keys, place), recruits)
+
     def become(self, kept: Sequence[int], newcomers: Mapping[int, int]) -> None:
         """Takes over the ranks that go on.
 
         Args:
-            kept: present global ranks, index = global rank from now on.
+            kept: present global ranks, index = global rank from now on; -1: a newcomer.
             newcomers: number of the process that takes a place, by global rank from now on.
         """
         self.generation, run = self.generation + 1, self.hellos[0].run
-        self.launched = [self.launched[number] for number in kept]
-        self.hellos = [replace(self.hellos[number], world_size=len(kept)) for number in kept]
-        for place, number in newcomers.items():
-            self.launched[place] = number
-            self.hellos[place] = replace(hello_of(self.store, number), run=run)
+        hellos = [
+            hello_of(self.store, newcomers[place]) if rank < 0 else self.hellos[rank]
+            for place, rank in enumerate(kept)
+        ]
+        self.hellos = [replace(hello, world_size=len(kept), run=run) for hello in hellos]
+        self.launched = [
+            newcomers[place] if rank < 0 else self.launched[rank] for place, rank in enumerate(kept)
+        ]

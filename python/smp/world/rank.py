@@ -165,7 +165,13 @@ class Rank:
     @property
     def may_lose_ranks(self) -> bool:
         """True if the others go on when a rank is lost."""
-        return self.config.goes_on and (self.sizes["rdp"] > 1 or bool(self.keepers))
+        is_replaced = self.sizes["rdp"] > 1 or bool(self.keepers)
+        return self.config.goes_on and (is_replaced or self.may_grow)
+
+    @property
+    def may_grow(self) -> bool:
+        """True if the job has fewer replicas than at its beginning, and processes may add some."""
+        return self.config.on_failure == "spare" and self.world_size < self.launch.first_size
 
     def _describe(self, rank: int) -> str:
         """Returns the place of a rank in the grid, and its host if there are several."""

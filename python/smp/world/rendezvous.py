@@ -150,7 +150,7 @@ def _connect(place: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
             make_private(os.path.dirname(place.path))
         _await_folder(os.path.dirname(place.path))
         _make_unreadable(place.path)
-        return dist.FileStore(place.path, launch.world_size + len(launch.spares))
+        return dist.FileStore(place.path, launch.world_size + (launch.spares or 0))
     hosts_store = launch.global_rank == 0 and not place.has_server
     _await_name(place.host)
     try:

@@ -49,7 +49,7 @@ from smp.world.settings import (
     shares_gpus,
 )
 from smp.world.shrinking import refuse_shrinking
-from smp.world.spares import Newcomer, Place, Spares, wait_for_place
+from smp.world.spares import Newcomer, wait_for_place
 from smp.world.steps import Steps
 from smp.world.survivor_agreement import Decision
 from smp.world.survivors import Survivors, await_decision
@@ -81,7 +81,7 @@ class Runtime:
         content_to_give: makes what the script in a process with the place of a lost rank gets.
         copies: keeps a copy of another rank's state, if the configuration wants that.
         step_to_repeat: gives a process with a copy the result of the step before; None: done.
-        has_newcomers: whether some process has taken the place of a lost rank.
+        has_newcomers: whether some process has come later.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -113,8 +113,8 @@ class Runtime:
 
     @property
     def has_taken_place(self) -> bool:
-        """True if this process has the place of a lost rank."""
-        return self.launched[self.rank.global_rank] in self.rank.launch.spares
+        """True if this process has come later."""
+        return self.launched[self.rank.global_rank] >= self.rank.launch.first_size
 
     def is_first_of_old(self, newcomers: Collection[int]) -> bool:
         """Returns whether this is the first rank that has not just taken a place.
@@ -159,12 +159,10 @@ class Runtime:
             own_host: address of this machine as others see it, if `meeting` does not have it.
             given: secret of this job from the environment; None: the job draws one.
         """
-        self._met = Members(
-            store, list(meeting), own_host, given, self.rank.launch.spares, self.launched
-        )
+        self._met = Members(store, list(meeting), own_host, given, self.launched)
         self._connect(store)
         if self.rank.config.goes_on:
-            self._watch_for_failures(store)
+            self._watch_for_failures()
         self.process_groups.open(store, loopback=self._met.is_one_machine)
         self.rank.wait_for_all("smp.init")
         self._note_connected()
@@ -199,15 +197,11 @@ class Runtime:
             ),
         )
 
-    def _watch_for_failures(self, store: dist.Store) -> None:
+    def _watch_for_failures(self) -> None:
+        assert self._met is not None
         if self.rank.global_rank == 0:
             failure.note_given_up([])
-        spares, met = None, self._met
-        if self.rank.config.on_failure == "spare":
-            assert met is not None
-            place = Place(0, met.generation, met.launched, met.hellos, self.rank.keepers)
-            spares = Spares(met.store, store, met.spares, place)
-        self.survivors = Survivors(store, self.rank, spares)
+        self.survivors = self._met.watch(self.rank)
 
     def _note_connected(self) -> None:
         if self.survivors is not None:
@@ -231,49 +225,48 @@ class Runtime:
     def enter(
         self, store: dist.Store, newcomer: Newcomer, own_host: str, given: bytes | None
     ) -> None:
-        """Enters a place that was lost, without a connection yet. Not collective.
+        """Enters a place among the ranks, without a connection yet. Not collective.
 
         Args:
             store: keys of this init.
             newcomer: the place of this process.
             own_host, given: see `connect`.
         """
-        place, spares = newcomer.place, self.rank.launch.spares
+        place = newcomer.place
         assert place is not None
         secret = share_secret(store, newcomer.number, given)  # the number is no rank's
-        self._met = Members(
-            store, place.hellos, own_host, secret, spares, place.launched, place.generation
-        )
+        self._met = Members(store, place.hellos, own_host, secret, place.launched, place.generation)
         self.launched, self.rank.keepers = place.launched, place.keepers
         self.newcomer = newcomer
         self.rank.stand_apart()
 
     def join(self) -> Decision | None:
-        """Joins the other ranks in a process that has the place of a lost one. Collective.
+        """Joins the other ranks in a process that has a place among them. Collective.
 
         Returns:
             their decision; None: they go on without this process.
         """
         assert self._met is not None and self.newcomer is not None
         self.newcomer.ask_for_state()
-        decision = await_decision(self._met.keys, self.rank.timeout_s)
-        newcomers = dict(decision.newcomers)
-        if newcomers.get(self.rank.global_rank) != self.newcomer.number:
+        decision = await_decision(self._met.keys, self.newcomer, self.rank.timeout_s)
+        newcomers, own = dict(decision.newcomers), self.rank.global_rank
+        if newcomers.get(own) != self.newcomer.number:
             return None
         failure.note_taken(self.newcomer.number)
         self.newcomer.close(has_joined=True)
         self.newcomer, self.rank.is_apart = None, False
-        self.regroup(decision.kept, newcomers)
+        self.regroup(decision.kept, newcomers, own)
         return decision
 
-    def regroup(self, kept: Sequence[int], newcomers: Mapping[int, int]) -> None:
-        """Connects the ranks that go on after a failure, in place of all. Collective over them.
+    def regroup(self, kept: Sequence[int], newcomers: Mapping[int, int], own: int) -> None:
+        """Connects the ranks that go on, in place of all. Collective over them.
 
         Models and optimizers stay; their owners lay out again what uses groups.
 
         Args:
-            kept: present global ranks, index = global rank from now on; this rank is among them.
+            kept: present global ranks, index = global rank from now on; -1: a newcomer.
             newcomers: number of the process that takes a place, by global rank from now on.
+            own: global rank of this process from now on.
 
         Raises:
             PeerFailure, RuntimeError: one of them has failed meanwhile.
@@ -284,17 +277,16 @@ class Runtime:
         met.become(kept, newcomers)
         self.launched, store = met.launched, met.keys
         self.has_newcomers |= bool(newcomers)
-        launch = replace(
-            rank.launch, global_rank=kept.index(rank.global_rank), world_size=len(kept)
-        )
+        launch = replace(rank.launch, global_rank=own, world_size=len(kept))
         rank.take_place(with_hosts(launch, [other.host for other in met.hellos]))
         first_rank_log.begin(rank.global_rank)
         self.record.met(met.hellos)
         self.process_groups = ProcessGroups(rank)
-        if len(kept) == 1:
-            return
         if rank.may_lose_ranks:  # before connections: a rank may fail while these are made
-            self._watch_for_failures(store)
+            self._watch_for_failures()
+        if len(kept) == 1:
+            self._note_connected()
+            return
         self._connect(store)
         self.process_groups.open(store, loopback=met.is_one_machine)
         rank.wait_for_all("the meeting of the ranks that go on")

@@ -28,23 +28,48 @@ def lasting_ranks(grid: _C.ProcessGrid, lost: Collection[int]) -> list[int]:
     return list(_lasting_ranks(grid, frozenset(lost)))
 
 
-@lru_cache(maxsize=64)
-def _lasting_ranks(grid: _C.ProcessGrid, lost: frozenset[int]) -> tuple[int, ...]:
-    at = {rank: grid.coordinates(rank) for rank in range(grid.world_size)}
-    broken = {at[rank].rdp for rank in lost}
-    kept = [rdp for rdp in range(grid.group_size("rdp")) if rdp not in broken]
-    if not kept:
-        return ()
-    smaller = _C.ProcessGrid(
-        grid.world_size // grid.group_size("rdp") * len(kept),
+def places_with_replicas(grid: _C.ProcessGrid, num_replicas: int) -> list[int]:
+    """Returns the places of ranks when replicas are added to theirs.
+
+    Ranks keep their places inside of a replica, and the order of the replicas; new ones are behind.
+
+    Args:
+        grid: grid of the present ranks.
+        num_replicas: number of replicas from now on.
+
+    Returns:
+        present global ranks, index = global rank from now on; -1: the place is open.
+    """
+    larger = _with_replicas(grid, num_replicas)
+    at = {_place(grid, rank): rank for rank in range(grid.world_size)}
+    return [at.get(_place(larger, rank), -1) for rank in range(larger.world_size)]
+
+
+def _with_replicas(grid: _C.ProcessGrid, num_replicas: int) -> _C.ProcessGrid:
+    return _C.ProcessGrid(
+        grid.world_size // grid.group_size("rdp") * num_replicas,
         grid.group_size("pp"),
         grid.group_size("tp"),
         grid.group_size("cp"),
         grid.placement,
     )
-    by_place = {(place.pp, place.tp, place.cp, place.rdp): rank for rank, place in at.items()}
+
+
+def _place(grid: _C.ProcessGrid, rank: int) -> tuple[int, int, int, int]:
+    at = grid.coordinates(rank)
+    return at.pp, at.tp, at.cp, at.rdp
+
+
+@lru_cache(maxsize=64)
+def _lasting_ranks(grid: _C.ProcessGrid, lost: frozenset[int]) -> tuple[int, ...]:
+    broken = {grid.coordinates(rank).rdp for rank in lost}
+    kept = [rdp for rdp in range(grid.group_size("rdp")) if rdp not in broken]
+    if not kept:
+        return ()
+    smaller = _with_replicas(grid, len(kept))
+    at = {_place(grid, rank): rank for rank in range(grid.world_size)}
     places = [smaller.coordinates(rank) for rank in range(smaller.world_size)]
-    return tuple(by_place[place.pp, place.tp, place.cp, kept[place.rdp]] for place in places)
+    return tuple(at[place.pp, place.tp, place.cp, kept[place.rdp]] for place in places)
 
 
 def have_all_parts(
@@ -140,8 +165,9 @@ def refuse_shrinking(
         ),
         "the script has initialized torch.distributed, whose group cannot lose ranks; leave that "
         "to smp.init": dist.is_available() and dist.is_initialized(),
-        "no process waits for the place of a lost rank; start the job with smp run --spares N": (
-            on_failure == "spare" and not launch.spares
+        "no process waits for the place of a lost rank, or comes later; start the job with smp run "
+        "--spares N or --max-replacements N, or set SMP_SPARES=0 if your launcher replaces them": (
+            on_failure == "spare" and launch.spares is None
         ),
     }
     for words, is_so in obstacles.items():

@@ -1,9 +1,9 @@
-"""Processes that wait for the place of a lost rank, and how the other ranks find one.
+"""Processes that wait for a place among the ranks, and how the ranks find them.
 
-All meet in the store of `init`. A process that waits looks there a few times a second, and does
-nothing else. Ranks that have stopped after a failure agree on an offer, which gives a process to
-each place; it counts when these processes have built their models and ask for the state. See
-docs/design/going_on.md.
+All meet in the store of `init`, where a process that waits enters itself, at the start of the job
+or later. It looks there a few times a second, and does nothing else. Ranks that have stopped after
+a failure agree on an offer, which gives a process to each place; it counts when these processes
+have built their models and ask for the state. See docs/design/going_on.md.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 
+import smp._C as _C
 from smp.config.schema import config_error
 from smp.config.sources import ReadConfig
 from smp.world.launch import Launch, with_hosts
@@ -41,11 +42,12 @@ class Place:
     """The place that a process takes.
 
     Attributes:
-        rank: global rank that is lost.
+        rank: global rank from now on.
         generation: number of times that the ranks were connected again before.
-        launched: see `Runtime`.
-        hellos: hello of each rank, index = global rank.
+        launched: see `Runtime`; of the ranks before.
+        hellos: hello of each rank before.
         keepers: see `Rank`.
+        hosts: host of each rank from now on, index = global rank.
     """
 
     rank: int
@@ -53,29 +55,117 @@ class Place:
     launched: list[int]
     hellos: list[Hello]
     keepers: list[int]
+    hosts: list[str]
+
+    @property
+    def is_new(self) -> bool:
+        """True if it is a place of a replica that is added, false if its rank was lost."""
+        return len(self.hosts) > len(self.hellos)
+
+
+class Waiting:
+    """The processes that wait, as ranks see them.
+
+    Args:
+        store: keys of this `init`.
+        expected: numbers of the processes that are started with the ranks.
+    """
+
+    def __init__(self, store: dist.Store, expected: range) -> None:
+        self.store, self._keys = store, _open(store)
+        self._absent = set(expected)
+        self._num_entered, self._open = 0, list[int]()
+        self._seen: dict[int, tuple[bytes, float]] = {}
+
+    def free(self) -> list[int]:
+        """Returns the processes that have begun to wait and have neither a place nor ended."""
+        while self._has(f"entered/{self._num_entered}"):
+            self._open.append(int(self._keys.get(f"entered/{self._num_entered}")))
+            self._absent.discard(self._open[-1])
+            self._num_entered += 1
+        used = [n for n in self._open if self._has(f"take/{n}") or self._has(f"gone/{n}")]
+        self._open = [number for number in self._open if number not in used]
+        return list(self._open)
+
+    def ask(self, token: str) -> None:
+        """Asks all for an answer.
+
+        Args:
+            token: text that is new.
+        """
+        self._keys.set(_ASK, token)
+
+    def answers(self, token: str, num_wanted: int, waited_s: float) -> list[int] | None:
+        """Returns the processes that have answered.
+
+        Args:
+            token: text of the question.
+            num_wanted: number of processes that are enough.
+            waited_s: seconds since the question.
+
+        Returns:
+            their numbers; None: fewer than wanted, and some may answer yet.
+        """
+        found, may_come = list[int](), False
+        for number in self.free():
+            if self._has(f"here/{number}") and self._keys.get(f"here/{number}").decode() == token:
+                found.append(number)
+            elif waited_s < _ANSWER_S:
+                may_come = True
+            else:
+                self._keys.set(f"gone/{number}", "")  # the next question does not wait for it
+        if waited_s < _START_S:
+            may_come |= bool(self._absent)
+        return None if may_come and len(found) < num_wanted else found
+
+    def offer(self, number: int, place: Place) -> bool:
+        """Gives a place to a process, unless it has another one. May be called again.
+
+        Args:
+            number: number that the launcher gave to the process.
+            place: the place.
+
+        Returns:
+            whether the process has this place.
+        """
+        has = _read_place(self._keys.compare_set(f"take/{number}", "", json.dumps(asdict(place))))
+        same = (has.rank, has.generation, has.is_new)
+        return same == (place.rank, place.generation, place.is_new)
+
+    def is_ready(self, number: int) -> bool:
+        """Returns whether a process with a place asks for its state."""
+        return self._has(f"ready/{number}")
+
+    def is_gone(self, number: int) -> bool:
+        """Returns whether a process with a place has ended, or is silent."""
+        key, now_s = f"pulse/{number}", time.monotonic()
+        pulse = self._keys.get(key) if self._has(key) else b""
+        if number not in self._seen or self._seen[number][0] != pulse:
+            self._seen[number] = pulse, now_s
+        return self._has(f"gone/{number}") or now_s - self._seen[number][1] > _SILENT_S
+
+    def _has(self, key: str) -> bool:
+        return bool(self._keys.check([key]))
 
 
 class Spares:
     """Finds processes for the places of lost ranks. One object per set of ranks and failure.
 
     Args:
-        store: keys of this `init`.
+        waiting: processes that wait.
         offers: keys of these ranks alone.
-        numbers: numbers that the launcher gave to the processes that wait.
         place: place of rank 0 among these ranks; that of each other one differs in `rank` only.
     """
 
-    def __init__(
-        self, store: dist.Store, offers: dist.Store, numbers: Sequence[int], place: Place
-    ) -> None:
-        self._store, self._offers = _open(store), dist.PrefixStore("offers", offers)
-        self._numbers, self._place = list(numbers), place
+    def __init__(self, waiting: Waiting, offers: dist.Store, place: Place) -> None:
+        self._waiting, self._offers = waiting, dist.PrefixStore("offers", offers)
+        self._place = place
         self._token = str(place.generation)
         self._asked_s: float | None = None
         self._next_s = 0.0
         self._num_offers = 0
         self._offer: dict[int, int] | None = None
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._refused = set[int]()  # processes that have other places
 
     def find(self, lost: Collection[int]) -> dict[int, int] | None:
         """Looks for processes for lost ranks, and agrees with the other ranks on them.
@@ -93,17 +183,14 @@ class Spares:
         self._next_s = now_s + _LOOK_FOR_ANSWERS_S
         if self._asked_s is None:
             self._asked_s = now_s
-            self._store.set(_ASK, self._token)
+            self._waiting.ask(self._token)
         self._read_offers()
         offer = self._offer
         if offer is None or (offer and not self._counts(offer, lost)):
-            self._make_offer(lost)
+            self._make_offer(lost, now_s - self._asked_s)
             return None
-        is_ready = all(self._has(f"ready/{spare}") for spare in offer.values())
+        is_ready = all(map(self._waiting.is_ready, offer.values()))
         return offer if is_ready else None
-
-    def _has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
 
     def _read_offers(self) -> None:
         while self._offers.check([str(self._num_offers)]):
@@ -111,42 +198,24 @@ class Spares:
             self._num_offers += 1
             self._offer = {int(rank): spare for rank, spare in told.items()}
             for rank, spare in self._offer.items():
-                place = {**asdict(self._place), "rank": rank}
-                self._store.set(f"take/{spare}", json.dumps(place))
+                if not self._waiting.offer(spare, replace(self._place, rank=rank)):
+                    self._refused.add(spare)
 
     def _counts(self, offer: dict[int, int], lost: Collection[int]) -> bool:
         return set(lost) <= set(offer) and not any(map(self._is_gone, offer.values()))
 
-    def _make_offer(self, lost: Collection[int]) -> None:
+    def _is_gone(self, spare: int) -> bool:
+        return spare in self._refused or self._waiting.is_gone(spare)
+
+    def _make_offer(self, lost: Collection[int], waited_s: float) -> None:
         before = {} if self._offer is None else self._offer
         alive = {rank: spare for rank, spare in before.items() if not self._is_gone(spare)}
-        free = self._free()
+        places = {*lost, *before}
+        free = self._waiting.answers(self._token, len(places) - len(alive), waited_s)
         if free is None:
             return
-        found = fill_places({*lost, *before}, alive, free)
+        found = fill_places(places, alive, free)
         self._offers.compare_set(str(self._num_offers), "", json.dumps(found))
-
-    def _free(self) -> list[int] | None:
-        """Returns the processes that wait; None: some may answer yet."""
-        assert self._asked_s is not None
-        waited_s = time.monotonic() - self._asked_s
-        free = []
-        for spare in self._numbers:
-            if self._has(f"take/{spare}"):
-                continue
-            answer = f"here/{spare}"
-            if self._has(answer) and self._store.get(answer).decode() == self._token:
-                free.append(spare)
-            elif waited_s < (_ANSWER_S if self._has(f"hello/{spare}") else _START_S):
-                return None
-        return free
-
-    def _is_gone(self, spare: int) -> bool:
-        pulse = self._store.get(f"pulse/{spare}") if self._has(f"pulse/{spare}") else b""
-        now_s = time.monotonic()
-        if spare not in self._seen or self._seen[spare][0] != pulse:
-            self._seen[spare] = pulse, now_s
-        return self._has(f"gone/{spare}") or now_s - self._seen[spare][1] > _SILENT_S
 
 
 def hello_of(store: dist.Store, number: int) -> Hello:
@@ -161,7 +230,7 @@ def hello_of(store: dist.Store, number: int) -> Hello:
 
 @dataclass
 class Newcomer:
-    """A process that waits, and then takes the place of a lost rank.
+    """A process that waits, and then takes a place among the ranks.
 
     Attributes:
         number: number that the launcher gave to this process.
@@ -179,9 +248,10 @@ class Newcomer:
 
         Raises:
             ValueError: the configuration is not that of the ranks.
+            RuntimeError: another process has this number, or this one was silent for too long.
         """
         store, is_compared, answered = _open(self.store), False, b""
-        store.set(f"hello/{self.number}", json.dumps(asdict(own)))
+        self._enter(own)
         while not store.check([f"take/{self.number}"]):
             if not is_compared and self.store.check(["hello/0"]):
                 is_compared = True
@@ -190,13 +260,33 @@ class Newcomer:
             if store.check([_ASK]) and (token := store.get(_ASK)) != answered:
                 answered = token
                 store.set(f"here/{self.number}", token.decode())
+            self.check_wanted()
             time.sleep(_LOOK_S)
-        told = json.loads(store.get(f"take/{self.number}"))
-        told["hellos"] = [Hello(**hello) for hello in told["hellos"]]
         self._thread = threading.Thread(target=self._pulse, name="smp-newcomer", daemon=True)
         self._thread.start()
-        self.place = Place(**told)
+        self.place = _read_place(store.get(f"take/{self.number}"))
         return self.place
+
+    def _enter(self, own: Hello) -> None:
+        """Enters this process in the list of those that wait."""
+        store, hello = _open(self.store), json.dumps(asdict(own))
+        if store.compare_set(f"hello/{self.number}", "", hello) != hello.encode():
+            raise RuntimeError(
+                f"smp launch: another process that waits has the number {self.number} (SMP_RANK); "
+                "give each one that is started a number of its own"
+            )
+        index, number = 0, str(self.number)
+        while store.compare_set(f"entered/{index}", "", number) != number.encode():
+            index += 1
+
+    def check_wanted(self) -> None:
+        """Raises RuntimeError if the ranks have not heard of this process for too long."""
+        if _open(self.store).check([f"gone/{self.number}"]):
+            raise RuntimeError(
+                f"{_C.rank_prefix()}process {self.number}, which waits for a place, was silent for "
+                f"more than {_ANSWER_S:g} s, and the ranks do not count on it any more; start "
+                "another one"
+            )
 
     def _pulse(self) -> None:
         store, number = _open(self.store), 0
@@ -217,10 +307,16 @@ class Newcomer:
             _open(self.store).set(f"gone/{self.number}", "")
 
 
+def _read_place(text: bytes) -> Place:
+    told = json.loads(text)
+    told["hellos"] = [Hello(**hello) for hello in told["hellos"]]
+    return Place(**told)
+
+
 def wait_for_place(
     store: dist.Store, launch: Launch, hello: Hello, read: ReadConfig
 ) -> tuple[Newcomer, Launch]:
-    """Waits, in a process that was started for that, for the place of a lost rank.
+    """Waits, in a process that was started for that, for a place among the ranks.
 
     Args:
         store: keys of this `init`.
@@ -233,6 +329,7 @@ def wait_for_place(
 
     Raises:
         ValueError: the configuration is wrong, has no use for it, or is not that of the ranks.
+        RuntimeError: see `Newcomer.wait`.
     """
     raise_first_error([hello.error])
     policy = None if read.config is None else read.config.on_failure
@@ -245,7 +342,7 @@ def wait_for_place(
         )
     newcomer = Newcomer(store, launch.global_rank)
     place = newcomer.wait(hello)
-    hosts = [other.host for other in place.hellos]
+    hosts = list(place.hosts)
     hosts[place.rank] = hello.host
     launch = replace(launch, global_rank=place.rank, world_size=len(hosts))
     return newcomer, with_hosts(launch, hosts)

@@ -6,8 +6,10 @@ threads nor waits, so tests run it for a thousand simulated ranks. `survivors` r
 Work is a call of a step function. Each rank counts the works that it knows to be finished on all
 ranks, and a rank that has stopped in a work wants to know one thing: whether some rank has passed
 it. Either all ranks that go on stop in the same work, and then they repeat it, or one of them has
-passed it, and then it is finished. The first outcome that any rank writes holds for all. See
-docs/design/going_on.md.
+passed it, and then it is finished. The first outcome that any rank writes holds for all.
+
+A work may also be set aside for growing: all ranks stop when they come to it, and let further ones
+in. See docs/design/going_on.md.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ PULSE_S = 0.5
 SILENT_S = 10.0
 _NUM_WATCHED = 2
 _FINISHED, _DECISION = "finished", "decision"
+_OPEN = -1  # in `Decision.kept`
 
 
 class Keys(Protocol):
@@ -43,8 +46,8 @@ class Decision:
     """The ranks that go on.
 
     Attributes:
-        kept: present global ranks, index = global rank from now on.
-        reason: the failure, in words.
+        kept: present global ranks, index = global rank from now on; -1: a newcomer has the place.
+        reason: the failure, or what else has changed, in words.
         newcomers: pairs of a place among these ranks and the number of the process that takes it.
     """
 
@@ -56,6 +59,10 @@ class Decision:
 @dataclass(frozen=True)
 class Finished:
     """The work in which a rank has stopped is finished on all ranks."""
+
+
+class TimeToGrow(Exception):
+    """Stops all ranks before the step that begins, so that they let further ones in."""
 
 
 class Dismissed(Exception):
@@ -133,15 +140,49 @@ class SurvivorAgreement:
             self._keys.set(key, "")
             self._keys.set(f"loss/{self._keys.add('num_losses', 1)}", str(global_rank))
 
+    # ---- growing ---------------------------------------------------------------
+
+    def plan_growth(self, num_done: int, larger: Decision) -> None:
+        """Sets the next work aside, for all ranks. One rank calls it, when it begins a work.
+
+        No rank passes the barrier that ends this work before, so all see it when they come there.
+
+        Args:
+            num_done: number of works finished.
+            larger: the ranks that take part then.
+        """
+        self._keys.set(f"grow/{num_done + 1}", json.dumps(asdict(larger)))
+
+    def is_for_growing(self, num_done: int) -> bool:
+        """Returns whether the work after `num_done` others is set aside."""
+        return self._keys.check([f"grow/{num_done}"])
+
+    def refuse_growth(self, num_done: int) -> None:
+        """Notes that this rank cannot let others in before the step that begins; before `stop`."""
+        self._keys.set(f"refused/{num_done}", "")
+
+    def _grow(self) -> Decision | Finished | None:
+        """Returns the outcome of a work for growing: the larger set, or that nothing changes."""
+        self.waiting = list(range(self._grid.world_size))
+        if not self._have_stopped(self.waiting):
+            return None
+        number = self._num_stopped
+        is_refused = self._keys.check([f"refused/{number}"])
+        text = _FINISHED if is_refused else self._keys.get(f"grow/{number}").decode()
+        return self._take(self._keys.compare_set(f"outcome/{number}", "", text))
+
     # ---- the outcome -----------------------------------------------------------
 
-    def look(self, lost: Collection[int], reason: str, now_s: float) -> Decision | Finished | None:
+    def look(
+        self, lost: Collection[int], reason: str, now_s: float, is_calm: bool = False
+    ) -> Decision | Finished | None:
         """Looks whether the work in which this rank has stopped has an outcome, or makes it one.
 
         Args:
             lost: ranks that this one knows to be lost.
             reason: the failure, in words.
             now_s: present time.
+            is_calm: whether the ranks have stopped to grow, and no failure is known here.
 
         Returns:
             the outcome, equal on all ranks that stop in this work; None: look again later.
@@ -155,6 +196,8 @@ class SurvivorAgreement:
             return self._take(self._keys.get(outcome))
         if self._keys.check([f"passed/{self._num_stopped + 1}"]):
             return self._take(self._keys.compare_set(outcome, "", _FINISHED))
+        if is_calm:
+            return self._grow()
         # News of connections are not passed on: after a partition each side has lost the other.
         gone = self._all_lost(now_s) | frozenset(lost)
         kept = lasting_ranks(self._grid, gone)
@@ -165,8 +208,7 @@ class SurvivorAgreement:
         decision = self._filled(gone, Decision(kept, reason))
         if decision is None:
             return None
-        newcomers = {rank for rank, _ in decision.newcomers}
-        stays = [rank for rank in decision.kept if rank not in newcomers] if newcomers else kept
+        stays = [rank for rank in decision.kept if rank != _OPEN]
         if self._own not in stays:
             self._dismiss(stays, reason)
         if not self._have_stopped(stays):
@@ -199,8 +241,8 @@ class SurvivorAgreement:
             if not smaller.kept:
                 raise NoReplicaIsWhole(f"{few}, and no replica is whole without {sorted(lost)}")
             return replace(smaller, reason=f"{smaller.reason}; {few}")
-        everyone = list(range(self._grid.world_size))
-        return Decision(everyone, smaller.reason, sorted(found.items()))
+        kept = [_OPEN if rank in found else rank for rank in range(self._grid.world_size)]
+        return Decision(kept, smaller.reason, sorted(found.items()))
 
     def find_failure(self, now_s: float) -> int | None:
         """Looks for a failure before any rank has stopped here. For ranks that connect.
@@ -244,7 +286,7 @@ class SurvivorAgreement:
         if self._spares is not None:
             self._keys.set(_DECISION, text)  # for processes that take places
         decision = _read(text)
-        if self._own not in decision.kept or self._own in dict(decision.newcomers):
+        if self._own not in decision.kept:
             self._dismiss(decision.kept, decision.reason)
         return decision
 

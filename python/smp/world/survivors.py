@@ -9,25 +9,31 @@ docs/design/going_on.md. `survivor_agreement` has the rules; here are the thread
 
 from __future__ import annotations
 
+import random
 import threading
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 import smp._C as _C
 from smp.world.rank import Rank
-from smp.world.spares import Spares
+from smp.world.recruits import Recruits
+from smp.world.spares import Newcomer, Spares
 from smp.world.survivor_agreement import (
     Decision,
     Finished,
     NoReplicaIsWhole,
     SurvivorAgreement,
+    TimeToGrow,
     decision_of,
 )
 
 _LOOK_S, _LOOK_FOR_FAULTS_S = 0.02, 0.1
 # Additional time between two looks for each rank, so that many ranks do not overload the store.
 _LOOK_PER_RANK_S = 5e-5
+# Most works between two plans to grow, if ranks refuse them.
+_MOST_PAUSES = 50
 # Time in which ranks that do not need the lost one finish what they do together between steps.
 _HOLD_S = 10.0
 # Failures of one rank; others concern all ranks.
@@ -41,6 +47,7 @@ class Survivors:
         store: keys of these ranks alone.
         rank: rank of this process; its place is that among these ranks. It may not be connected.
         spares: processes that wait for the places of lost ranks; None: there are none.
+        recruits: finds processes for one more replica, on the rank that plans when all grow.
 
     Attributes:
         num_done: number of works that all ranks have finished, as far as this one knows.
@@ -48,9 +55,18 @@ class Survivors:
             of each other.
     """
 
-    def __init__(self, store: dist.Store, rank: Rank, spares: Spares | None = None) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: Rank,
+        spares: Spares | None = None,
+        recruits: Recruits | None = None,
+    ) -> None:
         keys = _open(store)
-        self._rank = rank
+        self._rank, self._recruits = rank, recruits
+        self._next_plan, self._num_refused = 0, 0  # works before the next plan to grow
+        self._planned: Decision | None = None
+        self._dice = random.Random()
         self._everyone = list(rank.groups["world"])
         self._lock = threading.Lock()  # of the agreement
         self._agreement = SurvivorAgreement(keys, rank.grid, rank.global_rank, spares, rank.keepers)
@@ -62,29 +78,67 @@ class Survivors:
 
     # ---- work ------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, can_grow: Callable[[], bool]) -> None:
         """Begins a work, in which each failure counts.
 
+        Args:
+            can_grow: returns whether this rank has all that further ones need.
+
         Raises:
+            TimeToGrow: the work is set aside for that; all ranks meet.
             PeerFailure: a rank has failed since the last one.
         """
-        assert self._rank.board is not None
-        self._rank.board.release()
-        self._rank.board.raise_if_faulted()
+        board = self._rank.board
+        if board is not None:
+            board.release()
+        if self._rank.may_grow:  # first, as all ranks take the work for the same
+            with self._lock:
+                is_for_growing = self._look_at_growth(can_grow)
+            if is_for_growing:
+                self._await_all()
+                raise TimeToGrow("further ranks can join")
+        if board is not None:
+            board.raise_if_faulted()
+
+    def _look_at_growth(self, can_grow: Callable[[], bool]) -> bool:
+        """Returns whether this work is for growing; plans that if processes are ready."""
+        larger = None if self._recruits is None else self._recruits.decision
+        if self._agreement.is_for_growing(self.num_done):
+            if not can_grow() or larger is not self._planned:  # a newcomer has gone meanwhile
+                self._agreement.refuse_growth(self.num_done)
+            return True
+        if larger is not None and self.num_done >= self._next_plan:
+            self._agreement.plan_growth(self.num_done, larger)
+            self._planned = larger
+            # Gradients may be unused at each second beginning of a step, or at each tenth.
+            self._num_refused = min(self._num_refused + 1, _MOST_PAUSES)
+            self._next_plan = self.num_done + 1 + self._dice.randint(1, self._num_refused)
+        return False
+
+    def _await_all(self) -> None:
+        """Waits for all ranks to come to a work for growing, unless one fails that is replaced."""
+        if self._rank.comms.everyone is None:
+            return
+        try:
+            self._rank.comms.everyone.barrier().wait(self._rank.timeout_s)
+        except RuntimeError as error:
+            if not (self.can_go_on and self.is_cause_of(error)):
+                raise
 
     def confirm(self) -> None:
         """Ends a work when all ranks have. Collective.
 
         Until the next one the loss of a rank that this replica does not need is no failure.
         """
-        assert self._rank.comms.everyone is not None
-        self._rank.comms.everyone.barrier().wait(self._rank.timeout_s)
+        if self._rank.comms.everyone is not None:
+            self._rank.comms.everyone.barrier().wait(self._rank.timeout_s)
         self.note_done()
 
     def note_done(self) -> None:
         """Notes that all ranks have finished the work."""
-        assert self._rank.board is not None
         self.num_done += 1
+        if self._rank.board is None:
+            return  # there is no other rank at present
         # With copies of states the lost rank is replaced, if it has done its part between steps.
         needed = [] if self._rank.keepers else list(self._rank.groups["mp"])
         self._rank.board.hold(needed, _HOLD_S)
@@ -92,10 +146,17 @@ class Survivors:
     # ---- failure ---------------------------------------------------------------
 
     @property
+    def has_failure(self) -> bool:
+        """True if a rank is known to have failed."""
+        return self._known_fault() is not None
+
+    @property
     def can_go_on(self) -> bool:
         """True if another rank has failed, and no more is known than that."""
-        fault = self._known_fault()
-        return fault is not None and fault[0] in _KINDS and fault[1] != self._rank.global_rank
+        fault, is_only_replica = self._known_fault(), self._rank.sizes["rdp"] == 1
+        if fault is None or (is_only_replica and not self._rank.keepers):
+            return False
+        return fault[0] in _KINDS and fault[1] != self._rank.global_rank
 
     def is_cause_of(self, error: RuntimeError) -> bool:
         """Returns whether an error of this rank is the failure of another one."""
@@ -111,7 +172,7 @@ class Survivors:
             error: reason why this rank has stopped.
 
         Returns:
-            the ranks that go on; None: this work is finished on all ranks.
+            the ranks that go on; None: this work is finished on all ranks, and no rank has changed.
 
         Raises:
             Dismissed: this rank is not among them.
@@ -123,10 +184,13 @@ class Survivors:
         while True:
             fault = self._known_fault()
             reason = str(error).split("\n")[0] if fault is None else fault[2]
+            is_calm = fault is None and isinstance(error, TimeToGrow)
             try:
                 with self._lock:
-                    outcome = self._agreement.look(self._lost(), reason, time.monotonic())
+                    outcome = self._agreement.look(self._lost(), reason, time.monotonic(), is_calm)
             except NoReplicaIsWhole as none:
+                if self._rank.board is not None and self._rank.sizes["rdp"] == 1:
+                    self._rank.board.raise_if_faulted()  # there was only one
                 raise RuntimeError(
                     f"{_C.rank_prefix()}{none}, so the others cannot go on; resume from a "
                     "checkpoint"
@@ -162,6 +226,8 @@ class Survivors:
         pause_s = _LOOK_S + _LOOK_PER_RANK_S * len(self._everyone)
         while not self._is_over.wait(_LOOK_FOR_FAULTS_S if self._is_quiet else pause_s):
             if self._is_quiet:
+                if self._recruits is not None:
+                    self._recruits.look(time.monotonic())
                 continue
             with self._lock:
                 self._agreement.beat(self.num_done, time.monotonic())
@@ -195,18 +261,22 @@ def _open(store: dist.Store) -> dist.Store:
     return dist.PrefixStore("survivors", store)
 
 
-def await_decision(store: dist.Store, timeout_s: float) -> Decision:
+def await_decision(store: dist.Store, newcomer: Newcomer, timeout_s: float) -> Decision:
     """Waits, in a process that takes a place, for the decision of the other ranks.
 
     Args:
         store: keys of these ranks alone.
-        timeout_s: longest wait.
+        newcomer: the place of this process.
+        timeout_s: longest wait for the place of a lost rank. The other ranks train, and need not
+            hurry, until a whole replica can join.
 
     Raises:
-        RuntimeError: they have not decided within that time.
+        RuntimeError: they have not decided within that time, or do not count on this process.
     """
-    deadline_s = time.monotonic() + timeout_s
+    assert newcomer.place is not None
+    deadline_s = float("inf") if newcomer.place.is_new else time.monotonic() + timeout_s
     while (decision := decision_of(_open(store))) is None:
+        newcomer.check_wanted()
         if time.monotonic() > deadline_s:
             raise RuntimeError(
                 f"{_C.rank_prefix()}the other ranks did not come to their next step within "

@@ -53,6 +53,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--reads", default="", help="replicas of the first job, by replica")
     parser.add_argument("--save-each", type=Path, help="folder of saves in the background")
     parser.add_argument("--slow-save", type=int, default=-1, help="step whose save takes seconds")
+    parser.add_argument("--slow-saves", action="store_true", help="each save takes a while")
+    parser.add_argument("--twice", action="store_true", help="has two steps for each update")
     parser.add_argument("--step-s", type=float, default=0.0, help="time between two steps")
     parser.add_argument("--barrier", action="store_true", help="has a barrier between steps")
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -63,6 +65,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--unclipped", action="store_true", help="has no norm of gradients")
     parser.add_argument("--early", action="store_true", help="drops gradients before each step")
     parser.add_argument("--double", action="store_true", help="computes in FP64")
+    parser.add_argument("--by-place", action="store_true", help="data depend on the present place")
+    parser.add_argument("--first-reads", default="", help="places that data of the first step have")
+    parser.add_argument("--until", type=int, default=0, help="trains on until there are such ranks")
     return parser.parse_args()
 
 
@@ -81,6 +86,11 @@ def raise_anywhere(*_: Any) -> None:
 
 def slow_write(*args: Any, **options: Any) -> Any:
     time.sleep(2.0)
+    return fast_write(*args, **options)
+
+
+def slower_write(*args: Any, **options: Any) -> Any:
+    time.sleep(0.3)
     return fast_write(*args, **options)
 
 
@@ -118,8 +128,11 @@ class Layer(nn.Module):
 
 
 class Job:
+    present: Job
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.step = args, 0
+        Job.present = self  # also while it takes a place
         self.place, self.fatal_step = "", -1
         number = int(os.environ.get("SMP_RANK", smp.rank()))  # of a process that waits: no rank
         for text in args.die:
@@ -128,7 +141,8 @@ class Job:
                 self.place, self.fatal_step = place, int(step)
         self.at("entered")
         reads = [int(r) for r in args.reads.split(",")] if args.reads else range(smp.rdp_size())
-        self.replica = reads[smp.rdp_rank()]
+        self.first_replica = reads[smp.rdp_rank()]
+        self.end: int | None = args.steps
         torch.manual_seed(5)
         torch.set_default_dtype(torch.float64 if args.double else torch.float32)
         layers: list[nn.Module] = []
@@ -150,6 +164,7 @@ class Job:
             content = smp.resume_from_checkpoint(args.resume)
             self.step = content["step"]
             self.schedule.load_state_dict(content["schedule"])
+        self.first_step = self.step
         if smp.state.cfg.on_failure == "spare":
             smp.barrier()  # returns at once in a process that takes a place
             if args.misuse == "gather":
@@ -161,6 +176,7 @@ class Job:
                 self.step = content["step"]
                 self.schedule.load_state_dict(content["schedule"])
                 say(f"TAKEN {smp.rank()} {self.step} {time.monotonic()}")
+                self.find_end()
                 self.at("taken")
         self.resized: list[dict[str, Any]] = []
         self.save: Any = None  # the save in the background
@@ -189,8 +205,23 @@ class Job:
                 "newcomers": resized.newcomers,
             }
         )
+        self.find_end()
         say(f"RESIZED {time.monotonic()} {json.dumps(resized.seconds)}")
         self.at("resize")
+
+    def find_end(self) -> None:
+        """Finds the last step, which is equal on all ranks, from the ranks that there are now."""
+        if self.args.until:
+            is_full = smp.size() >= self.args.until
+            self.end = max(self.args.steps, self.step + 3) if is_full else None
+
+    @property
+    def replica(self) -> int:
+        if not self.args.by_place:
+            return self.first_replica
+        if self.args.first_reads and self.step == self.first_step:
+            return int(self.args.first_reads.split(",")[smp.rdp_rank()])
+        return smp.rdp_rank()
 
     def at(self, place: str) -> None:
         is_joining = place in ("entered", "built", "taken")
@@ -207,6 +238,8 @@ class Job:
         x = torch.randn(ROWS, self.args.width, generator=generator)
         if self.args.early:
             self.optimizer.zero_grad()
+        if self.args.twice:
+            self.train_step(x + 1)
         losses = self.train_step(x).outputs
         self.at("barrier")
         if self.args.barrier:
@@ -227,7 +260,7 @@ class Job:
         time.sleep(self.args.step_s)
 
     def run(self) -> None:
-        while self.step < self.args.steps:
+        while self.end is None or self.step < self.end:
             self.train()
             if self.args.save_each is not None:
                 self.save_in_background()
@@ -246,7 +279,8 @@ class Job:
                 self.save.wait()
         except RuntimeError as error:
             say(f"UNSAVED {self.step - 1} {error}")
-        archive.write = slow_write if self.step == self.args.slow_save else fast_write
+        usual = slower_write if self.args.slow_saves else fast_write
+        archive.write = slow_write if self.step == self.args.slow_save else usual
         self.save = smp.save_checkpoint(
             self.args.save_each,
             tag=f"after{self.step}",
@@ -267,13 +301,13 @@ class Job:
         return found.hexdigest()
 
 
-def die_around(method: str, owner: type, job: Job, before: str, after: str) -> None:
+def die_around(method: str, owner: type, before: str, after: str) -> None:
     own = getattr(owner, method)
 
     def around(self: Any, *args: Any, **options: Any) -> Any:
-        job.at(before)
+        Job.present.at(before)
         result = own(self, *args, **options)
-        job.at(after)
+        Job.present.at(after)
         return result
 
     setattr(owner, method, around)
@@ -282,12 +316,12 @@ def die_around(method: str, owner: type, job: Job, before: str, after: str) -> N
 def main() -> None:
     args = parse()
     smp.init({"microbatches": 2, "auto_partition": False, "ddp": True, **args.config})
+    die_around("end_step", GradientReduction, "sum", "summed")
+    die_around("confirm", Survivors, "confirm", "confirmed")
+    die_around("connect", Connections, "connect", "connected")
+    die_around("join_groups", Engine, "join", "joined")
     job = Job(args)
     signal.signal(signal.SIGUSR1, raise_anywhere)
-    die_around("end_step", GradientReduction, job, "sum", "summed")
-    die_around("confirm", Survivors, job, "confirm", "confirmed")
-    die_around("connect", Connections, job, "connect", "connected")
-    die_around("join_groups", Engine, job, "join", "joined")
     job.run()
     result = {
         "step": job.step,
