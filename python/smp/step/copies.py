@@ -18,23 +18,21 @@ from torch import Tensor
 
 import smp._C as _C
 from smp.world import host_objects, runtime
-from smp.world.device_numbers import NumbersBetweenSteps
+from smp.world.device_numbers import NumbersBetweenSteps, Ranks
 from smp.world.log import first_rank_log
 
 
 @dataclass(frozen=True)
 class KeptCopy:
-    """A copy of a rank's state, and what ranks have exchanged since.
+    """A copy of a rank's state.
 
     Attributes:
         head: state without the memory of its tensors.
         memory: memory of these tensors, uint8 ``[n]``.
-        numbers: numbers that the ranks have gathered until the next step.
     """
 
     head: bytes
     memory: Tensor
-    numbers: list[tuple[tuple[int, ...], Tensor]]
 
     @property
     def num_bytes(self) -> int:
@@ -52,6 +50,10 @@ class Copies:
             the function's name, its result, the packed content of the script, and whether that is
             the content after the call before, too.
         content: packed content after the last call; empty: there was none.
+
+    Attributes:
+        numbers: ranks and result of each gathering of this rank from the last finished step until
+            the present one.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Copies:
         self._content = self._next_content = content
         self._own = self._next = self._last = torch.empty(0, dtype=torch.uint8)
         self._sizes = self._next_sizes = (0, 0)
-        self._numbers: list[tuple[tuple[int, ...], Tensor]] = []
+        self.numbers: list[tuple[Ranks, Tensor]] = []
         self._num_shown = 0
 
     @property
@@ -74,14 +76,14 @@ class Copies:
         if not num_all:
             return None
         head = ctypes.string_at(self._last.data_ptr(), num_head)
-        return KeptCopy(head, self._last[num_head:num_all], self._numbers)
+        return KeptCopy(head, self._last[num_head:num_all])
 
     def begin(self) -> None:
         """Notes that a step begins. May be called again when it is repeated."""
         rank = self._current.rank
         if rank.between is not None:
             rank.between.end(rank)
-            self._numbers, rank.between = rank.between.gathered, None
+            self.numbers, rank.between = rank.between.gathered, None
 
     def exchange(self, name: str, result: Any) -> None:
         """Sends this rank's copy to its keeper, and receives another one. Collective.
@@ -140,7 +142,7 @@ class Copies:
     def commit(self) -> None:
         """Notes that all ranks have finished the step, hence have its copies."""
         self._last, self._next = self._next, self._last
-        self._sizes, self._numbers = self._next_sizes, []
+        self._sizes, self.numbers = self._next_sizes, []
         self._content = self._next_content
         self._current.rank.between = NumbersBetweenSteps()
 

@@ -296,6 +296,7 @@ def main() -> None:
         "resized": job.resized,
         "rate": job.optimizer.param_groups[0]["lr"],
         "digest": job.digest(),
+        "moments": sum(entry["exp_avg"].numel() for entry in job.optimizer.state.values()),
     }
     say("RESULT " + json.dumps(result))
 
