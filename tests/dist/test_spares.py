@@ -224,7 +224,8 @@ COPY = re.compile(r"state after a call of step .* from the copy of (\d+) bytes t
         (Layout(pp=3, dp=1), 2, ["0:backward:1", "1:forward:3"]),
         (ALONE, 1, ["1:optimizer:2"]),
         (ALONE, 1, ["0:forward:1"]),
-        (ALONE, 1, ["1:confirm:2"]),
+        (ALONE, 1, ["1:exchange:2"]),
+        (Layout(pp=2, dp=1, flags=("--unclipped",)), 1, ["1:confirm:2"]),
         (ALONE, 1, ["0:optimizer:3"]),
         (ALONE, 1, ["1:between:4"]),
         (ALONE, 1, ["1:raise:2"]),
@@ -270,7 +271,7 @@ def check_copies_were_taken(layout: Layout, ended: list[Ended]) -> None:
         (sharded(2), 1, ["1:backward:2"]),
         (sharded(2), 1, ["0:sum:2"]),
         (sharded(2), 1, ["1:summed:2"]),
-        (sharded(2), 1, ["0:confirm:2"]),
+        (sharded(2), 1, ["0:exchange:2"]),
         (sharded(2), 1, ["1:optimizer:2"]),
         (sharded(2), 1, ["0:between:3"]),
         (sharded(2), 2, ["0:optimizer:2", "1:forward:4"]),
@@ -302,6 +303,7 @@ def check_copies_were_taken(layout: Layout, ended: list[Ended]) -> None:
         (sharded(0, dp=2), 1, ["1:backward:2"]),
         (sharded(0, dp=2), 1, ["0:sum:2"]),
         (sharded(0, dp=2), 1, ["1:optimizer:2"]),
+        (sharded(0, "--unclipped", dp=2), 1, ["0:confirm:2"]),
         (sharded(0, dp=2), 1, ["0:between:3"]),
         (sharded(0, dp=2, overlapping_allreduce=False), 1, ["1:between:2"]),
         (sharded(0, dp=4), 2, ["1:optimizer:2", "3:optimizer:2"]),
@@ -347,6 +349,18 @@ def test_copies_have_the_bytes_of_parameters_moments_and_gradients(
     shown = re.findall(r"the ranks keep copies of (\d+) bytes, at most (\d+)", ended[0].output)
     num_all, num_most = map(int, shown[-1])
     assert 2 * expected < num_all < 2.02 * expected and expected < num_most < 1.01 * expected
+
+
+@pytest.mark.sample(keep=1)
+@pytest.mark.parametrize("layout", [ALONE, sharded(2)], ids=repr)
+def test_copies_are_sent_where_ranks_share_no_memory(
+    pool: Pool, tmp_path: Path, layout: Layout
+) -> None:
+    layout = replace(layout, flags=("--misuse=apart",))
+    ended = run(pool, layout, 2, "1:optimizer:2", "0:backward:4", argv=[f"--steps={STEPS}"])
+    check_as_never_killed(pool, tmp_path, layout, ended)
+    check_copies_were_taken(layout, ended)
+    assert "copies are sent, as ranks share no memory" in ended[0].output
 
 
 @pytest.mark.sample(keep=1)
@@ -522,7 +536,7 @@ NO_NORM = "It had not computed a norm or checked gradients between"
 def test_random_kills_of_sharded_jobs_change_nothing_or_end_by_name(
     pool: Pool, tmp_path: Path, index: int
 ) -> None:
-    """Each update has a norm of all shards, before which a death ends the job."""
+    """Kills ranks also before the norm of an update, which nothing replaces."""
     dice = random.Random(3000 * int(os.environ["SMP_GRID_SEED"]) + index)
     layout = SHARDED_LAYOUTS[index % len(SHARDED_LAYOUTS)]
     num_ranks = layout.per_replica * layout.dp

@@ -12,7 +12,7 @@ import torch
 
 import smp._C as _C
 from smp.launching.first_rank import LAUNCHED_VARIABLE
-from smp.step import copies, taking_over
+from smp.step import copy_memory, taking_over
 from smp.world import host_objects
 from smp.world.device_numbers import NumbersBetweenSteps, numbers_of
 from smp.world.launch import Launch, Rendezvous
@@ -123,7 +123,7 @@ def test_a_process_repeats_the_call_of_its_copy_alone() -> None:
     head, _ = host_objects.pack_apart(after)
     current: Any = SimpleNamespace(step_to_repeat=None)
     with pytest.raises(RuntimeError, match="was of 'train', and after it the script calls 'test'"):
-        taking_over._repeat(current, copies.KeptCopy(head, torch.empty(0)), {}, "test")
+        taking_over._repeat(current, copy_memory.KeptCopy(head, torch.empty(0)), {}, "test")
 
 
 def test_places_go_to_processes_that_wait_and_are_kept() -> None:

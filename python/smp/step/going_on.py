@@ -123,9 +123,7 @@ def _run_until_done(
                 kept.begin()
             survivors.begin()
             done.append(call())
-            if kept is not None:
-                kept.exchange(name, done[0])
-            survivors.confirm()
+            survivors.confirm(has_met=kept is not None and kept.exchange(name, done[0]))
             if kept is not None:
                 kept.commit()
             return done[0]
@@ -144,6 +142,8 @@ def _run_until_done(
                 return done[0]
             start.refuse_lost(name, error)
             _go_on(current, decision, noticed_s, start)
+            if kept is not None:
+                kept.join_groups()
             start.restore()
     return call()
 

@@ -23,6 +23,7 @@ from smp.modules import packed
 from smp.partition.together import ModulePlaces
 from smp.precision.holdings import master_of, parameters_of
 from smp.step import copies
+from smp.step.copy_memory import KeptCopy
 from smp.world import comm, host_objects, runtime
 from smp.world.comm import RankType
 from smp.world.device_numbers import NumbersBetweenSteps, Ranks, numbers_of
@@ -360,7 +361,7 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
         state: _State = comm.recv_from(donor, RankType.WORLD_RANK)
         _fill(current, state)
         return state
-    kept: copies.KeptCopy = comm.recv_from(donor, RankType.WORLD_RANK)
+    kept: KeptCopy = comm.recv_from(donor, RankType.WORLD_RANK)
     numbers = numbers_of(current.rank.global_rank, comm.allgather([], comm.WORLD))
     after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory)
     _log.warning(
@@ -385,7 +386,7 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
 
 def _repeat(
     current: runtime.Runtime,
-    kept: copies.KeptCopy,
+    kept: KeptCopy,
     numbers: Mapping[Ranks, Sequence[Tensor]],
     name: str,
 ) -> Any:

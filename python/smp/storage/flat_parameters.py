@@ -54,7 +54,7 @@ class FlatParameters(WholeParameters):
     ) -> None:
         super().__init__(rank, root)
         self._bucket_cap_bytes = bucket_cap_bytes
-        # With copies of states no rank waits in an update for one that may be lost.
+        # With copies of states no rank waits in an update for others, which may be lost.
         self._overlap = overlap or bool(rank.keepers)
         self._is_written = False
         self._is_behind = False  # parts that other ranks have updated are not here yet

@@ -108,8 +108,8 @@ class ShardedParameters:
         self._undo = gathering.install(self.store, self.plan, self._root)
 
     def join_groups(self) -> None:
-        # What the store of the failed step has gathered stays in its memory, as threads of the
-        # former groups may still write there.
+        # The store of the failed step keeps its memory, as threads of the former groups may still
+        # write there.
         self.close()
         for name, parameter in self._named:
             hide_values(name, parameter)

@@ -72,13 +72,17 @@ class Survivors:
         self._rank.board.release()
         self._rank.board.raise_if_faulted()
 
-    def confirm(self) -> None:
+    def confirm(self, has_met: bool = False) -> None:
         """Ends a work when all ranks have. Collective.
 
         Until the next one the loss of a rank that this replica does not need is no failure.
+
+        Args:
+            has_met: whether all ranks have just had an exchange that none passes alone.
         """
-        assert self._rank.comms.everyone is not None
-        self._rank.comms.everyone.barrier().wait(self._rank.timeout_s)
+        if not has_met:
+            assert self._rank.comms.everyone is not None
+            self._rank.comms.everyone.barrier().wait(self._rank.timeout_s)
         self.note_done()
 
     def note_done(self) -> None:
