@@ -42,6 +42,7 @@ pytestmark = pytest.mark.waits
 NUM_KILLS = int(os.environ.get("SMP_NUM_KILLS", "100" if ALL else "4"))
 PP2, ALONE = Layout(pp=2), Layout(pp=2, dp=1)
 DEGREE = "sharded_data_parallel_degree"
+NO_NORM = "It had not computed a norm or checked gradients between"
 
 
 def sharded(degree: int, *flags: str, pp: int = 1, dp: int = 0, **keys: object) -> Layout:
@@ -398,7 +399,13 @@ def test_an_update_that_was_skipped_stays_skipped(pool: Pool, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("layout", "deaths", "text"),
     [
-        (ALONE, ["1:clip:2"], "died: .* It had not computed a norm or checked gradients between"),
+        (ALONE, ["1:clip:2"], f"died: .* {NO_NORM}"),
+        (sharded(2, "--unclipped"), ["1:clip:2"], f"died: .* {NO_NORM}"),
+        (
+            sharded(0, "--misuse=reads", dp=2),
+            ["1:between:2"],
+            r"reading parameters after an update .* in a process that takes the place of a lost",
+        ),
         (Layout(pp=3, dp=1), ["1:forward:2", "2:connect:2"], "copies of their states were lost as"),
         (Layout(pp=3, dp=1), ["1:forward:2", "0:resize:2"], "keeper of its copy, has not finished"),
         (
@@ -528,7 +535,6 @@ def test_random_kills_change_nothing(pool: Pool, tmp_path: Path, index: int) -> 
 
 
 SHARDED_LAYOUTS = (sharded(4, "--unclipped"), sharded(2, pp=2), sharded(0, "--unclipped", dp=2))
-NO_NORM = "It had not computed a norm or checked gradients between"
 
 
 @pytest.mark.sample(keep=1)

@@ -217,6 +217,8 @@ class Job:
         if not self.args.unclipped:
             smp.clip_grad_norm_(self.model.parameters(), 0.05)
         self.optimizer.step()
+        if self.args.misuse == "reads":
+            self.model.zero_grad()
         if not self.args.early:
             self.optimizer.zero_grad()
         self.schedule.step()
