@@ -341,9 +341,23 @@ def test_copies_are_for_several_processes_without_replicas_that_are_replaced() -
     assert "start 2 processes" in refusal(given, 4)
     processes.check_world(Config.from_dict(given), 2)
     assert "hold one replica" in refusal({**given, "pipeline_parallel_degree": 1}, 1)
-    assert "(sharded_data_parallel_degree=2)" in refusal(
-        {**given, "sharded_data_parallel_degree": 2}, 4
-    )
+
+
+@pytest.mark.parametrize(
+    ("sharding", "num_ranks"),
+    [
+        ({"sharded_data_parallel_degree": 2}, 4),
+        ({"sharded_data_parallel_degree": 2}, 8),
+        ({"shard_optimizer_state": True}, 4),
+    ],
+)
+def test_copies_are_for_sharded_state_too(sharding: dict[str, Any], num_ranks: int) -> None:
+    given = {"pipeline_parallel_degree": 2, "ddp": True, "on_failure": "spare", **sharding}
+    assert "with redundancy=1 keeps copies" in refusal(given, num_ranks)
+    processes.check_world(Config.from_dict({**given, "redundancy": 1}), num_ranks)
+    # One rank per stage has all of the state, and copies serve it as they serve any pipeline.
+    if "shard_optimizer_state" in sharding:
+        processes.check_world(Config.from_dict({**given, "redundancy": 1}), 2)
 
 
 def test_row_9_bf16_is_valid_without_sharded_data_parallelism() -> None:

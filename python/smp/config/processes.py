@@ -44,7 +44,8 @@ def check_world(config: Config, world_size: int) -> None:
             f"has {len(config.device_speeds)} speeds for {world_size} processes",
             f"give one speed for each of the {world_size} processes, in the order of their ranks",
         )
-    if config.redundancy and world_size > per_replica:
+    is_sharded = config.shard_size(world_size // per_replica) > 1
+    if config.redundancy and world_size > per_replica and not is_sharded:
         raise config_error(
             "redundancy",
             config.redundancy,

@@ -224,7 +224,8 @@ class Config:
     """When a rank dies, all ranks end, or the replicas that are whole go on without the others, or
     a process that waits takes its place."""
     redundancy: int = _int(0, 0, 1)
-    """Copies of the state of each rank in the memory of other ranks, for jobs without replicas."""
+    """Copies of the state of each rank in the memory of other ranks, for jobs without replicas or
+    with sharded state."""
 
     @property
     def partitions(self) -> int:
@@ -546,8 +547,14 @@ def check_redundancy(config: Config) -> None:
 def check_going_on(config: Config) -> None:
     """Raises ValueError if replicas cannot go on when a failure has broken others."""
     reasons = {
-        "shard_optimizer_state": (config.shard_optimizer_state, _PART_IS_LOST),
-        "sharded_data_parallel_degree": (config.sharded_data_parallel_degree > 1, _PART_IS_LOST),
+        "shard_optimizer_state": (
+            config.shard_optimizer_state and not config.redundancy,
+            _PART_IS_LOST,
+        ),
+        "sharded_data_parallel_degree": (
+            config.sharded_data_parallel_degree > 1 and not config.redundancy,
+            _PART_IS_LOST,
+        ),
         "update_in_backward": (
             config.update_in_backward,
             "a step that fails has updated some parameters, and cannot be run again",
@@ -569,6 +576,9 @@ def check_going_on(config: Config) -> None:
             )
 
 
-_PART_IS_LOST = "a rank that dies takes the only copy of its part of the state with it"
+_PART_IS_LOST = (
+    'a rank that dies takes its part of the state with it, unless on_failure="spare" with '
+    "redundancy=1 keeps copies"
+)
 _NOT_SUPPORTED = "it is not supported by the ranks that go on"
 _SHARDED_GRADIENTS = "ranks keep a share of the gradients, and update when they have all of it"

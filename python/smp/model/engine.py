@@ -343,6 +343,8 @@ class Engine:
                 self._current, self.idx, self._root, self.partitioning.decision
             )
             self.pipeline.modules.look_at = look_at
+        assert self.storage is not None
+        self.storage.join_groups()
         self.lay_out_gradients()
 
     # ---- steps

@@ -161,6 +161,14 @@ class ModelParts:
             "pipeline_parallel_degree to 1"
         )
 
+    def extra_states(self) -> dict[str, Any]:
+        """Returns the extra states of the modules of this rank, by their keys in a state dict."""
+        return {
+            f"{name}.{_EXTRA_STATE}" if name else _EXTRA_STATE: module.get_extra_state()
+            for name, module in self.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+
     # ---- state by name
 
     def key_partitions(self) -> dict[str, int]:

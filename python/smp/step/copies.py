@@ -7,44 +7,22 @@ docs/design/going_on.md.
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import smp._C as _C
+from smp.step.copy_memory import Exchanged, KeptCopy, SentCopies, SharedCopies, StateIsLost
 from smp.world import host_objects, runtime
-from smp.world.device_numbers import NumbersBetweenSteps
+from smp.world.device_numbers import NumbersBetweenSteps, Ranks
 from smp.world.log import first_rank_log
-
-
-@dataclass(frozen=True)
-class KeptCopy:
-    """A copy of a rank's state, and what ranks have exchanged since.
-
-    Attributes:
-        head: state without the memory of its tensors.
-        memory: memory of these tensors, uint8 ``[n]``.
-        numbers: numbers that the ranks have gathered until the next step.
-    """
-
-    head: bytes
-    memory: Tensor
-    numbers: list[tuple[tuple[int, ...], Tensor]]
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.head) + self.memory.numel()
 
 
 class Copies:
     """Exchanges copies at the end of each step, and keeps the last of those that all ranks have.
-
-    Two copies have room, so that a copy is whole until all ranks have the next one.
 
     Args:
         current: the runtime.
@@ -52,6 +30,10 @@ class Copies:
             the function's name, its result, the packed content of the script, and whether that is
             the content after the call before, too.
         content: packed content after the last call; empty: there was none.
+
+    Attributes:
+        numbers: ranks and result of each gathering of this rank from the last finished step until
+            the present one.
     """
 
     def __init__(
@@ -62,53 +44,51 @@ class Copies:
     ) -> None:
         self._current, self._state_after = current, state_after
         self._content = self._next_content = content
-        self._own = self._next = self._last = torch.empty(0, dtype=torch.uint8)
-        self._sizes = self._next_sizes = (0, 0)
-        self._numbers: list[tuple[tuple[int, ...], Tensor]] = []
+        self._way = self._first_way()
+        self._next: Exchanged | None = None
+        self._last: Exchanged | None = None
+        self.numbers: list[tuple[Ranks, Tensor]] = []
         self._num_shown = 0
 
     @property
     def kept(self) -> KeptCopy | None:
         """The copy at this rank; None: a step has to finish first."""
-        num_head, num_all = self._sizes
-        if not num_all:
-            return None
-        head = ctypes.string_at(self._last.data_ptr(), num_head)
-        return KeptCopy(head, self._last[num_head:num_all], self._numbers)
+        return None if self._last is None else self._last.read()
+
+    def _first_way(self) -> SharedCopies | SentCopies:
+        return SharedCopies() if self._current.rank.settings.shared_memory else SentCopies()
+
+    def join_groups(self) -> None:
+        """Begins as processes that have taken places do. Not collective."""
+        self._way = self._first_way()
 
     def begin(self) -> None:
         """Notes that a step begins. May be called again when it is repeated."""
         rank = self._current.rank
         if rank.between is not None:
             rank.between.end(rank)
-            self._numbers, rank.between = rank.between.gathered, None
+            self.numbers, rank.between = rank.between.gathered, None
 
-    def exchange(self, name: str, result: Any) -> None:
-        """Sends this rank's copy to its keeper, and receives another one. Collective.
+    def exchange(self, name: str, result: Any) -> bool:
+        """Brings this rank's copy to its keeper, and gets another one. Collective.
 
         Args:
             name: name of the step function that returns.
             result: result of that call.
+
+        Returns:
+            whether the ranks have met: all of them have their copies if one has.
         """
         rank = self._current.rank
-        group, timeout_s = rank.comms.everyone, rank.timeout_s
-        assert group is not None
-        head, parts = self._pack(name, result)
-        parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8), *parts]
-        own = torch.tensor([len(head), sum(part.numel() for part in parts)])
-        sizes = torch.empty(2 * rank.world_size, dtype=torch.int64)
-        group.all_gather(sizes, own).wait(timeout_s)
-        num_bytes: list[int] = sizes[1::2].tolist()
-        keeper, ward = rank.keepers[rank.global_rank], rank.keepers.index(rank.global_rank)
-        self._own = _with_room(self._own, num_bytes[rank.global_rank])
-        self._next = _with_room(self._next, num_bytes[ward])
-        sent, received = [0] * rank.world_size, [0] * rank.world_size
-        sent[keeper], received[ward] = num_bytes[rank.global_rank], num_bytes[ward]
-        filled = self._own[: sent[keeper]]
-        torch.cat(parts, out=filled)
-        group.all_to_all_v(self._next[: received[ward]], filled, received, sent).wait(timeout_s)
-        self._next_sizes = int(sizes[2 * ward]), num_bytes[ward]
-        self._show(sum(num_bytes), max(num_bytes))
+        head, memory = self._pack(name, result)
+        parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8), *memory]
+        self._next = self._way.exchange(rank, len(head), parts)
+        if self._next is None:
+            first_rank_log.info("smp: redundancy: copies are sent, as ranks share no memory")
+            self._way = SentCopies()
+            self._next = self._way.exchange(rank, len(head), parts)
+        self._show(sum(self._next.num_bytes), max(self._next.num_bytes))
+        return isinstance(self._way, SharedCopies)
 
     def _pack(self, name: str, result: Any) -> tuple[bytes, list[Tensor]]:
         current = self._current
@@ -139,25 +119,18 @@ class Copies:
 
     def commit(self) -> None:
         """Notes that all ranks have finished the step, hence have its copies."""
-        self._last, self._next = self._next, self._last
-        self._sizes, self._numbers = self._next_sizes, []
+        self._way.commit()
+        self._last, self.numbers = self._next, []
         self._content = self._next_content
         self._current.rank.between = NumbersBetweenSteps()
-
-
-def _with_room(memory: Tensor, num_bytes: int) -> Tensor:
-    return memory if memory.numel() >= num_bytes else torch.empty(num_bytes, dtype=torch.uint8)
-
-
-class StateIsLost(Exception):
-    """Reports that neither a rank nor the keeper of its copy has its state."""
 
 
 def copy_of(current: runtime.Runtime, lost: int) -> KeptCopy:
     """Returns the copy of a lost rank's state, in the rank that keeps it.
 
     Raises:
-        StateIsLost: this rank has taken a place itself since the last finished step.
+        StateIsLost: this rank has taken a place itself since the last finished step, or the lost
+            one has written another copy since.
     """
     kept: KeptCopy | None = None if current.copies is None else current.copies.kept
     if kept is None:

@@ -130,9 +130,7 @@ def _run_until_done(
                 kept.begin()
             survivors.begin(start.can_be_given)
             done.append(call())
-            if kept is not None:
-                kept.exchange(name, done[0])
-            survivors.confirm()
+            survivors.confirm(has_met=kept is not None and kept.exchange(name, done[0]))
             if kept is not None:
                 kept.commit()
             return done[0]
@@ -156,6 +154,8 @@ def _run_until_done(
             if not survivors.has_failure and current.rank.connections is not None:
                 current.rank.connections.leave(_GOODBYE_S)  # else others would take it for dead
             _go_on(current, decision, noticed_s, start)
+            if kept is not None:
+                kept.join_groups()
             start.restore()
     return call()
 

@@ -8,7 +8,7 @@ another rank has kept. See docs/design/going_on.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +18,15 @@ from torch import Tensor
 import smp._C as _C
 from smp.model import DistributedModel
 from smp.model.engine import Engine
+from smp.model.parts import set_extra_states
+from smp.modules import packed
 from smp.partition.together import ModulePlaces
-from smp.precision.holdings import master_of, model_parameter_of, parameters_of
+from smp.precision.holdings import master_of, parameters_of
 from smp.step import copies
+from smp.step.copy_memory import KeptCopy
 from smp.world import comm, host_objects, runtime
 from smp.world.comm import RankType
-from smp.world.device_numbers import NumbersBetweenSteps
+from smp.world.device_numbers import NumbersBetweenSteps, Ranks, numbers_of
 
 _log = logging.getLogger("smp")
 _COUNTS = (
@@ -135,13 +138,15 @@ class _ModelState:
     """The state of a model on a rank.
 
     Attributes:
-        tensors: entries of the state dict that are on this rank.
+        tensors: parameters of this rank, or its parts of them, and their masters.
         buffers: all buffers, also those that are in no state dict.
+        extra: see `ModelParts.extra_states`.
         marks: see `Engine.marks`.
     """
 
-    tensors: dict[str, Any]
+    tensors: list[Tensor]
     buffers: list[Tensor]
+    extra: dict[str, Any]
     marks: tuple[Any, ...]
 
 
@@ -151,13 +156,11 @@ class _OptimizerState:
 
     Attributes:
         groups: hyperparameters.
-        masters: value of each tensor that is updated in place of a parameter; None: a parameter.
         entries: state of each tensor.
         scaler: state of the loss scale.
     """
 
     groups: list[dict[str, Any]]
-    masters: list[Tensor | None]
     entries: list[dict[str, Any]]
     scaler: dict[str, Any]
 
@@ -262,11 +265,12 @@ def give_state(current: runtime.Runtime, newcomers: Collection[int]) -> None:
         newcomers: global ranks that have no state yet.
     """
     served = _served(current, newcomers)
-    if not served:
-        return
     if current.rank.keepers:
         for newcomer in served:
             comm.send(copies.copy_of(current, newcomer), newcomer, RankType.WORLD_RANK)
+        comm.allgather([] if current.copies is None else current.copies.numbers, comm.WORLD)
+        return
+    if not served:
         return
     assert current.content_to_give is not None
     state = _own_state(current, current.content_to_give())
@@ -301,8 +305,23 @@ def _served(current: runtime.Runtime, newcomers: Collection[int]) -> list[int]:
 
 
 def _state_of(engine: Engine) -> _ModelState:
-    assert engine.parts is not None
-    return _ModelState(engine.parts.local_state(), list(engine.root.buffers()), engine.marks)
+    assert engine.parts is not None and engine.storage is not None
+    engine.storage.settle()
+    extra = engine.parts.extra_states()
+    return _ModelState(_tensors_of(engine), list(engine.root.buffers()), extra, engine.marks)
+
+
+def _tensors_of(engine: Engine) -> list[Tensor]:
+    """Returns the memory of this rank's parameters, or of its parts of them, and of masters."""
+    assert engine.parts is not None and engine.storage is not None
+    found, storage = list[Tensor](), engine.storage
+    for _, parameter in engine.parts.named_parameters():
+        shard, holding = storage.shards.get(parameter), storage.holdings.get(parameter)
+        values = packed.parts_of(parameter).values() if shard is None else [shard.piece]
+        found += [value.detach() for value in values]
+        if holding is not None and holding.has_copy:
+            found.append(holding.master.detach())
+    return found
 
 
 def _optimizer_state(optimizer: Any) -> _OptimizerState:
@@ -310,7 +329,6 @@ def _optimizer_state(optimizer: Any) -> _OptimizerState:
     updated = list(parameters_of(own))
     return _OptimizerState(
         [_options(group) for group in own.param_groups],
-        [None if model_parameter_of(tensor) is tensor else tensor.detach() for tensor in updated],
         [dict(own.state.get(tensor, {})) for tensor in updated],
         optimizer.loss_scaler.state_dict(),
     )
@@ -343,7 +361,8 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
         state: _State = comm.recv_from(donor, RankType.WORLD_RANK)
         _fill(current, state)
         return state
-    kept: copies.KeptCopy = comm.recv_from(donor, RankType.WORLD_RANK)
+    kept: KeptCopy = comm.recv_from(donor, RankType.WORLD_RANK)
+    numbers = numbers_of(current.rank.global_rank, comm.allgather([], comm.WORLD))
     after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory)
     _log.warning(
         "smp: %sstate after a call of step '%s' from the copy of %d bytes that rank %d has kept",
@@ -360,12 +379,17 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
         )
     _fill(current, after.state)
     current.copies = copies.Copies(current, state_after, after.state.user_content)
-    current.step_to_repeat = lambda name: _repeat(current, kept, name)
+    current.step_to_repeat = lambda name: _repeat(current, kept, numbers, name)
     content = host_objects.unpack(after.state.user_content, current.rank.device)
     return replace(after.state, user_content=content)
 
 
-def _repeat(current: runtime.Runtime, kept: copies.KeptCopy, name: str) -> Any:
+def _repeat(
+    current: runtime.Runtime,
+    kept: KeptCopy,
+    numbers: Mapping[Ranks, Sequence[Tensor]],
+    name: str,
+) -> Any:
     """Returns the result of the last finished step, with the state and the gradients after it.
 
     The script may have changed both before its call of the step function, which it did then, too.
@@ -385,7 +409,7 @@ def _repeat(current: runtime.Runtime, kept: copies.KeptCopy, name: str) -> Any:
     for optimizer, marks in zip(current.wrapped.optimizers, after.scales, strict=True):
         optimizer._gradients.restore_marks(marks)
     current.steps.has_gradients, current.steps.missed_at = after.has_gradients, after.missed_at
-    current.rank.between = NumbersBetweenSteps(kept.numbers)
+    current.rank.between = NumbersBetweenSteps(numbers)
     return after.result
 
 
@@ -407,10 +431,18 @@ def _fill(current: runtime.Runtime, state: _State) -> None:
 
 
 def _fill_model(engine: Engine, given: _ModelState) -> None:
-    assert engine.parts is not None
-    engine.parts.load(given.tensors, strict=False, sliced=True)
-    for buffer, value in zip(engine.root.buffers(), given.buffers, strict=True):
-        buffer.copy_(value)
+    assert engine.storage is not None
+    own, values = [*_tensors_of(engine), *engine.root.buffers()], [*given.tensors, *given.buffers]
+    if [(t.shape, t.dtype) for t in own] != [(t.shape, t.dtype) for t in values]:
+        raise RuntimeError(
+            f"{_C.rank_prefix()}smp.take_over: model {engine.label} of this process has "
+            f"{len(own)} parameters and buffers on this rank, and that of the other ranks has "
+            f"{len(values)}, or they differ in shapes or dtypes; build the same model"
+        )
+    for tensor, value in zip(own, values, strict=True):
+        tensor.copy_(value)
+    set_extra_states(engine.root, given.extra)
+    engine.storage.after_load()
     engine.restore_marks(given.marks)
 
 
@@ -425,9 +457,7 @@ def _fill_optimizer(optimizer: Any, given: _OptimizerState) -> None:
         )
     for group, options in zip(own.param_groups, given.groups, strict=True):
         group.update(options)
-    for tensor, master, entry in zip(updated, given.masters, given.entries, strict=True):
-        if master is not None:
-            tensor.copy_(master)
+    for tensor, entry in zip(updated, given.entries, strict=True):
         if entry:
             own.state[tensor] = entry
     optimizer.loss_scaler.load_state_dict(given.scaler)

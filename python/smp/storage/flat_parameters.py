@@ -54,8 +54,11 @@ class FlatParameters(WholeParameters):
     ) -> None:
         super().__init__(rank, root)
         self._bucket_cap_bytes = bucket_cap_bytes
-        self._overlap = overlap
+        # With copies of states no rank waits in an update for others, which may be lost.
+        self._overlap = overlap or bool(rank.keepers)
         self._is_written = False
+        self._is_behind = False  # parts that other ranks have updated are not here yet
+        self._flats: list[Tensor] = []
         self._undo: list[Callable[[], None]] = []
 
     def _lay_out(self, local: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -74,17 +77,26 @@ class FlatParameters(WholeParameters):
                 flats.append((min(positions[p] for p in inside), flat, inside))
         miss_gradients(self.holdings.values())
         flats.sort(key=lambda item: item[0])
+        self._flats = [flat for _, flat, _ in flats]
+        self._gathers = self._make_gathers()
+        if self._overlap:
+            bucket_of = {p: i for i, (_, _, inside) in enumerate(flats) for p in inside}
+            self._install(self._root, bucket_of)
+
+    def _make_gathers(self) -> _C.FlatGathers:
+        rank = self._rank
         assert rank.comms.shard is not None
-        self._gathers = _C.FlatGathers(
-            [flat for _, flat, _ in flats],
+        return _C.FlatGathers(
+            self._flats,
             rank.comms.shard,
             faults=rank.board,
             ranks=list(rank.groups["shard"]),
             timeout_s=rank.timeout_s,
         )
-        if self._overlap:
-            bucket_of = {p: i for i, (_, _, inside) in enumerate(flats) for p in inside}
-            self._install(self._root, bucket_of)
+
+    def join_groups(self) -> None:
+        # A gather of the last update may have failed, and a newcomer has taken part in none.
+        self._gathers, self._is_written = self._make_gathers(), True
 
     def _lay_out_bucket(
         self, own: Sequence[tuple[str, nn.Parameter]], bucket: _C.ShardedBucket, shard_rank: int
@@ -129,7 +141,8 @@ class FlatParameters(WholeParameters):
 
     def begin_step(self, num_microbatches: int, trains: bool) -> None:
         super().begin_step(num_microbatches, trains)
-        if self._is_written:  # by the script, on all ranks, whose masters may be rounded
+        # By the script, on all ranks, whose masters may be rounded; or some were replaced.
+        if self._is_written:
             self.after_update()
 
     # ---- gradients
@@ -150,10 +163,31 @@ class FlatParameters(WholeParameters):
         return self._gathers.num_overlapped
 
     def after_update(self) -> None:
-        self._is_written = False
+        if self._rank.is_apart:
+            self._miss_others()
+            return
+        self._is_written = self._is_behind = False
         self._gathers.launch()
         if not self._overlap:
             self._gathers.wait_all()
+
+    def _miss_others(self) -> None:
+        """Notes that other ranks have updated parts that come with the next step only.
+
+        Code that has kept a reference to a parameter sees NaN there.
+        """
+        self._is_written = self._is_behind = True
+        for flat in self._flats:
+            numel, position = flat.numel() // self._rank.sizes["shard"], self._rank.ranks["shard"]
+            flat[: position * numel].fill_(torch.nan)
+            flat[(position + 1) * numel :].fill_(torch.nan)
+
+    def _refuse_reads(self) -> None:
+        """Raises a RuntimeError in a process that has not come yet to the next step."""
+        self._rank.check_process(
+            "reading parameters after an update (shard_optimizer_state; code that lists them, as "
+            "model.zero_grad(), does so)"
+        )
 
     def settle(self) -> None:
         self._gathers.wait_all()
@@ -186,16 +220,18 @@ class FlatParameters(WholeParameters):
                 self._undo.append(watch_parameters(module, own, self._wait_for))
 
     def _wait_for(self, flat_idx: int) -> None:
+        if self._is_behind:
+            self._refuse_reads()
         if self._gathers.pending:
             self._gathers.wait([flat_idx])
 
     def _waiting(self, needed: list[int]) -> Callable[[Forward], Forward]:
-        gathers = self._gathers
-
         def wrapper(forward: Forward) -> Forward:
             def run(*args: Any, **kwargs: Any) -> Any:
-                if gathers.pending:
-                    gathers.wait(needed)
+                if self._is_behind:
+                    self._refuse_reads()
+                if self._gathers.pending:
+                    self._gathers.wait(needed)
                 return forward(*args, **kwargs)
 
             return run

@@ -72,6 +72,13 @@ class Storage(Protocol):
         """
         ...
 
+    def join_groups(self) -> None:
+        """Joins the groups of the ranks that go on after a failure; values stay. Not collective.
+
+        Values that other ranks have updated are gathered again in the next step.
+        """
+        ...
+
     # ---- gradients
 
     def bucket_bytes(self, cap_bytes: int) -> int:

@@ -19,7 +19,7 @@ from smp.precision.shown_gradients import miss_gradients
 from smp.storage import gathering
 from smp.storage.half import cast_with_master, plan_castable
 from smp.storage.protocol import MakeReal, Storage, refuse_thawed
-from smp.storage.shards import Cutter, Shard, forget, shard_of
+from smp.storage.shards import Cutter, Shard, forget, hide_values, shard_of
 from smp.storage.units import plan_units
 from smp.storage.whole import WholeParameters
 from smp.tensor_parallel.sharding import interval_of
@@ -100,9 +100,20 @@ class ShardedParameters:
             own(parameter, OwnPiece(name, shard.begin, shard.piece, master, self.after_load))
         if dtypes is not None:
             self._cast_rest(uncut, dtypes)
+        self._install()
+        load_kept()
+
+    def _install(self) -> None:
         self.store = self._make_store()
         self._undo = gathering.install(self.store, self.plan, self._root)
-        load_kept()
+
+    def join_groups(self) -> None:
+        # The store of the failed step keeps its memory, as threads of the former groups may still
+        # write there.
+        self.close()
+        for name, parameter in self._named:
+            hide_values(name, parameter)
+        self._install()
 
     def _cast_rest(self, uncut: Sequence[tuple[str, nn.Parameter]], dtypes: TrainingDtypes) -> None:
         """Casts tensors without shards: parameters, those of other ranks, buffers."""

@@ -116,7 +116,7 @@ class Cutter:
             if shard.flat is not None:
                 shard.flat[: shard.numel].copy_(values)
             shard.tensor[: shard.numel].copy_(values)
-        make_placeholder(parameter, parameter.device, _why(self._waiting[parameter]))
+        hide_values(self._waiting[parameter], parameter)
         cast(parameter, shard.tensor.dtype)
         _describe(parameter, shard.tensor)
         setattr(parameter, _SHARD, shard)
@@ -251,6 +251,16 @@ class _Memories:
         rest = self._rest[dtype]
         self._rest[dtype] = rest[numel:]
         return rest[:numel]
+
+
+def hide_values(name: str, parameter: nn.Parameter) -> None:
+    """Makes a parameter show a placeholder in place of its whole value.
+
+    Args:
+        name: name of the parameter.
+        parameter: the parameter, a part of which is on this rank.
+    """
+    make_placeholder(parameter, parameter.device, _why(name))
 
 
 def _why(name: str) -> str:

@@ -97,6 +97,9 @@ class WholeParameters:
         if half is not None:
             refuse_thawed(name, "bf16" if half == torch.bfloat16 else "fp16")
 
+    def join_groups(self) -> None:
+        pass
+
     # ---- gradients
 
     def bucket_bytes(self, cap_bytes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 
 import smp._C as _C
 from smp.world.rank import Rank
+
+Ranks = tuple[int, ...]
 
 
 def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
@@ -81,16 +83,18 @@ class NumbersBetweenSteps:
     the numbers that the others have gathered with that rank.
 
     Args:
-        repeated: numbers to be repeated; None: the ranks gather them.
+        repeated: numbers to be repeated, by the ranks of their group, as `numbers_of` finds them;
+            None: the ranks gather them.
 
     Attributes:
         is_repeated: whether numbers are repeated.
-        gathered: group of each gathering, and its result.
+        gathered: ranks and result of each gathering so far.
     """
 
-    def __init__(self, repeated: list[tuple[tuple[int, ...], Tensor]] | None = None) -> None:
+    def __init__(self, repeated: Mapping[Ranks, Sequence[Tensor]] | None = None) -> None:
         self.is_repeated = repeated is not None
-        self.gathered = repeated or []
+        self._left = {ranks: list(numbers) for ranks, numbers in (repeated or {}).items()}
+        self.gathered: list[tuple[Ranks, Tensor]] = []
 
     def next(self, rank: Rank, kind: str) -> Tensor:
         """Returns the next numbers of a group.
@@ -102,21 +106,44 @@ class NumbersBetweenSteps:
         Raises:
             RuntimeError: the other ranks have gathered others.
         """
-        if not self.gathered or self.gathered[0][0] != rank.groups[kind]:
+        left = self._left.get(rank.groups[kind])
+        if not left:
             self._refuse(rank)
-        return self.gathered.pop(0)[1]
+        self.gathered.append((rank.groups[kind], left.pop(0)))
+        return self.gathered[-1][1]
 
     def end(self, rank: Rank) -> None:
         """Raises a RuntimeError if numbers that were to be repeated are left."""
-        if self.is_repeated and self.gathered:
+        if any(self._left.values()):
             self._refuse(rank)
 
     def _refuse(self, rank: Rank) -> NoReturn:
         raise RuntimeError(
             f"{rank.prefix}this process repeats what the script does between two steps, and the "
-            "other ranks have computed norms and checked gradients in another order there; let the "
-            "content of smp.take_over lead to the step during which it was made"
+            "other ranks have computed other norms there, or have checked gradients more often or "
+            "less; let the content of smp.take_over lead to the step during which it was made"
         )
+
+
+def numbers_of(
+    global_rank: int, noted: Iterable[Iterable[tuple[Ranks, Tensor]]]
+) -> dict[Ranks, list[Tensor]]:
+    """Returns the numbers that a lost rank has gathered with others, by the ranks of each group.
+
+    Each group has them from another member, since ranks that keep a copy may be in other groups.
+
+    Args:
+        global_rank: the lost rank.
+        noted: notes of each rank that lives, as in `NumbersBetweenSteps.gathered`.
+    """
+    found: dict[Ranks, list[Tensor]] = {}
+    for notes in noted:
+        own: dict[Ranks, list[Tensor]] = {}
+        for ranks, numbers in notes:
+            if global_rank in ranks:
+                own.setdefault(ranks, []).append(numbers)
+        found |= {ranks: numbers for ranks, numbers in own.items() if ranks not in found}
+    return found
 
 
 def sums(rank: Rank, numbers: Tensor, kinds: Iterable[str]) -> Tensor:

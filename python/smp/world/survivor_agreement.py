@@ -200,7 +200,8 @@ class SurvivorAgreement:
             return self._grow()
         # News of connections are not passed on: after a partition each side has lost the other.
         gone = self._all_lost(now_s) | frozenset(lost)
-        kept = lasting_ranks(self._grid, gone)
+        # With copies each rank may have the only part of a state beside one copy of it.
+        kept = [] if self._keepers else lasting_ranks(self._grid, gone)
         has_all = self._spares is not None and have_all_parts(self._grid, gone, self._keepers)
         if not kept and not has_all:
             also = "; the copies of their states were lost as well" if self._keepers else ""

@@ -125,12 +125,15 @@ class Survivors:
             if not (self.can_go_on and self.is_cause_of(error)):
                 raise
 
-    def confirm(self) -> None:
+    def confirm(self, has_met: bool = False) -> None:
         """Ends a work when all ranks have. Collective.
 
         Until the next one the loss of a rank that this replica does not need is no failure.
+
+        Args:
+            has_met: whether all ranks have just had an exchange that none passes alone.
         """
-        if self._rank.comms.everyone is not None:
+        if not has_met and self._rank.comms.everyone is not None:
             self._rank.comms.everyone.barrier().wait(self._rank.timeout_s)
         self.note_done()
 

@@ -5,14 +5,14 @@ hexadecimal. The data depend on the step and the replica at the start alone.
 
 ``--die RANK:PLACE:STEP`` (several times) ends a rank in step STEP, counted from 0: in the forward
 or backward of its module (``forward``, ``backward``), before or after gradients are summed
-(``sum``, ``summed``), before or after the ranks confirm the step (``confirm``, ``confirmed``),
-before a barrier of the script (``barrier``), before the norm of the gradients is computed
-(``clip``), in the update (``optimizer``), after it (``between``); ``raise`` raises an exception in
-the forward, ``stop`` stops the process there; ``resize`` dies when it is told that others have
-died, and ``connect``, ``connected``, ``join`` and ``joined`` before or after it connects to those
-that are left and lays out models with them. A process that takes a place dies when it has entered
-it (``entered``), when it has built its model (``built``), or when it has the state (``taken``),
-whatever the step. It prints ``AT <monotonic time>`` before.
+(``sum``, ``summed``), before the ranks exchange copies (``exchange``), before or after they confirm
+the step (``confirm``, ``confirmed``), before a barrier of the script (``barrier``), before the norm
+of the gradients is computed (``clip``), in the update (``optimizer``), after it (``between``);
+``raise`` raises an exception in the forward, ``stop`` stops the process there; ``resize`` dies when
+it is told that others have died, and ``connect``, ``connected``, ``join`` and ``joined`` before or
+after it connects to those that are left and lays out models with them. A process that takes a place
+dies when it has entered it (``entered``), when it has built its model (``built``), or when it has
+the state (``taken``), whatever the step. It prints ``AT <monotonic time>`` before.
 
 SIGUSR1 raises an exception wherever the script is.
 """
@@ -36,6 +36,8 @@ import smp
 from smp.checkpoint import archive
 from smp.model.engine import Engine
 from smp.model.gradients import GradientReduction
+from smp.step import copy_memory
+from smp.step.copies import Copies
 from smp.world.connections import Connections
 from smp.world.survivors import Survivors
 
@@ -248,6 +250,8 @@ class Job:
         if not self.args.unclipped:
             smp.clip_grad_norm_(self.model.parameters(), 0.05)
         self.optimizer.step()
+        if self.args.misuse == "reads":
+            self.model.zero_grad()
         if not self.args.early:
             self.optimizer.zero_grad()
         self.schedule.step()
@@ -316,7 +320,10 @@ def die_around(method: str, owner: type, before: str, after: str) -> None:
 def main() -> None:
     args = parse()
     smp.init({"microbatches": 2, "auto_partition": False, "ddp": True, **args.config})
+    if args.misuse == "apart":
+        copy_memory._File.open = staticmethod(lambda *_: None)
     die_around("end_step", GradientReduction, "sum", "summed")
+    die_around("exchange", Copies, "exchange", "exchanged")
     die_around("confirm", Survivors, "confirm", "confirmed")
     die_around("connect", Connections, "connect", "connected")
     die_around("join_groups", Engine, "join", "joined")
@@ -330,6 +337,7 @@ def main() -> None:
         "resized": job.resized,
         "rate": job.optimizer.param_groups[0]["lr"],
         "digest": job.digest(),
+        "moments": sum(entry["exp_avg"].numel() for entry in job.optimizer.state.values()),
     }
     say("RESULT " + json.dumps(result))
 
