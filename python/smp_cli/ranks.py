@@ -46,7 +46,12 @@ class Ranks(ABC):
         """Starts all ranks; `restart_count` is the number of earlier starts."""
 
     def start_spare(self) -> int:
-        """Starts one more process that waits; returns its number."""
+        """Starts one more process that waits; returns its number.
+
+        Raises:
+            NotImplementedError: the ranks are on several hosts, where `smp run` refuses the options
+                that lead here.
+        """
         raise NotImplementedError("only processes of this machine are replaced")
 
     def wait(self, timeout_s: float) -> None:

@@ -18,9 +18,10 @@ LAYOUTS: list[tuple[int, Config]] = [
     (2, {"microbatches": 1, "ddp": True}),
     (4, {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}),
 ]
-PIECES: list[Config] = [
-    {"shard_optimizer_state": True},
-    {"sharded_data_parallel_degree": 2},
+PIECES: list[tuple[Config, str]] = [
+    ({"shard_optimizer_state": True}, "each rank updates pieces"),
+    ({"sharded_data_parallel_degree": 2}, "each rank updates pieces"),
+    ({"update_in_backward": True, "microbatches": 1}, "update_in_backward applies gradients"),
 ]
 
 
@@ -164,14 +165,14 @@ def test_in_16_bits_they_get_true_gradients_in_32(pool: Pool, half: str) -> None
         torch.testing.assert_close(value.float(), expected[name], rtol=1e-2, atol=4e-3)
 
 
-@pytest.mark.parametrize("config", PIECES)
-def test_of_pieces_hooks_that_multiply_are_right_and_others_are_told(
-    pool: Pool, config: Config
+@pytest.mark.parametrize(("config", "reason"), PIECES)
+def test_without_whole_gradients_hooks_that_multiply_are_right_and_others_are_told(
+    pool: Pool, config: Config, reason: str
 ) -> None:
     both = {"microbatches": 2, "ddp": True, **config}
     results = compare(pool, 2, both, "halve")
     assert [len(told) for _, _, told in results] == [1, 0]
-    assert "each rank updates pieces" in results[0][2][0]
+    assert reason in results[0][2][0]
     with pytest.raises(RankFailure, match="has a hook of register_post_accumulate_grad_hook"):
         pool.run(2, trained, both, "after", 1, torch.float64)
 
@@ -222,3 +223,62 @@ def by_rank(rank: int) -> None:
 def test_hooks_that_depend_on_the_rank_are_refused(pool: Pool) -> None:
     with pytest.raises(RankFailure, match=r"other results on ranks \[1\] than here"):
         pool.run(2, by_rank)
+
+
+def joins(rank: int, changes: bool) -> int:
+    import smp
+
+    smp.init({"microbatches": 2, "ddp": True})
+    model = smp.DistributedModel(network())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    seen: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: clip(grad) if changes else seen.append(grad))
+
+    @smp.step
+    def train_step(x: Tensor, y: Tensor) -> None:
+        model.backward(nn.functional.mse_loss(model(x), y))
+
+    with model.join():
+        for step in range(1 + rank):
+            train_step(*(part.chunk(2)[rank] for part in batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return len(seen)
+
+
+def test_where_replicas_run_out_of_batches_hooks_may_look_and_not_change(pool: Pool) -> None:
+    assert pool.run(2, joins, False) == [16, 16]  # a step without a batch of its own, too
+    with pytest.raises(RankFailure, match=r"or model\.join is on"):
+        pool.run(2, joins, True)
+
+
+def split(rank: int, kind: str) -> list[str]:
+    import smp
+
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
+    smp.init({"microbatches": 2, "ddp": True, "tensor_parallel_degree": 2})
+    with smp.tensor_parallelism():
+        layers = network()
+    model = smp.DistributedModel(layers)
+
+    @smp.step
+    def train_step(x: Tensor, y: Tensor) -> None:
+        model.backward(nn.functional.mse_loss(model(x), y))
+
+    train_step(*batch(0))
+    hook(model, kind)
+    train_step(*batch(1))
+    logging.getLogger("smp").removeHandler(handler)
+    return [text for text in texts if "ranks have slices (tensor parallelism)" in text]
+
+
+def test_slices_of_tensor_parallelism_are_told_and_hooks_after_accumulation_refused(
+    pool: Pool,
+) -> None:
+    assert [len(told) for told in pool.run(2, split, "halve")] == [1, 0]
+    with pytest.raises(RankFailure, match=r"ranks have slices \(tensor parallelism\)"):
+        pool.run(2, split, "after")

@@ -55,6 +55,14 @@ if how == "ends":
 """
 
 
+# Ignores Ctrl-C, as processes do that a shell has started in the background.
+IGNORES = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
 def environment() -> dict[str, str]:
     env = {name: text for name, text in os.environ.items() if name not in RANK_VARIABLES}
     env = {name: text for name, text in env.items() if not name.startswith("SMP_")}
@@ -144,6 +152,11 @@ def test_a_failed_rank_is_an_error_of_the_caller(
     for word in ("RuntimeError: smp.launch: ", *words):
         assert word in text
     assert len(pids_in(text)) == 2 and not any(map(is_alive, pids_in(text)))
+
+
+def test_a_failed_rank_is_an_error_where_ctrl_c_is_ignored(tmp_path: Path) -> None:
+    text = output_of(start(tmp_path, "dies", command=("-c", IGNORES)))
+    assert "RuntimeError: smp.launch: rank 1 exited with status 3" in text
 
 
 def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:

@@ -88,9 +88,12 @@ def end(pool: Pool, job: Started, num_ranks: int) -> list[Ended]:
 def run(pool: Pool, layout: Layout, spares: int, *deaths: str, argv: list[str]) -> list[Ended]:
     """Runs a job in which processes die, as given by `NUMBER:PLACE:STEP`."""
     job = start(pool, layout, spares, *argv, *(f"--die={death}" for death in deaths))
-    ended = end(pool, job, layout.per_replica * layout.dp)
+    num_ranks = layout.per_replica * layout.dp
+    ended = end(pool, job, num_ranks)
     for death in deaths:
-        assert "AT " in ended[int(death.split(":")[0])].output, f"{death}: {words(ended)}"
+        number = death.split(":")[0]
+        victims = ended[num_ranks:] if number == "spare" else [ended[int(number)]]
+        assert any("AT " in victim.output for victim in victims), f"{death}: {words(ended)}"
     return ended
 
 
@@ -174,14 +177,14 @@ def test_a_spare_takes_the_place_and_the_job_is_as_if_none_had_died(
         (Layout(), 1, ["1:backward:2"]),
         (Layout(), 1, ["0:sum:3"]),
         (Layout(), 2, ["0:forward:1", "1:optimizer:3"]),
-        (Layout(), 2, ["1:forward:1", "2:backward:3"]),
+        (Layout(), 2, ["1:forward:1", "spare:backward:3"]),
         (Layout(tp=2), 1, ["0:backward:2"]),
         (Layout(tp=2), 2, ["3:forward:1", "0:sum:4"]),
         (Layout(pp=2), 2, ["0:forward:1", "3:backward:4"]),
         (Layout(pp=2), 2, ["2:forward:2", "3:forward:2"]),
-        (Layout(pp=2), 2, ["3:forward:2", "4:entered:0"]),
-        (Layout(pp=2), 2, ["0:sum:2", "4:built:0"]),
-        (Layout(pp=2), 2, ["3:backward:2", "4:taken:0"]),
+        (Layout(pp=2), 2, ["3:forward:2", "spare:entered:0"]),
+        (Layout(pp=2), 2, ["0:sum:2", "spare:built:0"]),
+        (Layout(pp=2), 2, ["3:backward:2", "spare:taken:0"]),
         (Layout(pp=2), 2, ["0:forward:2", "3:forward:2"]),
         (Layout(pp=2), 3, ["3:forward:2", "2:connect:2"]),
         (Layout(pp=2), 3, ["0:forward:2", "1:joined:2"]),
@@ -230,9 +233,9 @@ COPY = re.compile(r"state after a call of step .* from the copy of (\d+) bytes t
         (ALONE, 1, ["0:optimizer:3"]),
         (ALONE, 1, ["1:between:4"]),
         (ALONE, 1, ["1:raise:2"]),
-        (ALONE, 2, ["1:forward:2", "2:built:0"]),
-        (ALONE, 2, ["0:sum:2", "2:taken:0"]),
-        (ALONE, 2, ["1:backward:2", "2:between:2"]),
+        (ALONE, 2, ["1:forward:2", "spare:built:0"]),
+        (ALONE, 2, ["0:sum:2", "spare:taken:0"]),
+        (ALONE, 2, ["1:backward:2", "spare:between:2"]),
         (Layout(pp=3, dp=1), 1, ["2:between:2"]),
         (Layout(pp=2, tp=2, dp=1), 1, ["3:optimizer:2"]),
         (Layout(tp=2, dp=1), 1, ["1:backward:2"]),
@@ -282,7 +285,7 @@ def check_copies_were_taken(layout: Layout, ended: list[Ended]) -> None:
         (sharded(4), 1, ["1:optimizer:2"]),
         (sharded(4), 1, ["3:between:2"]),
         (sharded(4), 2, ["0:optimizer:2", "2:optimizer:2"]),
-        (sharded(4), 2, ["1:backward:2", "4:built:0"]),
+        (sharded(4), 2, ["1:backward:2", "spare:built:0"]),
         (sharded(4, sdp_param_persistence_threshold=0), 1, ["1:backward:2"]),
         (sharded(2, pp=2), 1, ["0:forward:2"]),
         (sharded(2, pp=2), 1, ["3:backward:2"]),
@@ -320,7 +323,7 @@ def test_a_copy_has_the_only_part_of_a_sharded_state(
     ended = run(pool, layout, spares, *deaths, argv=[f"--steps={STEPS}"])
     resizes = check_as_never_killed(pool, tmp_path, layout, ended)
     assert all(len(resize["lost"]) == len(resize["newcomers"]) for resize in resizes)
-    victims = {int(death.split(":")[0]) for death in deaths}
+    victims = {int(number) for death in deaths if (number := death.split(":")[0]) != "spare"}
     taken = {place_of(process) for process in ended if "TAKEN " in process.output}
     assert taken == victims & set(range(layout.per_replica * layout.dp))
     check_copies_were_taken(layout, ended)

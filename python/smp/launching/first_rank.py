@@ -20,7 +20,7 @@ from smp_cli.environment import Share, free_port, without_foreign
 from smp_cli.supervisor import find_failure
 
 import smp._C as _C
-from smp.launching.others import Others, interrupt, whole_lines
+from smp.launching.others import Others, interrupt, interruptible, whole_lines
 from smp.world import runtime
 from smp.world.launch import read_launch
 
@@ -76,7 +76,7 @@ def launch(main: Callable[..., Any], n: int, *args: Any) -> Any:
     is_script = _is_script()
     _count_launch(is_script)
     there = tempfile.TemporaryDirectory(prefix="smp-launch-", ignore_cleanup_errors=True)
-    with there as folder, whole_lines():
+    with there as folder, whole_lines(), interruptible():
         meeting = Path(folder)
         if is_script:
             return _run_all(partial(main, *args), n, _command_of_script(), meeting)

@@ -114,7 +114,34 @@ def whole_lines() -> Iterator[None]:
             stream.reconfigure(line_buffering=line_buffering, write_through=True)
 
 
+_interrupts = threading.Event()  # `interrupt` was called
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Lets `interrupt` reach the main thread also where Ctrl-C is ignored.
+
+    It is in jobs that a shell has started in the background, as by ``nohup python train.py &``.
+    """
+    _interrupts.clear()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, _raise_if_ours)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _raise_if_ours(*_: object) -> None:
+    if _interrupts.is_set():
+        raise KeyboardInterrupt
+
+
 def interrupt(thread: threading.Thread) -> None:
     """Interrupts a thread as Ctrl-C does, if it is the main one and still runs."""
     if thread is threading.main_thread() and thread.ident is not None:
+        _interrupts.set()
         signal.pthread_kill(thread.ident, signal.SIGINT)

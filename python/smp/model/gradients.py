@@ -206,11 +206,11 @@ class GradientReduction:
         self._has_begun = True
         if self.updates is not None:
             self.updates.begin_step()
+        if self.script_hooks.is_needed:
+            self.script_hooks.begin_step(num_microbatches, self.all_have_hooks)
         # Two reducers have no common order on two replicas before the end of a step; on a device
         # their sums would wait for each other. There only the last one overlaps: it has the split
         # layers, which are most of a model.
-        if self.script_hooks.found != []:
-            self.script_hooks.begin_step(num_microbatches, self.all_have_hooks)
         for reducer in self.reducers:
             is_last = reducer is self.reducers[-1]
             overlaps = may_overlap and (is_last or not self._rank.comms.run_ahead)
@@ -220,7 +220,7 @@ class GradientReduction:
     def shadow_step(self) -> None:
         """Takes part in a step of other replicas with nothing to add. Collective over them."""
         self.script_hooks.look(1)
-        self.script_hooks.begin_step(1)
+        self.script_hooks.begin_step(1, may_change=False)
         for reducer in self.reducers:
             reducer.begin_step(1, are_shares=True)
         for reducer in reversed(self.reducers):

@@ -2,8 +2,8 @@
 
 A plain script has one backward for its batch. In a step autograd computes terms of its gradients:
 one for each microbatch, on each replica. A hook that does more than multiply by constants, such as
-one that clips, makes another sum of them. So the hooks are taken off parameters while a step runs,
-and run at its end, on all replicas. These compare what the hooks have made of gradients, since each
+clipping, makes another sum of them. So the hooks are taken off parameters while a step runs, and
+run at its end, on all replicas. These compare what the hooks have made of gradients, since each
 updates its own parameters. Hooks that only look may be on some replicas.
 """
 
@@ -58,9 +58,8 @@ class ParameterHooks:
         obstacle: reason why no gradient is complete when a step ends; empty: they are.
 
     Attributes:
-        found: parameters with hooks that the next step is to take off; None: nobody has looked.
+        is_needed: whether the next step has hooks to take off, or `look` was not called for it.
         taken: parameters whose hooks are off.
-        digest: digest of the gradients of the last step after hooks; equal on all replicas.
     """
 
     def __init__(
@@ -70,9 +69,10 @@ class ParameterHooks:
         obstacle: str = "",
     ) -> None:
         self._rank, self._trainable, self._obstacle = rank, trainable, obstacle
-        self.found: list[_Taken] | None = None
+        self._found: list[_Taken] | None = None
+        self.is_needed = True
         self.taken: list[_Taken] = []
-        self.digest = 0
+        self._digests: list[Tensor] = []
         self._may_change = True
 
     def look(self, num_microbatches: int) -> int:
@@ -84,26 +84,28 @@ class ParameterHooks:
         Returns:
             their number; 0 where the batch has one backward.
         """
-        self.found = []
+        self._found = []
+        self.is_needed = False
         if num_microbatches == 1 and self._rank.sizes["dp_cp"] == 1:
             return 0
         with torch._C.DisableTorchFunctionSubclass():
             for name, p in self._trainable:
                 if p._backward_hooks or p._post_accumulate_grad_hooks:
                     self._find(name, p)
-        if not self.found:
+        if not self._found:
             return 0
-        return sum(len(hooks) for taken in self.found for _, hooks in taken.tables)
+        self.is_needed = True
+        return sum(len(hooks) for taken in self._found for _, hooks in taken.tables)
 
     def _find(self, name: str, parameter: nn.Parameter) -> None:
-        assert self.found is not None
+        assert self._found is not None
         taken = _Taken(name, parameter)
         for table in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
             hooks = {key: hook for key, hook in (table or {}).items() if not _is_ours(hook)}
             if table is not None and hooks:
                 taken.tables.append((table, hooks))
         if taken.tables:
-            self.found.append(taken)
+            self._found.append(taken)
 
     def begin_step(self, num_microbatches: int, may_change: bool = True) -> None:
         """Takes hooks off parameters, unless the batch has one backward.
@@ -116,10 +118,10 @@ class ParameterHooks:
             RuntimeError: a hook wants ``.grad`` after its accumulation, and this rank never has the
                 gradient of the whole parameter.
         """
-        if self.found is None:
+        if self._found is None:
             self.look(num_microbatches)
-        found, self.found = self.found or [], None
-        self._may_change, self.digest = may_change, 0
+        found, self._found, self.is_needed = self._found or [], None, True
+        self._may_change, self._digests = may_change, []
         for taken in found:
             self._take(taken)
 
@@ -185,7 +187,9 @@ class ParameterHooks:
                 hook(parameter)
         now: Tensor | None = _native.__get__(target)
         self._check_change(taken.name, now is grad and grad._version == version)
-        self.digest += 0 if now is None else _digest(now)
+        if now is not None and self._rank.sizes["dp_cp"] > 1:
+            words = now.detach().reshape(-1).view(torch.int16)
+            self._digests.append(words.sum(dtype=torch.int64))
 
     def _change(self, name: str, target: Tensor, grad: Tensor, hooks: _Table) -> None:
         gradients = gradients_of(target)
@@ -210,9 +214,13 @@ class ParameterHooks:
         if not (is_same or self._may_change):
             raise RuntimeError(
                 f"{_C.rank_prefix()}a hook changes the gradient of '{name}', and not all replicas "
-                "have as many hooks on gradients, so their parameters would differ; register it on "
-                "all ranks"
+                "have as many hooks on gradients, or model.join is on, so that their parameters "
+                "might differ; register it on all ranks, and not in join"
             )
+
+    def digest(self) -> int:
+        """Returns a digest of the gradients of the last step after hooks. Waits for a device."""
+        return int(torch.stack(self._digests).sum()) if self._digests else 0
 
     def abandon_step(self) -> None:
         """Gives hooks and earlier gradients back after a step that failed."""
@@ -221,11 +229,6 @@ class ParameterHooks:
             taken.give_back()
             if taken.before is not None:
                 _native.__set__(master_of(taken.parameter), taken.before)
-
-
-def _digest(grad: Tensor) -> int:
-    words = grad.detach().reshape(-1).view(torch.int16)
-    return int(words.sum(dtype=torch.int64)) % (1 << 40)
 
 
 def _is_ours(hook: Any) -> bool:

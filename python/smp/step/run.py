@@ -304,7 +304,7 @@ class StepRun:
         """
         rank = self._current.rank
         assert rank.comms.dp_cp_host is not None
-        own = [engine.gradients.script_hooks.digest for engine in self._engines]
+        own = [engine.gradients.script_hooks.digest() for engine in self._engines]
         told = data_parallel.gather_numbers(
             rank, rank.comms.dp_cp_host, own, "gradients after hooks"
         )

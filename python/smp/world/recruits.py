@@ -35,7 +35,7 @@ class Recruits:
         self._kept = places_with_replicas(grid, grid.group_size("rdp") + 1)
         self._open = [number for number, rank in enumerate(self._kept) if rank < 0]
         self._taken: dict[int, int] = {}
-        self._num_asked = 0
+        self._num_asked, self._token = 0, ""
         self._asked_s: float | None = None
         self._next_s = 0.0
         self.decision: Decision | None = None
@@ -68,12 +68,11 @@ class Recruits:
         if len(self._waiting.free()) < len(places):
             self._asked_s = None
             return
-        token = f"{self._place.generation} more {self._num_asked}"
         if self._asked_s is None:
             self._asked_s, self._num_asked = now_s, self._num_asked + 1
-            token = f"{self._place.generation} more {self._num_asked}"
-            self._waiting.ask(token)
-        free = self._waiting.answers(token, len(places), now_s - self._asked_s)
+            self._token = f"{self._place.generation} more {self._num_asked}"
+            self._waiting.ask(self._token)
+        free = self._waiting.answers(self._token, len(places), now_s - self._asked_s)
         if free is None:
             return
         self._asked_s = None

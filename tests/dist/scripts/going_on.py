@@ -12,7 +12,8 @@ of the gradients is computed (``clip``), in the update (``optimizer``), after it
 it is told that others have died, and ``connect``, ``connected``, ``join`` and ``joined`` before or
 after it connects to those that are left and lays out models with them. A process that takes a place
 dies when it has entered it (``entered``), when it has built its model (``built``), or when it has
-the state (``taken``), whatever the step. It prints ``AT <monotonic time>`` before.
+the state (``taken``), whatever the step. RANK ``spare`` is the process that waits and is the first
+to take a place. It prints ``AT <monotonic time>`` before.
 
 SIGUSR1 raises an exception wherever the script is.
 """
@@ -77,6 +78,18 @@ def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
+def is_first_to_take_a_place(number: int) -> bool:
+    if number < int(os.environ["SMP_WORLD_SIZE"]):
+        return False
+    try:
+        Path(os.environ["SMP_RENDEZVOUS"].removeprefix("file://") + ".first_spare").touch(
+            exist_ok=False
+        )
+    except FileExistsError:
+        return False
+    return True
+
+
 def die(number: int = signal.SIGKILL) -> None:
     say(f"AT {time.monotonic()}")
     os.kill(os.getpid(), number)
@@ -139,7 +152,7 @@ class Job:
         number = int(os.environ.get("SMP_RANK", smp.rank()))  # of a process that waits: no rank
         for text in args.die:
             rank, place, step = text.split(":")
-            if int(rank) == number:
+            if is_first_to_take_a_place(number) if rank == "spare" else int(rank) == number:
                 self.place, self.fatal_step = place, int(step)
         self.at("entered")
         reads = [int(r) for r in args.reads.split(",")] if args.reads else range(smp.rdp_size())
