@@ -389,10 +389,16 @@ def check(
     plain: bool = False,
     weight: Any = "auto",
 ) -> tuple[list[str], list[str], list[float]]:
+    return check_case(globals()[cases][name], config, plain, weight)
+
+
+def check_case(
+    case: Case, config: Config, plain: bool = False, weight: Any = "auto"
+) -> tuple[list[str], list[str], list[float]]:
     """Returns outcomes, warnings, and the losses of two steps and the numbers of calls."""
     import smp
 
-    make, arguments, loss_of, _ = globals()[cases][name]
+    make, arguments, loss_of, _ = case
     listener = Listener()
     logging.getLogger("smp").addHandler(listener)
     logging.getLogger("smp").setLevel(logging.INFO)
@@ -427,7 +433,7 @@ def check(
         from smp.world import runtime
 
         outcomes = list(runtime.current().observers.of_kind(BatchCheckObserver).outcomes.values())
-        lines = [line for line in listener.lines if "loss of step" in line]
+        lines = [line for line in listener.lines if " of step" in line]
         return outcomes, lines, [*losses, *calls]
     finally:
         logging.getLogger("smp").removeHandler(listener)

@@ -90,9 +90,19 @@ def fill(parameter: nn.Parameter, kept: Tensor) -> None:
 WRITES: list[Callable[[nn.Parameter, Tensor], None]] = [clip, decay, mask, fill]
 
 
+def bound_after_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Hook of an optimizer that clips what it updates."""
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.clamp_(-LIMIT / 2, LIMIT / 2)
+
+
 def plain_run(write: Any) -> dict[str, Tensor]:
     net, kept = made(), masks()
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    if write is decay:
+        optimizer.register_step_post_hook(bound_after_update)
     for step in range(STEPS):
         optimizer.zero_grad()
         net(samples_of(step)).square().mean().backward()
@@ -111,9 +121,10 @@ def run(rank: int, config: Config, write: Any) -> tuple[dict[str, Tensor], list[
         kept = {
             n: slice_of(kept[n], interval_of(p)) for n, p in model.get_module().named_parameters()
         }
-    optimizer = smp.DistributedOptimizer(
-        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    )
+    theirs = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    if write is decay:
+        theirs.register_step_post_hook(bound_after_update)
+    optimizer = smp.DistributedOptimizer(theirs)
     train_step = train_step_of(model)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -300,10 +311,10 @@ def test_reads_that_meet_a_slice_say_so(pool: Pool) -> None:
 
 
 def compute_numbers(rank: int, config: Config) -> list[str]:
-    """Two lines compute a number from slices; the others write, copy, or see the whole."""
+    """Four lines compute with a slice as a whole; the others write, copy, or see the whole."""
     import smp
 
-    heard = Heard("computes a number")
+    heard = Heard("of which each tensor-parallel rank has a slice")
     model = wrapped(config, made())
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     train_step = train_step_of(model)
@@ -315,6 +326,9 @@ def compute_numbers(rank: int, config: Config) -> list[str]:
                 parameter.norm()
                 copied = parameter.data.mul_(0.9).clone()
                 assert copied.view(-1).numel() == parameter.numel()
+                parameter.lerp_(parameter.cumsum(-1), 0.5)
+                nn.init.normal_(parameter)
+            torch._foreach_mul_(list(model.parameters()), 0.5)
             torch._foreach_norm(list(model.parameters()))
         with torch.no_grad(), smp.whole_parameters(model):
             for parameter in model.parameters():
@@ -327,11 +341,34 @@ def compute_numbers(rank: int, config: Config) -> list[str]:
 def test_a_number_of_a_slice_is_told_once_for_each_line(pool: Pool) -> None:
     num_ranks, config = LAYOUTS["split"]
     texts, others = pool.run(num_ranks, compute_numbers, config)
-    assert others == [] and len(texts) == 2
+    assert others == [] and len(texts) == 4, texts
+    numbers = [re.search(r"\.py:\d+ computes a number .* from 'layers\.", t) for t in texts]
+    mixed = [re.search(r"\.py:\d+ mixes or draws elements of 'layers\.", t) for t in texts]
+    assert list(map(bool, numbers)) == [True, False, False, True]
+    assert list(map(bool, mixed)) == [False, True, True, False]
     for text in texts:
-        assert re.search(r"test_script_writes\.py:\d+ computes a number .* from 'layers\.", text)
         assert "`with smp.whole_parameters(model):`" in text
     assert pool.run(2, compute_numbers, {}) == [[], []]
+
+
+def initialise_again(rank: int, config: Config) -> list[str]:
+
+    heard = Heard("apply() meets")
+    model = wrapped(config, made())
+    train_step = train_step_of(model)
+    train_step(samples_of(0))
+    for _ in range(2):
+        model.apply(lambda module: None)
+    logging.getLogger("smp").removeHandler(heard)
+    return heard.texts
+
+
+def test_code_for_the_classes_before_wrapping_is_told_of_split_ones(pool: Pool) -> None:
+    num_ranks, config = LAYOUTS["split"]
+    texts, others = pool.run(num_ranks, initialise_again, config)
+    assert others == [] and len(texts) == 1
+    assert "'layers.0', which was a Linear" in texts[0] and "DistributedLinear now" in texts[0]
+    assert pool.run(2, initialise_again, {}) == [[], []]
 
 
 def penalise_in_step(rank: int, config: Config) -> None:

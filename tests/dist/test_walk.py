@@ -75,7 +75,7 @@ def walk(rank: int) -> dict[str, Walk]:
         return loss
 
     x = torch.randn(4, 8)
-    for _ in range(3):  # checks of the first step are over then
+    for _ in range(64):  # checks of first steps are over then
         optimizer.zero_grad()
         step(x)
         optimizer.step()

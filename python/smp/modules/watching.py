@@ -21,8 +21,11 @@ def watch(kind: type[Tensor], function: Callable[..., Any]) -> None:
 
 
 @contextlib.contextmanager
-def unwatched() -> Iterator[None]:
-    """Runs the block without watching: operators on parameters have no overhead."""
+def unwatched(is_wanted: bool = True) -> Iterator[None]:
+    """Runs the block without watching, if that is wanted: operators on parameters cost nothing."""
+    if not is_wanted:
+        yield
+        return
     _depth[0] += 1
     if _depth[0] == 1:
         for kind, _ in _kinds:

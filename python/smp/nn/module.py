@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -12,6 +12,9 @@ import smp._C as _C
 from smp.modules.watching import unwatched
 from smp.nn.layout import Layout
 from smp.tensor_parallel import reading, regions
+from smp.world.log import first_rank_log
+
+Own = TypeVar("Own", bound="DistributedModule")
 
 
 class DistributedModule(nn.Module):
@@ -39,6 +42,21 @@ class DistributedModule(nn.Module):
         """
         self.__dict__["_smp_name"] = name or "(root)"
         self.__dict__["_smp_took_place"] = (type(original).__name__, self._smp_name)
+
+    def apply(self: Own, fn: Callable[[nn.Module], None]) -> Own:
+        """Calls a function with the modules in here, and says once that one has another class."""
+        if self._smp_took_place is not None and first_rank_log.is_new(DistributedModule.apply):
+            cls, place = self._smp_took_place
+            first_rank_log.warning(
+                "smp: apply() meets '%s', which was a %s before the model was wrapped and is a %s "
+                "now, with slices of its weights. A function that asks for the class %s passes it "
+                "over: initialise weights before smp.DistributedModel, or load a state dict",
+                place,
+                cls,
+                type(self).__name__,
+                cls,
+            )
+        return super().apply(fn)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -210,7 +210,6 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
 
     # ---- updating
 
-    @unwatched()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates the parameters of this rank. Call it outside of the step function.
 
@@ -229,20 +228,24 @@ class DistributedOptimizer(LegacyNames, torch.optim.Optimizer):
             RuntimeError: gradients made by a closure are not finite, or a step function is
                 running.
         """
-        self._runtime.steps.refuse_inside("optimizer.step")
-        self._load_pending()
-        if self._runtime.wrapped.uneven is not None:
-            if closure is not None:
-                self._runtime.wrapped.uneven.refuse("optimizer.step with a closure")
-            announce(self, "step")
-        self._rank.check_sums()
-        engines = self._engines()
-        if self._is_scaled:
-            self._check_scale(engines)
-        result = self._step_without(engines) if closure is None else self._step_with(closure)
-        if self._runtime.verification is not None:
-            self._runtime.verification.updated(self)
-        return result
+        theirs = self.optimizer
+        # Hooks are code of the script, whose writes to parameters elsewhere are noticed.
+        has_hooks = theirs._optimizer_step_pre_hooks or theirs._optimizer_step_post_hooks
+        with unwatched(not has_hooks):
+            self._runtime.steps.refuse_inside("optimizer.step")
+            self._load_pending()
+            if self._runtime.wrapped.uneven is not None:
+                if closure is not None:
+                    self._runtime.wrapped.uneven.refuse("optimizer.step with a closure")
+                announce(self, "step")
+            self._rank.check_sums()
+            engines = self._engines()
+            if self._is_scaled:
+                self._check_scale(engines)
+            result = self._step_without(engines) if closure is None else self._step_with(closure)
+            if self._runtime.verification is not None:
+                self._runtime.verification.updated(self)
+            return result
 
     def _step_without(self, engines: Sequence[Engine]) -> Any:
         self._gradients.check()

@@ -71,6 +71,11 @@ class KeptValues(TorchDispatchMode):
                 data = parameter.data
                 self._copies.append((data, data.clone()))
 
+    def value_before(self, parameter: Tensor) -> Tensor | None:
+        """Returns what a parameter was before operators wrote to it; None: none did."""
+        place = memory_of(parameter)
+        return next((value for data, value in self._copies if memory_of(data) == place), None)
+
     def restore(self) -> None:
         """Restores the values of parameters that were written."""
         with torch.no_grad():

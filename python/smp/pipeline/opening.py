@@ -66,7 +66,9 @@ def needs_order(config: Config, decision: Decision) -> bool:
     names = sorted(decision.names[idx] or "(root)" for idx in writes.reasons_for_order)
     first_rank_log.warning(
         "smp: microbatches run one after the other and do not overlap, because they would mix "
-        "what forwards keep in one place: hooks, containers or buffers of %s",
+        "what forwards keep in one place: hooks, containers or buffers of %s. What a forward "
+        "leaves for the next one (memories, hidden states) goes to the next microbatch, where one "
+        "process on the whole batch takes it to the next step",
         ", ".join(names[:6]) + (" and others" if len(names) > 6 else ""),
     )
     return True

@@ -44,8 +44,9 @@ _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 #: Modules that are not intercepted: the library, PyTorch's optimizers, and `nn.Module`.
 _WITHOUT = ("smp.", "torch.optim.", nn.Module.__module__)
 _aten = torch.ops.aten
-#: Elementwise writes that PyTorch does not tag as such, since they have no arithmetic.
+#: Elementwise operators that PyTorch does not tag as such, since they have no arithmetic.
 _PLAIN_WRITES = (_aten.fill_, _aten.zero_, _aten.copy_, _aten.masked_fill_)
+_PLAIN = (*_PLAIN_WRITES, _aten.clone, _aten._to_copy, _aten.detach, _aten.lift_fresh)
 
 
 @dataclass
@@ -118,14 +119,15 @@ def _call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
             _refuse_memory(args[0])
         # PyTorch names functions that write so; the mode sees whether one does.
         writes = "out" in kwargs or (name.endswith("_") and name not in _ACCESSORS)
+        mode = _Writes(known) if writes else _Mixing(known)
         try:
-            with _Writes(known) if writes else contextlib.nullcontext():
+            with mode if writes or mode.split else contextlib.nullcontext():
                 result = func(*args, **kwargs)
         except RuntimeError as error:
             _explain_slices(known.values(), error)
             raise
         _refuse_part_of_loss(result, known)
-        _tell_of_slices(result, known, sys._getframe(1))
+        _tell_of_slices(result, known, mode, sys._getframe(1))
         return pytree.tree_map_only(Tensor, lambda t: _shown(t, known), result)
 
 
@@ -147,8 +149,17 @@ def _refuse_part_of_loss(result: Any, known: Mapping[int, nn.Parameter]) -> None
             )
 
 
-def _tell_of_slices(result: Any, known: Mapping[int, nn.Parameter], frame: FrameType) -> None:
-    """Logs, once for each line of the script, that a number was computed from a slice."""
+def _tell_of_slices(
+    result: Any, known: Mapping[int, nn.Parameter], mode: _Mixing, frame: FrameType
+) -> None:
+    """Logs, once for each line of the script, that numbers were computed from a slice.
+
+    Args:
+        result: result of a function.
+        known: parameters among its arguments.
+        mode: mode that saw the operators of the function.
+        frame: frame of the caller.
+    """
     split = [p for p in known.values() if p.numel() < math.prod(whole_shape(p))]
     caller = script_frame(frame) if split and not reading.is_own_code() else None
     if caller is None:
@@ -156,17 +167,21 @@ def _tell_of_slices(result: Any, known: Mapping[int, nn.Parameter], frame: Frame
     least = min(parameter.numel() for parameter in split)
     for leaf in pytree.tree_leaves(result):
         is_tensor = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        if not (isinstance(leaf, float) or (is_tensor and leaf.numel() < least)):
+        is_number = isinstance(leaf, float) or (is_tensor and leaf.numel() < least)
+        is_number &= not isinstance(mode, _Writes)  # which returns what it wrote to
+        if not (is_number or (is_tensor and mode.mixes)):
             continue
         place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-        if (is_tensor and _key(leaf) in known) or not first_rank_log.is_new((_WHOLE, place)):
+        is_copy = is_tensor and _key(leaf) in known and not mode.mixes
+        if is_copy or not first_rank_log.is_new((_WHOLE, place)):
             continue
         part: OwnPiece = getattr(split[0], _OWN)
         first_rank_log.warning(
-            "smp: %s computes a number (a norm, a sum) from '%s', of which each tensor-parallel "
-            "rank has a slice, so the number is that of the slice; it is that of the whole inside "
+            "smp: %s %s '%s', of which each tensor-parallel "
+            "rank has a slice, so the result is that of the slice; it is that of the whole inside "
             "of `with %s(model):`, on all ranks",
             place,
+            "computes a number (a norm, a sum) from" if is_number else "mixes or draws elements of",
             part.name,
             _WHOLE,
         )
@@ -251,17 +266,52 @@ def _shown(result: Tensor, known: dict[int, nn.Parameter]) -> Tensor:
     return view
 
 
-class _Writes(TorchDispatchMode):
+class _Mixing(TorchDispatchMode):
+    """Sees whether operators of one call mix elements of a split parameter, or draw them.
+
+    Attributes:
+        split: split parameters, by their memory.
+        mixes: whether an operator did.
+    """
+
+    def __init__(self, known: Mapping[int, nn.Parameter]) -> None:
+        super().__init__()
+        self.split = {key for key, p in known.items() if interval_of(p) is not None}
+        self.mixes = False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self._note(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        if not self.split or _is_by_element(func) or func.is_view:
+            return
+        tensors = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        self.mixes |= any(_key(t) in self.split for t in tensors)
+
+
+def _is_by_element(func: OpOverload) -> bool:
+    """Returns whether each element of a result depends on those at its place at most."""
+    packet, name = func.overloadpacket, func.overloadpacket.__name__
+    if name.startswith("_foreach_"):
+        return not name.startswith(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
+    return torch.Tag.pointwise in func.tags or packet in _PLAIN or name.endswith("_like")
+
+
+class _Writes(_Mixing):
     """Intercepts the operators of one call that write to parameters."""
 
     def __init__(self, known: dict[int, nn.Parameter]) -> None:
-        super().__init__()
+        super().__init__(known)
         self._known = known
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._note(func, args, kwargs)
         written = dict(self._written(func, args, kwargs))
         if not written or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)

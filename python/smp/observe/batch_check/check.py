@@ -1,4 +1,4 @@
-"""Compares, once, the loss of a batch with the weighted mean over its pieces.
+"""Compares the loss of a batch with the weighted mean over its pieces, in a few first steps.
 
 See docs/design/batch_check.md.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from smp.dropout.others import others_kept
 from smp.modules.tracing import running_again
 from smp.observe.batch_check import verdict as judging
 from smp.observe.batch_check.passes import ENDED, BatchPass
-from smp.observe.batch_check.verdict import Found
+from smp.observe.batch_check.verdict import Found, Left
 from smp.observe.verification.first_step import FirstStepDifference
 from smp.observe.verification.memory_needed import reason_not_to_fit_again
 from smp.observe.verification.recorder import is_compiled
@@ -35,6 +36,7 @@ from smp.world.observers import StepObserver
 _log = logging.getLogger("smp")
 
 _MOST_PIECES = 4  # of the part that is checked
+_LAST_STEP = 64  # that is checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,20 +82,26 @@ class _Look:
 
 
 class BatchCheckObserver(StepObserver):
-    """Runs a `BatchCheck` behind the first training step of each step function.
+    """Runs a `BatchCheck` behind training steps 1, 2, 4, ... 64 of each step function.
+
+    The first batch may have no padding yet, and averages of weights begin as these weights.
 
     Attributes:
-        outcomes: result of the check in words, by step function and models.
+        outcomes: result of the last check in words, by step function and models.
     """
 
     def __init__(self, current: runtime.Runtime) -> None:
         self._current = current
         self.outcomes: dict[Any, str] = {}
+        self._num_steps: Counter[Any] = Counter()
 
     def step_trained(self, step: TrainedStep) -> bool:
-        """Checks the first step only. Collective over all ranks, inside of `join` over a replica.
+        """Checks some steps. Collective over all ranks, inside of `join` over a replica.
 
-        A timeline shows the steps of the script alone, so a later step is checked then.
+        A timeline shows the steps of the script alone, so later steps are checked then.
+
+        Returns:
+            whether a later step is to be looked at.
 
         Raises:
             FirstStepDifference: on all these ranks, if `SMP_CHECK_FIRST_STEP` is 1.
@@ -104,12 +112,27 @@ class BatchCheckObserver(StepObserver):
         is_uneven = any(engine.uneven is not None for engine in step.engines)
         key = (code, is_uneven, *(engine.idx for engine in step.engines))
         is_cut = rank.config.microbatches > 1 or num_batches(rank) > 1
-        if key in self.outcomes or not is_cut or self._current.timeline.is_on:
-            return is_cut and key not in self.outcomes
-        self.outcomes[key] = "runs"
-        check = BatchCheck(self._current, step, comm.MP_GROUP if is_uneven else comm.WORLD)
-        self.outcomes[key] = check.run()
-        return False
+        before = self.outcomes.get(key)
+        if not is_cut or self._is_over(before, self._num_steps[key]):
+            return False
+        if self._current.timeline.is_on:
+            return True
+        self._num_steps[key] += 1
+        number = self._num_steps[key]
+        if number & (number - 1) == 0:
+            self.outcomes[key] = "runs"
+            check = BatchCheck(self._current, step, comm.MP_GROUP if is_uneven else comm.WORLD)
+            self.outcomes[key] = check.run(before)
+        return not self._is_over(self.outcomes[key], number)
+
+    def _is_over(self, outcome: str | None, num_steps: int) -> bool:
+        """Returns whether no later step is checked.
+
+        Going on without a lost rank repeats a step, but not what is run behind it.
+        """
+        goes_on = self._current.rank.config.on_failure != "end"
+        last_step = 1 if goes_on else _LAST_STEP
+        return num_steps >= last_step or (outcome or "").startswith(("differs: ", "off: "))
 
 
 class BatchCheck:
@@ -130,14 +153,18 @@ class BatchCheck:
         self._reads = (ranks["rdp"], ranks["tp"])
         self._group = group
 
-    def run(self) -> str:
+    def run(self, before: str | None = None) -> str:
         """Returns the outcome in words, and logs it. Collective over the group.
+
+        Args:
+            before: outcome of the check before this one, which is not logged twice.
 
         Raises:
             FirstStepDifference: on all of them, if `SMP_CHECK_FIRST_STEP` is 1.
         """
         outcome = self._outcome()
-        self._tell(outcome)
+        if outcome != before:
+            self._tell(outcome)
         return outcome
 
     def _tell(self, outcome: str) -> None:
@@ -154,7 +181,8 @@ class BatchCheck:
                 f"{outcome.removeprefix('cannot tell: ')}. If it divides by something that pieces "
                 "of a batch have in other numbers, say so: @smp.step(weight=...), docs/losses.md"
             )
-            level = logging.WARNING if is_strict else logging.INFO
+            is_odd = is_strict or judging.RUN_FAILED in outcome
+            level = logging.WARNING if is_odd else logging.INFO
         else:
             text = f"check of the loss of step '{self._name}': {outcome}"
             level = logging.DEBUG
@@ -269,15 +297,17 @@ class BatchCheck:
             return f"cannot tell: {reason}"
         known = [(one, d) for one in found if (d := judging.difference_of(one)) is not None]
         if not known:
-            return "equal"
+            unseen = judging.unseen_in_words(self._name, found)
+            return f"differs: {unseen}" if unseen else "equal"
         worst, difference = max(known, key=lambda pair: pair[1].share)
         return "differs: " + judging.in_words(self._name, found, worst, difference)
 
     def _look(self, look: _Look) -> tuple[Found, list[Found]]:
         """Runs the part and its pieces; returns what was found here, and on each rank."""
-        whole, written = self._pass(look, [look.num_samples])
-        pieces, _ = self._pass(look, look.sizes())
-        own = self._found(whole, pieces, look.sizes(), written)
+        whole, left = self._pass(look, [look.num_samples])
+        pieces, left_by_pieces = self._pass(look, look.sizes())
+        own = self._found(whole, pieces, look.sizes(), sorted(left))
+        own.unseen = self._unseen(judging.unlike(left, left_by_pieces))
         if self._is_driver:
             self._weigh(own, look.whole, look.pieces())
             own.reasons += self._reasons_in_arguments(is_weighed=len(set(own.weights)) > 1)
@@ -285,11 +315,11 @@ class BatchCheck:
 
     def _pass(
         self, look: _Look, sizes: Sequence[int], rounds: bool = False
-    ) -> tuple[BatchPass, list[str]]:
+    ) -> tuple[BatchPass, dict[str, Left]]:
         """Runs the step function without gradients. Collective like an evaluation step.
 
         Returns:
-            the notes of the pass, and names of buffers that forwards wrote here.
+            the notes of the pass, and what forwards wrote here, by name.
         """
         current, steps = self._current, self._current.steps
         run = BatchPass(
@@ -298,7 +328,7 @@ class BatchCheck:
         bodies = self._make(dataclasses.replace(look.whole, count=len(sizes)))
         step_run = StepRun(current, self._engines, self._name, trains=False)
         num_begun = steps.num_begun
-        with self._aside(run) as written:
+        with self._aside(run) as left:
             try:
                 step_run.begin(len(sizes))
                 step_run.run(len(sizes), lambda mb: self._run_body(run, bodies, mb))
@@ -309,7 +339,7 @@ class BatchCheck:
             finally:
                 steps.num_begun = num_begun
                 steps.num_passes += 1
-        return run, written
+        return run, left
 
     def _run_body(self, run: BatchPass, bodies: Callable[[int], None], mb: int) -> None:
         places = [e.pipeline for e in self._engines if e.pipeline is not None]
@@ -322,9 +352,9 @@ class BatchCheck:
                 run.note_call(places[0].modules.await_output()[0])
 
     @contextlib.contextmanager
-    def _aside(self, run: BatchPass) -> Iterator[list[str]]:
+    def _aside(self, run: BatchPass) -> Iterator[dict[str, Left]]:
         """Restores models, generators and the containers of the step function after the block."""
-        modules, written = self._modules(), list[str]()
+        modules, left = self._modules(), dict[str, Left]()
         collected = Containers(objects=True)
         collected.add(reachable_from_hook(self._function))
         buffers = {
@@ -347,8 +377,8 @@ class BatchCheck:
             if hub is not None:
                 hub.guard_calls(run)
             try:
-                yield written
-                written += self._written(buffers)
+                yield left
+                left |= self._left(buffers, run.kept)
             finally:
                 if hub is not None:
                     hub.guard_calls(None)
@@ -356,13 +386,22 @@ class BatchCheck:
                     engine.batch_pass = None
                 collected.restore()
 
-    def _written(self, before: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
+    def _left(
+        self, buffers: Mapping[str, tuple[Tensor, Tensor]], kept: KeptValues
+    ) -> dict[str, Left]:
+        """Returns what forwards have written to buffers and parameters: before, and now."""
         now = {name: b for e in self._engines for name, b in e.root.named_buffers()}
-        return [
-            name
-            for name, (_, value) in before.items()
+        left = {
+            name: Left(value, now[name].detach().clone())
+            for name, (_, value) in buffers.items()
             if name in now and not _is_same(now[name], value)
-        ]
+        }
+        for engine in self._engines:
+            for name, parameter in engine.root.named_parameters():
+                before = kept.value_before(parameter)
+                if before is not None and not _is_same(parameter, before):
+                    left[name] = Left(before.clone(), parameter.detach().clone())
+        return left
 
     # ---- findings
 
@@ -384,10 +423,23 @@ class BatchCheck:
             averages=all(engine.gradients.averages for engine in self._engines),
         )
         if written:
-            own.reasons.append(judging.reason_of_buffers(written))
+            own.reasons.append(judging.reason_of_writes(written))
         if whole.drawn.permutes:
             own.reasons.append(judging.REASON_OF_PERMUTATION)
         return own
+
+    def _unseen(self, unlike: Sequence[str]) -> list[str]:
+        """Returns in words what depends on how the batch is cut and shows in no loss."""
+        unseen, num_microbatches = [], self._current.rank.config.microbatches
+        if unlike and num_microbatches > 1:
+            unseen.append(judging.unlike_in_words(unlike, num_microbatches))
+        counting = [
+            name
+            for engine in self._engines
+            for name, module in engine.root.named_modules()
+            if getattr(module, "scale_grad_by_freq", False)
+        ]
+        return [*unseen, judging.counting_in_words(counting)] if counting else unseen
 
     def _weigh(self, own: Found, one: Batch, several: Batch) -> None:
         """Weighs losses like the step."""

@@ -1,15 +1,25 @@
-"""Judges the losses of a batch and of its pieces."""
+"""Judges the losses of a batch and of its pieces, and the state that they leave."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 # Losses are sums in different orders: a difference of up to this many last places is rounding.
 _LAST_PLACES = 64
 _MARGIN = 10.0
+_LEAST_SHARE = 1e-3  # of a change of state that is a difference
+
+RUN_FAILED = "a run besides the step failed"
+_WRITE_BETWEEN_STEPS = (
+    "Averages of weights and counts belong into the script, between steps, and statistics into "
+    "evaluation mode; or train with microbatches 1"
+)
 
 
 @dataclass
@@ -30,6 +40,7 @@ class Found:
         draws: whether the batch and its pieces drew the same random numbers, or permuted samples.
         is_shaken_alike: whether outputs of models were moved alike.
         reasons: observations on this rank that may explain a difference.
+        unseen: effects of how the batch is cut that show in no loss, in words.
         averages: whether gradients of microbatches are averaged.
     """
 
@@ -46,7 +57,15 @@ class Found:
     draws: bool = True
     is_shaken_alike: bool = True
     reasons: list[str] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
     averages: bool = True
+
+
+class Left(NamedTuple):
+    """Values of a buffer or parameter that forwards have written: before, and after the pass."""
+
+    before: Tensor
+    after: Tensor
 
 
 @dataclass(frozen=True)
@@ -65,6 +84,29 @@ class Difference:
     is_sum: bool
     share: float
     rounding: float
+
+
+def unlike(whole: Mapping[str, Left], pieces: Mapping[str, Left]) -> list[str]:
+    """Returns the names of what pieces leave with other values than the batch as one.
+
+    Writes that a repetition does not change (``clamp_``, ``max_norm``) leave the same.
+    """
+    names = []
+    for name in sorted(whole.keys() | pieces.keys()):
+        some = whole.get(name) or pieces[name]
+        one, other = (p[name].after if name in p else some.before for p in (whole, pieces))
+        if some.before.shape != one.shape or one.shape != other.shape:
+            names.append(name)
+            continue
+        distance, change = (
+            float((own - one).double().abs().nan_to_num().max()) if one.numel() else 0.0
+            for own in (other, some.before)
+        )
+        scale = float(one.double().abs().nan_to_num().max()) if one.numel() else 0.0
+        rounding = _LAST_PLACES * torch.finfo(one.dtype).eps * scale
+        if distance > max(rounding, _LEAST_SHARE * change):
+            names.append(name)
+    return names
 
 
 def reason_to_run_again(found: Sequence[Found]) -> bool:
@@ -121,7 +163,7 @@ def why_unknown(found: Sequence[Found]) -> str | None:
     """Returns a reason in words why there is no result; None: there is one."""
     for one in found:
         if one.failure is not None:
-            return f"a run besides the step failed on {one.place}: {one.failure}"
+            return f"{RUN_FAILED} on {one.place}: {one.failure}"
     for one in found:
         if _is_odd(one):
             return "a loss is not finite"
@@ -192,6 +234,33 @@ def in_words(step: str, found: Sequence[Found], worst: Found, difference: Differ
     )
 
 
+def unseen_in_words(step: str, found: Sequence[Found]) -> str | None:
+    """Returns the message of differences that show in no loss; None: there are none."""
+    unseen = list(dict.fromkeys(text for one in found for text in one.unseen))
+    if not unseen:
+        return None
+    return (
+        f"the batch of step '{step}' is cut, and one process trains otherwise on the whole batch, "
+        f"although the loss is the same: {'; '.join(unseen)}"
+    )
+
+
+def unlike_in_words(names: Sequence[str], num_microbatches: int) -> str:
+    """Returns the words for state that has other values behind pieces than behind the batch."""
+    return (
+        f"forwards write {_listed(names)}, once in each of the {num_microbatches} microbatches, "
+        "and leave other values than one forward of the batch. " + _WRITE_BETWEEN_STEPS
+    )
+
+
+def counting_in_words(names: Sequence[str]) -> str:
+    """Returns the words for embeddings that divide gradients by frequencies."""
+    return (
+        f"{_listed(names)} divides gradients by how often an index occurs "
+        "(scale_grad_by_freq=True), which is counted in each microbatch and replica by itself"
+    )
+
+
 # ---- reasons that a rank sees ----------------------------------------------------------
 
 
@@ -204,13 +273,13 @@ def reason_of_labels(names: Sequence[str]) -> str:
     )
 
 
-def reason_of_buffers(names: Sequence[str]) -> str:
-    """Returns the reason for forwards that write buffers."""
+def reason_of_writes(names: Sequence[str]) -> str:
+    """Returns the reason for forwards that write buffers or parameters."""
     return (
-        f"forwards write buffer {_listed(names)}, as statistics over the batch are (BatchNorm, "
-        "codebooks, running quantiles), and each piece has its own: use a norm over each sample "
-        "(GroupNorm, LayerNorm), put these modules into evaluation mode, or train with "
-        "microbatches 1"
+        f"forwards write {_listed(names)}, as statistics over the batch are (BatchNorm, "
+        "codebooks, running quantiles) or averages of weights, once for each piece: use a norm "
+        "over each sample (GroupNorm, LayerNorm), put these modules into evaluation mode, average "
+        "weights between steps, or train with microbatches 1"
     )
 
 
