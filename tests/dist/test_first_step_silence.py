@@ -68,6 +68,21 @@ class Failing(Net):
         return super().run_blocks(x, mask)
 
 
+class Reentrant(Net):
+    """Trains its blocks alone, within checkpoints that run a backward of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.blocks.requires_grad_(True)
+
+    def run_blocks(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, mask, use_reentrant=True)
+        return x
+
+
 class Keeper(Net):
     """Keeps its parameters in a list, and a tensor that it writes to in place."""
 
@@ -247,6 +262,7 @@ CASES: dict[str, tuple[str, Callable[..., Tensor], Callable[[Any], None] | None,
     "dropout": ("Dropping", plain_loss, None, "inconclusive: it draws random numbers: Dropout.p"),
     "unsteady": ("Unsteady", plain_loss, None, "inconclusive: one process does not compute"),
     "collective": ("Talking", plain_loss, None, "inconclusive: the model communicates by itself"),
+    "reentrant": ("Reentrant", plain_loss, None, "inconclusive: a function of the model in Python"),
     "failing": ("Failing", plain_loss, None, "inconclusive: the model cannot be run a second"),
     "attribute": ("ByAttribute", loss_by_attribute, None, "inconclusive: a backward reaches"),
     "gradient of views": ("Pieces", loss_of_views, None, "equal"),

@@ -26,8 +26,10 @@ _WHOLE_BATCH_LOSSES = {
     "aot_unpaired": "sorts the pairs of a batch",
     "sft": "is a mean over tokens",
 }
+# Options of TRL, and of trainers that have taken over its names.
 _REFUSED_OPTIONS = {
     "activation_offloading": "use offload_activations of smp.init",
+    "predict_with_generate": "evaluate losses, and generate from the saved folder",
     "sync_ref_model": "the reference model is frozen",
 }
 
@@ -54,9 +56,7 @@ def check_class(cls: type) -> None:
 
 
 def check_options(trainer: Any) -> None:
-    """Raises ValueError if the arguments of a trainer of TRL ask for what smp does not do."""
-    if not _classes(type(trainer)):
-        return
+    """Raises ValueError if the arguments of a trainer ask for what smp does not do."""
     name = type(trainer).__name__
     for option, remedy in _REFUSED_OPTIONS.items():
         if getattr(trainer.args, option, False):

@@ -225,3 +225,12 @@ def are_independent(edges: Sequence[Edge]) -> bool:
         if any(node is other for other, _ in others) or _reached(below, others)[1]:
             return False
     return True
+
+
+def runs_own_backward(edges: Sequence[Edge]) -> bool:
+    """Returns whether a function in Python, such as a reentrant checkpoint, is in the graph.
+
+    Such a function may run a backward of its own, whose graph is not in that of its caller.
+    """
+    own = torch.autograd.function.BackwardCFunction
+    return any(isinstance(node, own) for node in _reached(edges, ())[0])

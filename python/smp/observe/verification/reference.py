@@ -20,7 +20,7 @@ from smp.dropout.others import others_kept, state_of_others
 from smp.modules import autocast
 from smp.modules.forwards import uncover
 from smp.modules.tracing import running_again
-from smp.observe.verification.outputs import Inconclusive, are_independent
+from smp.observe.verification.outputs import Inconclusive, are_independent, runs_own_backward
 from smp.observe.verification.recorder import ModuleRecorder, leaves_of
 from smp.partition.trace import moved, ordinary
 from smp.partition.trace_guard import untouched
@@ -197,6 +197,11 @@ class Reference:
         finally:
             for handle in handles:
                 handle.remove()
+        if any(grad is None for grad in found) and runs_own_backward(edges):
+            raise Inconclusive(
+                "a function of the model in Python, such as a checkpoint with use_reentrant=True, "
+                "may compute gradients in a backward of its own"
+            )
         return dict(zip(parameters, found, strict=True))
 
     def forget_graph(self) -> None:
