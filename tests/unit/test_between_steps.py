@@ -44,11 +44,15 @@ def notes_of(rank: int, num_shard: int, num_mp: int, **others: Any) -> Notes:
 
 
 def test_a_number_that_one_rank_of_a_group_has_is_known() -> None:
-    noted = [notes_of(0, 3, 1), Notes(), notes_of(2, 1, 2, is_over=True), notes_of(3, 1, 0)]
-    noted[3].num_calls = 2
+    noted = [
+        notes_of(0, 3, 1),
+        None,
+        notes_of(2, 1, 2, is_over=True),
+        notes_of(3, 1, 0, num_calls=2),
+    ]
     known = known_to(1, noted)
     assert known.numbers == {(0, 1): [0, 1, 2]}, "nobody but rank 3 is in its other group"
-    assert known.over == {2} and known.num_calls == 2
+    assert known.over == {2} and not known.are_all_over and known.num_calls == 2
     assert known_to(0, noted).numbers == {(0, 1): [0, 1, 2], (0, 2): [10, 11]}
 
 
@@ -58,7 +62,7 @@ def never(error: RuntimeError) -> None:
 
 def test_a_rank_reads_what_others_know_and_gathers_the_rest() -> None:
     rank: Any = SimulatedRank(0, groups_of(0))
-    noted = [Notes(), notes_of(1, 2, 0), Notes(), Notes()]
+    noted = [None, notes_of(1, 2, 0), Notes(), Notes()]
 
     def go_on(error: RuntimeError) -> None:
         assert isinstance(error, Lost)
@@ -82,7 +86,7 @@ def test_a_rank_reads_what_others_know_and_gathers_the_rest() -> None:
 def test_other_counts_of_numbers_are_refused(asks: int) -> None:
     rank: Any = SimulatedRank(0, groups_of(0))
     between = BetweenSteps(never)
-    between.resume(rank, known_to(0, [Notes(), notes_of(1, 2, 0, is_over=True)]))
+    between.resume(rank, known_to(0, [None, notes_of(1, 2, 0, is_over=True)]))
     with pytest.raises(RuntimeError, match="have computed other norms there"):
         for _ in range(asks):
             between.gather(rank, "shard", lambda: torch.tensor([5]))
@@ -99,14 +103,15 @@ def test_an_error_that_is_no_failure_of_another_rank_is_raised() -> None:
         BetweenSteps(never).gather(rank, "shard", fail)
 
 
-def test_calls_that_others_have_made_are_left_out() -> None:
+@pytest.mark.parametrize("is_over", [False, True])
+def test_calls_that_others_have_made_are_left_out(is_over: bool) -> None:
     rank: Any = SimulatedRank(0, groups_of(0))
     between = BetweenSteps(never)
-    between.resume(rank, known_to(0, [Notes(), Notes(num_calls=2)]))
-    for is_apart in (True, False):
+    between.resume(rank, known_to(0, [None, Notes(num_calls=2, is_over=is_over)]))
+    for num_left in (1, 0):
         assert rank.is_apart
         between.pass_call(rank)
-        assert rank.is_apart == is_apart
+        assert rank.is_apart == (num_left > 0 or is_over), "others make no further calls"
 
 
 def test_ranks_that_are_replaced_anywhere_gather_what_they_would_have() -> None:
@@ -166,7 +171,7 @@ def gather_and_lose(dice: random.Random) -> int:
         if dies:
             num_dead += 1
             lost = dice.randrange(4)
-            noted = [Notes() if n == lost else between[n].notes for n in range(4)]
+            noted = [None if n == lost else between[n].notes for n in range(4)]
             between[lost], at[lost], ranks[lost].done = BetweenSteps(never), 0, []
             for number in range(4):
                 if not between[number].notes.is_over:

@@ -49,7 +49,7 @@ class Copies:
         self._next: Exchanged | None = None
         self._last: Exchanged | None = None
         self._between: BetweenSteps | None = None
-        self.noted: list[Notes] = []
+        self.noted: list[Notes | None] = []
         self._num_shown = 0
 
     @property

@@ -25,7 +25,7 @@ from smp.precision.holdings import master_of, parameters_of
 from smp.step import copies
 from smp.step.copy_memory import KeptCopy
 from smp.world import comm, host_objects, runtime
-from smp.world.between_steps import Known, Notes, known_to
+from smp.world.between_steps import Known, known_to
 from smp.world.comm import RankType
 
 _log = logging.getLogger("smp")
@@ -378,7 +378,7 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
         _fill(current, state)
         return state
     kept: KeptCopy = comm.recv_from(donor, RankType.WORLD_RANK)
-    known = known_to(current.rank.global_rank, comm.allgather(Notes(), comm.WORLD))
+    known = known_to(current.rank.global_rank, comm.allgather(None, comm.WORLD))
     after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory)
     _log.warning(
         "smp: %sstate after a call of step '%s' from the copy of %d bytes that rank %d has kept",

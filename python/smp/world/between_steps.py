@@ -10,7 +10,7 @@ docs/design/going_on.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -46,15 +46,17 @@ class Known:
     Attributes:
         numbers: results of all gatherings that have one, by the ranks of the group.
         over: ranks that have come to the next step.
+        are_all_over: whether all have.
         num_calls: number of other calls that no rank makes again, because one of them has.
     """
 
     numbers: dict[Ranks, list[Tensor]]
-    over: frozenset[int]
-    num_calls: int
+    over: frozenset[int] = frozenset()
+    are_all_over: bool = False
+    num_calls: int = 0
 
 
-def known_to(global_rank: int, noted: Iterable[Notes]) -> Known:
+def known_to(global_rank: int, noted: Sequence[Notes | None]) -> Known:
     """Returns what is known about the groups of a rank.
 
     Ranks of a group gather the same numbers in one order, and some may have been told fewer. The
@@ -62,10 +64,11 @@ def known_to(global_rank: int, noted: Iterable[Notes]) -> Known:
 
     Args:
         global_rank: the rank.
-        noted: notes of each rank, index = global rank; a process that takes a place has none.
+        noted: notes of each rank, index = global rank; None: a process takes its place.
     """
-    listed, numbers = list(noted), dict[Ranks, list[Tensor]]()
-    for notes in listed:
+    numbers: dict[Ranks, list[Tensor]] = {}
+    living = {rank: notes for rank, notes in enumerate(noted) if notes is not None}
+    for notes in living.values():
         own: dict[Ranks, list[Tensor]] = {}
         for ranks, found in notes.gathered:
             if global_rank in ranks:
@@ -73,8 +76,9 @@ def known_to(global_rank: int, noted: Iterable[Notes]) -> Known:
         for ranks, results in own.items():
             if len(results) > len(numbers.get(ranks, ())):
                 numbers[ranks] = results
-    over = frozenset(rank for rank, notes in enumerate(listed) if notes.is_over)
-    return Known(numbers, over, max(notes.num_calls for notes in listed))
+    over = frozenset(rank for rank, notes in living.items() if notes.is_over)
+    num_calls = max(notes.num_calls for notes in living.values())
+    return Known(numbers, over, len(over) == len(living), num_calls)
 
 
 class BetweenSteps:
@@ -91,7 +95,7 @@ class BetweenSteps:
     def __init__(self, go_on: Callable[[RuntimeError], None]) -> None:
         self._go_on = go_on
         self.notes = Notes()
-        self._known = Known({}, frozenset(), 0)
+        self._known = Known({})
         self._left: dict[Ranks, list[Tensor]] = {}
 
     def resume(self, rank: Rank, known: Known) -> None:
@@ -104,8 +108,7 @@ class BetweenSteps:
         counts = Counter(ranks for ranks, _ in self.notes.gathered)
         self._known = known
         self._left = {ranks: found[counts[ranks] :] for ranks, found in known.numbers.items()}
-        rank.is_apart = self.notes.num_calls < known.num_calls
-        rank.gathers_later = True
+        rank.is_apart, rank.gathers_later = self._is_apart, True
 
     def gather(self, rank: Rank, kind: str, gather_now: Callable[[], Tensor]) -> Tensor:
         """Returns the next numbers of a group: known ones, or those that it gathers.
@@ -147,7 +150,11 @@ class BetweenSteps:
     def pass_call(self, rank: Rank) -> None:
         """Notes a call that other ranks have made, and that this one leaves out."""
         self.notes.num_calls += 1
-        rank.is_apart = self.notes.num_calls < self._known.num_calls
+        rank.is_apart = self._is_apart
+
+    @property
+    def _is_apart(self) -> bool:
+        return self._known.are_all_over or self.notes.num_calls < self._known.num_calls
 
     def end(self, rank: Rank) -> None:
         """Notes that the next step begins.
