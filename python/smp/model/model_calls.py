@@ -65,6 +65,8 @@ class ModelCalls:
     def _forward_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._engine.refuse_whole()
         if not self._engine.joins_step:
+            if self._runtime.rank.keepers:  # layers communicate, or parameters are gathered
+                self._runtime.rank.check_process("a forward outside of a step function")
             self._engine.settle()
             if torch.is_grad_enabled():
                 self._engine.lay_out_thawed()

@@ -17,7 +17,7 @@ from torch import Tensor
 import smp._C as _C
 from smp.step.copy_memory import Exchanged, KeptCopy, SentCopies, SharedCopies, StateIsLost
 from smp.world import host_objects, runtime
-from smp.world.device_numbers import NumbersBetweenSteps, Ranks
+from smp.world.between_steps import BetweenSteps, Known, Notes
 from smp.world.log import first_rank_log
 
 
@@ -29,31 +29,38 @@ class Copies:
         state_after: returns the state of this rank when a step function returns, from the runtime,
             the function's name, its result, the packed content of the script, and whether that is
             the content after the call before, too.
+        go_on: see `BetweenSteps`.
         content: packed content after the last call; empty: there was none.
 
     Attributes:
-        numbers: ranks and result of each gathering of this rank from the last finished step until
-            the present one.
+        noted: notes of all ranks about the time since the last finished step, after a failure.
     """
 
     def __init__(
         self,
         current: runtime.Runtime,
         state_after: Callable[[runtime.Runtime, str, Any, bytes, bool], Any],
+        go_on: Callable[[RuntimeError], None],
         content: bytes = b"",
     ) -> None:
-        self._current, self._state_after = current, state_after
+        self._current, self._state_after, self._go_on = current, state_after, go_on
         self._content = self._next_content = content
         self._way = self._first_way()
         self._next: Exchanged | None = None
         self._last: Exchanged | None = None
-        self.numbers: list[tuple[Ranks, Tensor]] = []
+        self._between: BetweenSteps | None = None
+        self.noted: list[Notes | None] = []
         self._num_shown = 0
 
     @property
     def kept(self) -> KeptCopy | None:
         """The copy at this rank; None: a step has to finish first."""
         return None if self._last is None else self._last.read()
+
+    @property
+    def notes(self) -> Notes:
+        """Notes of this rank about the time since the last finished step."""
+        return Notes() if self._between is None else self._between.notes
 
     def _first_way(self) -> SharedCopies | SentCopies:
         return SharedCopies() if self._current.rank.settings.shared_memory else SentCopies()
@@ -67,7 +74,7 @@ class Copies:
         rank = self._current.rank
         if rank.between is not None:
             rank.between.end(rank)
-            self.numbers, rank.between = rank.between.gathered, None
+            rank.between = None
 
     def exchange(self, name: str, result: Any) -> bool:
         """Brings this rank's copy to its keeper, and gets another one. Collective.
@@ -120,9 +127,20 @@ class Copies:
     def commit(self) -> None:
         """Notes that all ranks have finished the step, hence have its copies."""
         self._way.commit()
-        self._last, self.numbers = self._next, []
-        self._content = self._next_content
-        self._current.rank.between = NumbersBetweenSteps()
+        self._last, self._content = self._next, self._next_content
+        self._begin_between()
+
+    def _begin_between(self) -> BetweenSteps:
+        self._between = self._current.rank.between = BetweenSteps(self._go_on)
+        return self._between
+
+    def repeat_between(self, known: Known) -> None:
+        """Notes that this process repeats what the script does after the last finished step.
+
+        Args:
+            known: knowledge of the other ranks about that.
+        """
+        self._begin_between().resume(self._current.rank, known)
 
 
 def copy_of(current: runtime.Runtime, lost: int) -> KeptCopy:

@@ -98,7 +98,7 @@ class StepFunction(Generic[P, R]):
         current = runtime.current()
         if current.step_to_repeat is not None:
             with current.rank.reporting(f"step '{self._name}'"):
-                return cast(R, current.step_to_repeat(self._name))
+                return cast(R, going_on.repeat(current, self._name))
         if current.steps.running is None:
             preemption.before_step(current)
         current.steps.begin(self._name)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from smp.model.engine import Engine
 from smp.precision.holdings import master_of
 from smp.step import copies, taking_over
 from smp.world import failure, runtime
+from smp.world.between_steps import known_to
 from smp.world.survivor_agreement import Decision, Dismissed, TimeToGrow
 from smp.world.survivors import Survivors
 
@@ -78,7 +80,9 @@ def on_resize(callback: Callable[[Resized], None]) -> None:
     Ranks and sizes (`smp.dp_rank`, `smp.dp_size`) have their new values then. The callback runs on
     the thread of the script inside of the call of a step function, which is run afterwards (again,
     after a failure) with its arguments; there the script lays out its sampler again, for batches
-    after this one. All callbacks of all ranks run, in the order in which they were given.
+    after this one. With ``redundancy`` it may also run in `smp.clip_grad_norm_` or
+    ``optimizer.step``, where the ranks wait for the lost one. All callbacks of all ranks run, in
+    the order in which they were given.
 
     Args:
         callback: receives a `Resized`.
@@ -108,15 +112,37 @@ def run(current: runtime.Runtime, name: str, has_run: bool, call: Callable[[], _
         PeerFailure: a rank has failed, and the others cannot go on.
         SystemExit: the others go on without this rank.
     """
-    current.rank.is_apart = False
+    current.rank.is_apart = current.rank.gathers_later = False
     if current.copies is None and current.rank.keepers:
-        current.copies = copies.Copies(current, taking_over.state_after)
+        current.copies = _copies_of(current)
     try:
         return _run_until_done(current, name, _Start(current, has_run), call)
     except BaseException:
         if current.survivors is not None:
             current.survivors.withdraw()
         raise
+
+
+def _copies_of(current: runtime.Runtime, content: bytes = b"") -> copies.Copies:
+    go_on = partial(_go_on_between, current)
+    return copies.Copies(current, taking_over.state_after, go_on, content)
+
+
+def repeat(current: runtime.Runtime, name: str) -> Any:
+    """Returns the result of the last finished step, in a process that begins with its end.
+
+    Args:
+        current: the runtime.
+        name: name of the step function that the script calls.
+
+    Raises:
+        RuntimeError: that step was of another function.
+    """
+    assert current.step_to_repeat is not None
+    repeated = current.step_to_repeat(name)
+    own = current.copies = _copies_of(current, repeated.content)
+    own.repeat_between(repeated.known)
+    return repeated.result
 
 
 def _run_until_done(
@@ -137,10 +163,7 @@ def _run_until_done(
         except (RuntimeError, TimeToGrow) as error:
             noticed_s = time.monotonic()
             if not isinstance(error, TimeToGrow):
-                if not (survivors.can_go_on and survivors.is_cause_of(error)):
-                    raise
-                peer = _C.PeerFailure(str(error))  # also where autograd has raised it
-                current.record.failed(current.rank.culprit(peer), error, ends=False)
+                _check_others_go_on(current, survivors, error)
             decision = _meet(survivors, error)
             if decision is None:
                 survivors.note_done()
@@ -153,11 +176,56 @@ def _run_until_done(
             start.refuse_lost(name, error)
             if not survivors.has_failure and current.rank.connections is not None:
                 current.rank.connections.leave(_GOODBYE_S)  # else others would take it for dead
-            _go_on(current, decision, noticed_s, start)
+            _go_on(current, decision, noticed_s, start.restore)
             if kept is not None:
                 kept.join_groups()
             start.restore()
     return call()
+
+
+def _go_on_between(current: runtime.Runtime, error: RuntimeError) -> None:
+    """Goes on after a failure in an exchange between two steps. Collective over all ranks.
+
+    The others are in such an exchange, too, or have come to their next step. Each meets the others
+    where it is, and then makes its exchange again, or its step.
+
+    Args:
+        current: the runtime.
+        error: error of the exchange.
+
+    Raises:
+        PeerFailure, RuntimeError: the error, if it is not the failure of another rank; or the
+            others cannot go on.
+        SystemExit: the others go on without this rank.
+    """
+    noticed_s = time.monotonic()
+    rank, kept, survivors = current.rank, current.copies, current.survivors
+    assert kept is not None and survivors is not None and rank.between is not None
+    # Until the script goes on, nothing that is called here is a call of the script.
+    between, rank.between = rank.between, None
+    rank.is_apart, rank.gathers_later = False, True
+    try:
+        _check_others_go_on(current, survivors, error)
+        decision = _meet(survivors, error)
+        assert decision is not None, "no rank passes the next step before this one comes there"
+        _go_on(current, decision, noticed_s, restore=lambda: None)
+        kept.join_groups()
+    except BaseException:
+        if current.survivors is not None:
+            current.survivors.withdraw()
+        raise
+    rank.between = between
+    between.resume(rank, known_to(rank.global_rank, kept.noted))
+
+
+def _check_others_go_on(
+    current: runtime.Runtime, survivors: Survivors, error: RuntimeError
+) -> None:
+    """Raises an error that is not the failure of another rank, or after which all end."""
+    if not (survivors.can_go_on and survivors.is_cause_of(error)):
+        raise error
+    peer = _C.PeerFailure(str(error))  # also where autograd has raised it
+    current.record.failed(current.rank.culprit(peer), error, ends=False)
 
 
 def _meet(survivors: Survivors, error: BaseException) -> Decision | None:
@@ -168,14 +236,16 @@ def _meet(survivors: Survivors, error: BaseException) -> Decision | None:
         raise SystemExit(0) from error
 
 
-def _go_on(current: runtime.Runtime, decision: Decision, noticed_s: float, start: _Start) -> None:
+def _go_on(
+    current: runtime.Runtime, decision: Decision, noticed_s: float, restore: Callable[[], None]
+) -> None:
     """Makes the groups of the ranks that go on, and lays out what uses them. Collective.
 
     Args:
         current: the runtime.
         decision: ranks that go on.
         noticed_s: time at which this rank has noticed the failure.
-        start: state at the beginning of the step, which newcomers get.
+        restore: restores the state at the beginning of the step, which newcomers get.
     """
     before, launched = current.rank.sizes["dp"], current.launched
     num_tries, all_launched = 0, set(launched)
@@ -192,7 +262,7 @@ def _go_on(current: runtime.Runtime, decision: Decision, noticed_s: float, start
             for engine in current.wrapped.engines.values():
                 engine.join_groups()
             if newcomers:
-                start.restore()
+                restore()
                 taking_over.give_state(current, newcomers)
             if current.survivors is not None:
                 current.survivors.confirm()

@@ -8,7 +8,7 @@ another rank has kept. See docs/design/going_on.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +25,8 @@ from smp.precision.holdings import master_of, parameters_of
 from smp.step import copies
 from smp.step.copy_memory import KeptCopy
 from smp.world import comm, host_objects, runtime
+from smp.world.between_steps import Known, known_to
 from smp.world.comm import RankType
-from smp.world.device_numbers import NumbersBetweenSteps, Ranks, numbers_of
 
 _log = logging.getLogger("smp")
 _COUNTS = (
@@ -74,7 +74,7 @@ def take_over(user_content: Callable[[], Any]) -> Any:
             state = _receive(current, dict(decision.newcomers))
             assert current.survivors is not None
             current.survivors.confirm()
-            current.rank.is_apart = True  # until the step in which the others are
+            current.rank.is_apart = current.rank.gathers_later = True
     except BaseException:
         if current.survivors is not None:
             current.survivors.withdraw()
@@ -197,6 +197,21 @@ class _StateAfter:
     scales: list[tuple[Any, ...]]
 
 
+@dataclass(frozen=True)
+class Repeated:
+    """The end of the last finished step, as a process with a copy begins with it.
+
+    Attributes:
+        result: result of the step function.
+        content: packed content of the script.
+        known: knowledge of the other ranks about the time since then.
+    """
+
+    result: Any
+    content: bytes
+    known: Known
+
+
 def state_after(
     current: runtime.Runtime, name: str, result: Any, content: bytes, is_content_old: bool
 ) -> _StateAfter:
@@ -268,7 +283,8 @@ def give_state(current: runtime.Runtime, newcomers: Collection[int]) -> None:
     if current.rank.keepers:
         for newcomer in served:
             comm.send(copies.copy_of(current, newcomer), newcomer, RankType.WORLD_RANK)
-        comm.allgather([] if current.copies is None else current.copies.numbers, comm.WORLD)
+        assert current.copies is not None
+        current.copies.noted = comm.allgather(current.copies.notes, comm.WORLD)
         return
     if not served:
         return
@@ -362,7 +378,7 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
         _fill(current, state)
         return state
     kept: KeptCopy = comm.recv_from(donor, RankType.WORLD_RANK)
-    numbers = numbers_of(current.rank.global_rank, comm.allgather([], comm.WORLD))
+    known = known_to(current.rank.global_rank, comm.allgather(None, comm.WORLD))
     after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory)
     _log.warning(
         "smp: %sstate after a call of step '%s' from the copy of %d bytes that rank %d has kept",
@@ -378,8 +394,7 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
             "where to go on; let it say which call of which step function is the present one"
         )
     _fill(current, after.state)
-    current.copies = copies.Copies(current, state_after, after.state.user_content)
-    current.step_to_repeat = lambda name: _repeat(current, kept, numbers, name)
+    current.step_to_repeat = lambda name: _repeat(current, kept, known, name)
     content = host_objects.unpack(after.state.user_content, current.rank.device)
     return replace(after.state, user_content=content)
 
@@ -387,10 +402,10 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
 def _repeat(
     current: runtime.Runtime,
     kept: KeptCopy,
-    numbers: Mapping[Ranks, Sequence[Tensor]],
+    known: Known,
     name: str,
-) -> Any:
-    """Returns the result of the last finished step, with the state and the gradients after it.
+) -> Repeated:
+    """Restores the state and the gradients after the last finished step, in place of its call.
 
     The script may have changed both before its call of the step function, which it did then, too.
     """
@@ -409,8 +424,7 @@ def _repeat(
     for optimizer, marks in zip(current.wrapped.optimizers, after.scales, strict=True):
         optimizer._gradients.restore_marks(marks)
     current.steps.has_gradients, current.steps.missed_at = after.has_gradients, after.missed_at
-    current.rank.between = NumbersBetweenSteps(numbers)
-    return after.result
+    return Repeated(after.result, after.state.user_content, known)
 
 
 def _fill(current: runtime.Runtime, state: _State) -> None:

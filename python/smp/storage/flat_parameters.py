@@ -96,6 +96,8 @@ class FlatParameters(WholeParameters):
 
     def join_groups(self) -> None:
         # A gather of the last update may have failed, and a newcomer has taken part in none.
+        if self._rank.gathers_later and self._gathers.pending:
+            self._is_behind = True
         self._gathers, self._is_written = self._make_gathers(), True
 
     def _lay_out_bucket(
@@ -163,7 +165,7 @@ class FlatParameters(WholeParameters):
         return self._gathers.num_overlapped
 
     def after_update(self) -> None:
-        if self._rank.is_apart:
+        if self._rank.gathers_later:
             self._miss_others()
             return
         self._is_written = self._is_behind = False
@@ -183,10 +185,13 @@ class FlatParameters(WholeParameters):
             flat[(position + 1) * numel :].fill_(torch.nan)
 
     def _refuse_reads(self) -> None:
-        """Raises a RuntimeError in a process that has not come yet to the next step."""
-        self._rank.check_process(
-            "reading parameters after an update (shard_optimizer_state; code that lists them, as "
-            "model.zero_grad(), does so)"
+        """Raises a RuntimeError, as the parts of others do not come before the next step."""
+        raise RuntimeError(
+            f"{self._rank.prefix}reading parameters after an update (shard_optimizer_state; code "
+            "that lists them, as model.zero_grad(), does so) between two steps where a rank was "
+            "lost, or in a process that takes the place of a lost one: parts that other ranks have "
+            "updated come with the next step; read parameters after it, and use "
+            "optimizer.zero_grad()"
         )
 
     def settle(self) -> None:

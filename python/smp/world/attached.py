@@ -31,8 +31,10 @@ class Pipeline(Protocol):
 class Copies(Protocol):
     """Keeps a copy of another rank's state: `smp.step.copies`."""
 
-    numbers: list[Any]
+    noted: list[Any]
 
+    @property
+    def notes(self) -> Any: ...
     @property
     def kept(self) -> Any: ...
     def join_groups(self) -> None: ...

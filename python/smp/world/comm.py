@@ -316,10 +316,10 @@ def of_shard_group(objects: Sequence[_T]) -> list[_T]:
 def barrier(group: CommGroup = WORLD) -> None:
     """Waits for the members of the caller's group of this kind. Collective over the group.
 
-    Returns at once in a process with the place of a lost rank, before it comes to the step of the
-    others.
+    Returns at once in a process with the place of a lost rank, before it comes to where the others
+    are.
     """
-    if _run().rank.is_apart:
+    if _run().rank.skips_call():
         return
     here, members = _communicating("barrier", group)
     if here.exchange is not None and len(members) > 1:

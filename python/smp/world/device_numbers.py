@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -11,14 +10,13 @@ from torch import Tensor
 import smp._C as _C
 from smp.world.rank import Rank
 
-Ranks = tuple[int, ...]
-
 
 def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
     """Gathers numbers of all ranks of a group. Collective over it, outside of step functions.
 
     The host does not wait for the device, unless ranks share a GPU (``SMP_SHARE_GPU``): then
-    numbers of pipeline ranks are exchanged through the host.
+    numbers of pipeline ranks are exchanged through the host. With ``redundancy`` a failure in it
+    is no end: it goes on when a process has taken the place of the lost rank.
 
     Args:
         rank: calling rank.
@@ -30,11 +28,21 @@ def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
     """
     if rank.sizes[kind] == 1:
         return numbers[None]
-    what = f"exchange of numbers of an update ({kind})"
     between = rank.between
-    if between is not None and between.is_repeated:
-        return between.next(rank, kind)
-    rank.check_process(what)
+    if between is None:
+        rank.check_process(_what(kind))
+        gathered = _gather(rank, numbers, kind)
+    else:
+        rank.check_run(_what(kind))
+        gathered = between.gather(rank, kind, lambda: _gather(rank, numbers, kind))
+    return moved(gathered, numbers.device)
+
+
+def _what(kind: str) -> str:
+    return f"exchange of numbers of an update ({kind})"
+
+
+def _gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
     comms = rank.comms
     communicators = {
         "mp": comms.mp,
@@ -45,105 +53,14 @@ def gather(rank: Rank, numbers: Tensor, kind: str) -> Tensor:
     }
     communicator = communicators[kind]
     assert communicator is not None
-    on_host = kind == "mp" and comms.mp_is_on_host
-    try:
-        gathered = _C.gather_numbers(
-            numbers.cpu() if on_host else numbers,
-            communicator,
-            what=what,
-            faults=rank.board,
-            ranks=list(rank.groups[kind]),
-            timeout_s=rank.timeout_s,
-        )
-    except RuntimeError as error:
-        if between is not None:
-            _explain_loss(rank, error)
-        raise
-    if between is not None:
-        between.gathered.append((rank.groups[kind], gathered.clone()))
-    return moved(gathered, numbers.device)
-
-
-def _explain_loss(rank: Rank, error: RuntimeError) -> None:
-    """Raises the failure of another rank, if there is one, which is hidden between two steps."""
-    board = rank.board
-    if board is None or (fault := board.known_fault()) is None:
-        return
-    board.release()
-    raise _C.PeerFailure(
-        f"{rank.prefix}{fault[2]}. It had not computed a norm or checked gradients between two "
-        "steps, for which the other ranks needed it; resume from a checkpoint"
-    ) from error
-
-
-class NumbersBetweenSteps:
-    """The numbers that ranks have gathered since the last step.
-
-    A process with the place of a lost rank repeats what the script does between two steps, and gets
-    the numbers that the others have gathered with that rank.
-
-    Args:
-        repeated: numbers to be repeated, by the ranks of their group, as `numbers_of` finds them;
-            None: the ranks gather them.
-
-    Attributes:
-        is_repeated: whether numbers are repeated.
-        gathered: ranks and result of each gathering so far.
-    """
-
-    def __init__(self, repeated: Mapping[Ranks, Sequence[Tensor]] | None = None) -> None:
-        self.is_repeated = repeated is not None
-        self._left = {ranks: list(numbers) for ranks, numbers in (repeated or {}).items()}
-        self.gathered: list[tuple[Ranks, Tensor]] = []
-
-    def next(self, rank: Rank, kind: str) -> Tensor:
-        """Returns the next numbers of a group.
-
-        Args:
-            rank: calling rank.
-            kind: kind of the group.
-
-        Raises:
-            RuntimeError: the other ranks have gathered others.
-        """
-        left = self._left.get(rank.groups[kind])
-        if not left:
-            self._refuse(rank)
-        self.gathered.append((rank.groups[kind], left.pop(0)))
-        return self.gathered[-1][1]
-
-    def end(self, rank: Rank) -> None:
-        """Raises a RuntimeError if numbers that were to be repeated are left."""
-        if any(self._left.values()):
-            self._refuse(rank)
-
-    def _refuse(self, rank: Rank) -> NoReturn:
-        raise RuntimeError(
-            f"{rank.prefix}this process repeats what the script does between two steps, and the "
-            "other ranks have computed other norms there, or have checked gradients more often or "
-            "less; let the content of smp.take_over lead to the step during which it was made"
-        )
-
-
-def numbers_of(
-    global_rank: int, noted: Iterable[Iterable[tuple[Ranks, Tensor]]]
-) -> dict[Ranks, list[Tensor]]:
-    """Returns the numbers that a lost rank has gathered with others, by the ranks of each group.
-
-    Each group has them from another member, since ranks that keep a copy may be in other groups.
-
-    Args:
-        global_rank: the lost rank.
-        noted: notes of each rank that lives, as in `NumbersBetweenSteps.gathered`.
-    """
-    found: dict[Ranks, list[Tensor]] = {}
-    for notes in noted:
-        own: dict[Ranks, list[Tensor]] = {}
-        for ranks, numbers in notes:
-            if global_rank in ranks:
-                own.setdefault(ranks, []).append(numbers)
-        found |= {ranks: numbers for ranks, numbers in own.items() if ranks not in found}
-    return found
+    return _C.gather_numbers(
+        numbers.cpu() if kind == "mp" and comms.mp_is_on_host else numbers,
+        communicator,
+        what=_what(kind),
+        faults=rank.board,
+        ranks=list(rank.groups[kind]),
+        timeout_s=rank.timeout_s,
+    )
 
 
 def sums(rank: Rank, numbers: Tensor, kinds: Iterable[str]) -> Tensor:

@@ -85,7 +85,7 @@ def requested() -> bool:
 
 
 def _arrive(rank: Rank) -> bool:
-    if rank.is_apart:  # the others have passed this boundary
+    if rank.skips_call():  # the others have passed this boundary
         return False
     rank.check_process("smp.preemption_requested")
     _install_handler()

@@ -21,7 +21,7 @@ from smp.world.settings import Settings
 from smp.world.shrinking import choose_keepers
 
 if TYPE_CHECKING:
-    from smp.world.device_numbers import NumbersBetweenSteps
+    from smp.world.between_steps import BetweenSteps
 
 
 class Rank:
@@ -48,12 +48,15 @@ class Rank:
         connections: liveness, messages and objects; None in a world of one.
         comms: tensor communicators of the groups; None for a group of one.
         stops: finds the boundary between steps at which all ranks stop.
-        is_apart: whether this process has the place of a lost rank, and has not come yet to the
-            step in which the others are.
+        is_apart: whether other ranks have made the next call that communicates already, before a
+            rank was lost, and do not make it again. So it is in a process that takes the place of
+            the lost rank until it comes to where the others are.
+        gathers_later: whether parts that other ranks update come with the next step only, as
+            this rank has gone on after a failure between two steps, or has taken a place.
         keepers: rank that keeps a copy of each rank's state, index = global rank; empty without
             `redundancy`.
-        between: numbers that ranks have gathered since the last step; None inside of steps and
-            without `redundancy`.
+        between: notes about exchanges since the last step, and what others know about them; None
+            inside of steps and without `redundancy`.
         terms_at: makes the `Terms` that roll calls compare, from a name of what the ranks do; None
             before a model is wrapped.
     """
@@ -68,9 +71,9 @@ class Rank:
         self.meter = _C.DeviceMeter(str(device))
         self.pid = os.getpid()
         self._has_ended = self._is_alone = False
-        self.is_apart = False
+        self.is_apart = self.gathers_later = False
         self.keepers: list[int] = []
-        self.between: NumbersBetweenSteps | None = None
+        self.between: BetweenSteps | None = None
         self.terms_at: Callable[[str], Any] | None = None
         self.take_place(launch)
 
@@ -261,6 +264,30 @@ class Rank:
         return self.is_own_process and not self._has_ended and not has_failed
 
     def check_process(self, what: str) -> None:
+        """Refuses communication as `check_run`, and where the others do not make this call again.
+
+        Raises:
+            RuntimeError: names ``what`` and the remedy.
+        """
+        self.check_run(what)
+        if self.is_apart:
+            raise RuntimeError(
+                f"{self.prefix}{what} was called in a process that takes the place of a lost rank, "
+                "where the others do not make this call again; call it after the step in which "
+                "they are, and leave out what the result of smp.take_over replaces (a checkpoint "
+                "that is loaded)"
+            )
+        if self.between is not None:
+            self.between.notes.num_calls += 1
+
+    def skips_call(self) -> bool:
+        """Returns whether other ranks have made the present call before a failure."""
+        if self.is_apart and self.between is not None:
+            self.between.pass_call(self)
+            return True
+        return self.is_apart
+
+    def check_run(self, what: str) -> None:
         """Refuses communication in a forked child, and when the run is over.
 
         Raises:
@@ -276,13 +303,6 @@ class Rank:
                 f"{self.prefix}{what} was called in a process forked from process {self.pid}, "
                 "which is the one that called smp.init; communicate there (ranks and sizes may be "
                 "read here)"
-            )
-        if self.is_apart:
-            raise RuntimeError(
-                f"{self.prefix}{what} was called in a process that takes the place of a lost rank, "
-                "where the others do not make this call again; call it after the step in which "
-                "they are, and leave out what the result of smp.take_over replaces (a checkpoint "
-                "that is loaded)"
             )
 
     def check_sums(self) -> None:

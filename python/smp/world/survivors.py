@@ -35,7 +35,7 @@ _LOOK_PER_RANK_S = 5e-5
 # Most works between two plans to grow, if ranks refuse them.
 _MOST_PAUSES = 50
 # Time in which ranks that do not need the lost one finish what they do together between steps.
-_HOLD_S = 10.0
+HOLD_S = 10.0
 # Failures of one rank; others concern all ranks.
 _KINDS = ("raised", "died", "unreachable", "stuck")
 
@@ -142,9 +142,9 @@ class Survivors:
         self.num_done += 1
         if self._rank.board is None:
             return  # there is no other rank at present
-        # With copies of states the lost rank is replaced, if it has done its part between steps.
+        # With copies of states the lost rank is replaced, wherever it was.
         needed = [] if self._rank.keepers else list(self._rank.groups["mp"])
-        self._rank.board.hold(needed, _HOLD_S)
+        self._rank.board.hold(needed, HOLD_S)
 
     # ---- failure ---------------------------------------------------------------
 

@@ -60,9 +60,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--twice", action="store_true", help="has two steps for each update")
     parser.add_argument("--step-s", type=float, default=0.0, help="time between two steps")
     parser.add_argument("--barrier", action="store_true", help="has a barrier between steps")
+    parser.add_argument("--calls", action="store_true", help="communicates after the norm")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--norm", action="store_true", help="adds running statistics")
-    parser.add_argument("--misuse", default="", help="how the script is wrong, see test_spares.py")
+    parser.add_argument("--misuse", default="", help="how the script is wrong, see the tests")
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--scale", type=float, help="first loss scale, which follows overflows")
     parser.add_argument("--unclipped", action="store_true", help="has no norm of gradients")
@@ -262,6 +263,13 @@ class Job:
         self.at("clip")
         if not self.args.unclipped:
             smp.clip_grad_norm_(self.model.parameters(), 0.05)
+        if self.args.calls:
+            if smp.pp_size() == 1:
+                with torch.no_grad():
+                    self.model(x)
+            smp.barrier()
+            assert smp.allgather(self.step, smp.WORLD) == [self.step] * smp.size()
+            assert not smp.preemption_requested()
         self.optimizer.step()
         if self.args.misuse == "reads":
             self.model.zero_grad()
