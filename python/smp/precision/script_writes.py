@@ -43,6 +43,8 @@ _ACCESSORS = frozenset({"__get__", "__set__"})
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 #: Modules that are not intercepted: the library, PyTorch's optimizers, and `nn.Module`.
 _WITHOUT = ("smp.", "torch.optim.", nn.Module.__module__)
+_NUMBER = "computes a number (a norm, a sum) from '"
+_MIXTURE = "mixes or draws elements of '"
 _aten = torch.ops.aten
 #: Elementwise operators that PyTorch does not tag as such, since they have no arithmetic.
 _PLAIN_WRITES = (_aten.fill_, _aten.zero_, _aten.copy_, _aten.masked_fill_)
@@ -177,11 +179,10 @@ def _tell_of_slices(
             continue
         part: OwnPiece = getattr(split[0], _OWN)
         first_rank_log.warning(
-            "smp: %s %s '%s', of which each tensor-parallel "
-            "rank has a slice, so the result is that of the slice; it is that of the whole inside "
-            "of `with %s(model):`, on all ranks",
+            "smp: %s %s%s', of which each tensor-parallel rank has a slice, so the result is that "
+            "of the slice; it is that of the whole inside of `with %s(model):`, on all ranks",
             place,
-            "computes a number (a norm, a sum) from" if is_number else "mixes or draws elements of",
+            _NUMBER if is_number else _MIXTURE,
             part.name,
             _WHOLE,
         )
