@@ -393,9 +393,9 @@ def check(
 
 
 def check_case(
-    case: Case, config: Config, plain: bool = False, weight: Any = "auto"
+    case: Case, config: Config, plain: bool = False, weight: Any = "auto", num_steps: int = 2
 ) -> tuple[list[str], list[str], list[float]]:
-    """Returns outcomes, warnings, and the losses of two steps and the numbers of calls."""
+    """Returns outcomes, warnings, and the losses of the steps and the numbers of calls."""
     import smp
 
     make, arguments, loss_of, _ = case
@@ -425,7 +425,7 @@ def check_case(
             return loss
 
         losses = []
-        for _ in range(2):
+        for _ in range(num_steps):
             optimizer.zero_grad()
             losses.append(float(train(*arguments()).reduce_mean()))
             optimizer.step()

@@ -47,11 +47,10 @@ class Clamped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
-        self.codes = nn.Embedding(4, WIDTH, max_norm=0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         self.inner.weight.data.clamp_(-0.1, 0.1)
-        return self.inner(x) + self.codes((x[..., 0] > 0).long())
+        return self.inner(x)
 
 
 class Counting(nn.Module):
@@ -93,7 +92,7 @@ LEFT: dict[str, Case] = {
 
 
 def check_left(rank: int, config: Config, name: str) -> tuple[list[str], list[str], list[float]]:
-    return check_case(LEFT[name], config)
+    return check_case(LEFT[name], config, num_steps=4)
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -138,10 +137,8 @@ def padded_later(rank: int, config: Config, first_step: int) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", ["pipeline", "replicas"])
-@pytest.mark.parametrize(("first_step", "seen_in"), [(2, 2), (3, 4)])
-def test_padding_of_later_batches_is_seen(
-    pool: Pool, layout: str, first_step: int, seen_in: int
-) -> None:
+@pytest.mark.parametrize("first_step", [2, 4])
+def test_padding_of_later_batches_is_seen(pool: Pool, layout: str, first_step: int) -> None:
     size, config = LAYOUTS[layout]
-    expected = ["equal"] * (seen_in - 1) + ["differs"] * (6 - seen_in)
+    expected = ["equal"] * 3 + ["differs"] * 2
     assert pool.run(size, padded_later, config, first_step) == [expected] * size

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from smp.partition.trace import trace
+from smp.partition.trace_state import KeptValues
 
 CPU = torch.device("cpu")
 
@@ -72,3 +73,16 @@ def test_values_that_a_real_forward_writes_are_as_before() -> None:
         assert torch.equal(value, before[name]), name
         assert value.data_ptr() == memory[name], name
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_parameters_of_one_memory_are_kept_together() -> None:
+    memory = torch.arange(8.0)
+    net = nn.ParameterList([nn.Parameter(part) for part in memory.split(4)])
+    kept = KeptValues([net])
+    with torch.no_grad(), kept:
+        net[0].mul_(2.0)
+    assert not torch.equal(memory, torch.arange(8.0))
+    before = kept.values_before()
+    assert [before[parameter].tolist() for parameter in net] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    kept.restore()
+    assert torch.equal(memory, torch.arange(8.0))

@@ -14,7 +14,6 @@ import smp._C as _C
 from smp.launching.first_rank import LAUNCHED_VARIABLE
 from smp.step import copy_memory, taking_over
 from smp.world import host_objects
-from smp.world.device_numbers import NumbersBetweenSteps, numbers_of
 from smp.world.launch import Launch, Rendezvous
 from smp.world.shrinking import (
     choose_keepers,
@@ -106,29 +105,6 @@ def test_a_rank_and_the_keeper_of_its_copy_are_not_both_lost() -> None:
     keepers = [1, 2, 3, 0]
     assert not have_all_parts(grid, [2]) and have_all_parts(grid, [2], keepers)
     assert have_all_parts(grid, [0, 2], keepers) and not have_all_parts(grid, [0, 3], keepers)
-
-
-def test_numbers_between_steps_are_repeated_in_their_order_or_refused() -> None:
-    rank: Any = SimpleNamespace(groups={"mp": (0, 1), "tp": (0,)}, prefix="")
-    first, second = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
-    numbers = NumbersBetweenSteps({(0, 1): [first, second]})
-    assert numbers.is_repeated and numbers.next(rank, "mp") is first
-    for refused in (lambda: numbers.next(rank, "tp"), lambda: numbers.end(rank)):
-        with pytest.raises(RuntimeError, match="have computed other norms there"):
-            refused()
-    assert numbers.next(rank, "mp") is second
-    numbers.end(rank)
-    assert numbers.gathered == [((0, 1), first), ((0, 1), second)], "they can be repeated again"
-    with pytest.raises(RuntimeError, match="have computed other norms there"):
-        numbers.next(rank, "mp")
-
-
-def test_numbers_of_a_lost_rank_come_from_its_groups_and_not_from_its_keeper() -> None:
-    a, b, c, d = (torch.full((2, 1), float(value)) for value in range(4))
-    beside, keeper = [((2, 3), a), ((1, 3), b), ((2, 3), c)], [((0, 1), d), ((0, 2), d)]
-    alike = [((0, 1), d), ((1, 3), b)]
-    found = numbers_of(3, [keeper, alike, beside, []])
-    assert found == {(2, 3): [a, c], (1, 3): [b]}
 
 
 def test_a_process_repeats_the_call_of_its_copy_alone() -> None:

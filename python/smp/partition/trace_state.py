@@ -40,7 +40,9 @@ class KeptData:
 
 
 class KeptValues(TorchDispatchMode):
-    """Copies parameters before the first operator that writes to them.
+    """Copies parameters before the first operator that writes to their memory.
+
+    Parameters that are parts of one memory (sharded optimizer state) are copied together.
 
     Args:
         modules: modules of the model.
@@ -48,13 +50,15 @@ class KeptValues(TorchDispatchMode):
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        tensors = [t for _, t in _tensors_of(modules) if isinstance(t, nn.Parameter)]
-        self._tensors = {
-            memory_of(t): t
-            for t in tensors
-            if t.layout == torch.strided and not t.is_meta and not packed.is_wrapper(t)
-        }
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        parameters = dict.fromkeys(
+            t for _, t in _tensors_of(modules) if isinstance(t, nn.Parameter)
+        )
+        self._parameters: dict[Any, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.layout == torch.strided and not parameter.is_meta:
+                if not packed.is_wrapper(parameter):
+                    self._parameters.setdefault(memory_of(parameter), []).append(parameter)
+        self._copies: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -66,20 +70,18 @@ class KeptValues(TorchDispatchMode):
     def on_call(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Looks at what an operator is about to write; for other modes."""
         for tensor in written_tensors(func, args, kwargs):
-            parameter = self._tensors.pop(memory_of(tensor), None)
-            if parameter is not None:
+            for parameter in self._parameters.pop(memory_of(tensor), ()):
                 data = parameter.data
-                self._copies.append((data, data.clone()))
+                self._copies[parameter] = data, data.clone()
 
-    def value_before(self, parameter: Tensor) -> Tensor | None:
-        """Returns what a parameter was before operators wrote to it; None: none did."""
-        place = memory_of(parameter)
-        return next((value for data, value in self._copies if memory_of(data) == place), None)
+    def values_before(self) -> dict[nn.Parameter, Tensor]:
+        """Returns the values of parameters before operators wrote to their memory."""
+        return {parameter: value for parameter, (_, value) in self._copies.items()}
 
     def restore(self) -> None:
         """Restores the values of parameters that were written."""
         with torch.no_grad():
-            for data, value in self._copies:
+            for data, value in self._copies.values():
                 data.copy_(value)
 
 

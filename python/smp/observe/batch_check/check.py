@@ -36,7 +36,7 @@ from smp.world.observers import StepObserver
 _log = logging.getLogger("smp")
 
 _MOST_PIECES = 4  # of the part that is checked
-_LAST_STEP = 64  # that is checked
+_STEPS = (1, 4, 16, 64)  # that are checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _Look:
 
 
 class BatchCheckObserver(StepObserver):
-    """Runs a `BatchCheck` behind training steps 1, 2, 4, ... 64 of each step function.
+    """Runs a `BatchCheck` behind training steps 1, 4, 16 and 64 of each step function.
 
     The first batch may have no padding yet, and averages of weights begin as these weights.
 
@@ -119,7 +119,7 @@ class BatchCheckObserver(StepObserver):
             return True
         self._num_steps[key] += 1
         number = self._num_steps[key]
-        if number & (number - 1) == 0:
+        if number in _STEPS:
             self.outcomes[key] = "runs"
             check = BatchCheck(self._current, step, comm.MP_GROUP if is_uneven else comm.WORLD)
             self.outcomes[key] = check.run(before)
@@ -131,7 +131,7 @@ class BatchCheckObserver(StepObserver):
         Going on without a lost rank repeats a step, but not what is run behind it.
         """
         goes_on = self._current.rank.config.on_failure != "end"
-        last_step = 1 if goes_on else _LAST_STEP
+        last_step = _STEPS[0] if goes_on else _STEPS[-1]
         return num_steps >= last_step or (outcome or "").startswith(("differs: ", "off: "))
 
 
@@ -396,11 +396,13 @@ class BatchCheck:
             for name, (_, value) in buffers.items()
             if name in now and not _is_same(now[name], value)
         }
+        before = kept.values_before()
         for engine in self._engines:
             for name, parameter in engine.root.named_parameters():
-                before = kept.value_before(parameter)
-                if before is not None and not _is_same(parameter, before):
-                    left[name] = Left(before.clone(), parameter.detach().clone())
+                value = before.get(parameter)
+                if value is None or not value.is_floating_point() or _is_same(parameter, value):
+                    continue
+                left[name] = Left(value, parameter.detach().clone())
         return left
 
     # ---- findings
