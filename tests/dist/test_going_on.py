@@ -129,6 +129,8 @@ def run_and_lose(
 
 PP2_DP2 = Layout(pp=2)
 DROPS = (("layout_independent_dropout", True),)
+# Deaths while ranks connect are known from the system, not from silence.
+NEVER_SILENT = ("--never-silent",)
 PLACES = (
     "forward", "backward", "sum", "summed", "confirm", "confirmed", "clip", "optimizer", "between",
     "raise",
@@ -161,9 +163,10 @@ def test_others_go_on_as_a_job_that_resumes_on_their_layout(
         (Layout(pp=2, dp=3), ["0:sum:2", "5:confirm:2"]),
         (Layout(pp=2, dp=3), ["3:forward:2", "4:resize:2"]),
         (Layout(pp=2, dp=3), ["2:optimizer:1", "1:backward:4"]),
-        (Layout(pp=2, dp=3), ["3:forward:2", "4:connect:2"]),
-        (Layout(pp=2, dp=3), ["3:forward:2", "0:connect:2"]),
+        (Layout(pp=2, dp=3, flags=NEVER_SILENT), ["3:forward:2", "4:connect:2"]),
+        (Layout(pp=2, dp=3, flags=NEVER_SILENT), ["3:forward:2", "0:connect:2"]),
         (Layout(pp=2, dp=3), ["3:forward:2", "0:connected:2"]),
+        (Layout(pp=2, dp=3), ["3:forward:2", "0:torch:2"]),
         (Layout(pp=2, dp=3), ["3:forward:2", "5:join:2"]),
         (Layout(dp=4), ["3:forward:2", "1:joined:2"]),
         (Layout(pp=2, flags=("--norm",)), ["0:backward:3"]),

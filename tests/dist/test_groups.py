@@ -185,12 +185,12 @@ def build_with_tp(rank: int, placement: str) -> dict[str, float]:
     torch_groups = TorchGroups(
         grid,
         rank,
-        store,
         shard_size=2,
         device=torch.device("cpu"),
         loopback=True,
         timeout_s=PATIENCE_S,
     )
+    torch_groups.make(store)
     assert made.replica is None
     sums = {}
     communicators = {

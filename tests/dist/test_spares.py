@@ -186,6 +186,7 @@ def test_a_spare_takes_the_place_and_the_job_is_as_if_none_had_died(
         (Layout(pp=2), 2, ["3:backward:2", "spare:taken:0"]),
         (Layout(pp=2), 2, ["0:forward:2", "3:forward:2"]),
         (Layout(pp=2), 3, ["3:forward:2", "2:connect:2"]),
+        (Layout(pp=2), 3, ["3:forward:2", "2:torch:2"]),
         (Layout(pp=2), 3, ["0:forward:2", "1:joined:2"]),
         (Layout(pp=2, dp=3), 1, ["0:summed:2"]),
         (Layout(pp=2, flags=("--norm",)), 1, ["0:backward:3"]),
@@ -298,7 +299,8 @@ def test_smp_run_names_a_spare_that_could_not_wait() -> None:
 def test_smp_run_has_spares_on_one_machine_only(options: list[str]) -> None:
     command = [sys.executable, "-m", "smp_cli", "run", "-n", "2", "--spares=1", *options]
     job = launch([*command, str(SCRIPT)])
-    assert job.returncode == 2 and "--spares is for one machine" in job.stdout, job.stdout
+    assert job.returncode == 2, job.stdout
+    assert "--spares and --max-replacements are for one machine" in job.stdout
 
 
 RANDOM_LAYOUTS = (Layout(pp=2), Layout(), Layout(tp=2), ALONE, Layout(pp=3, dp=1))

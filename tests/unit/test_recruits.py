@@ -87,8 +87,8 @@ def test_a_silent_process_is_not_asked_again(
     store: dist.Store, own: Recruits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = dist.PrefixStore("spares", store)
-    for index, number in enumerate((4, 5)):  # they have ended since
-        keys.set(f"entered/{index}", str(number))
+    for number in (4, 5):  # they are silent from now on
+        spares.Newcomer(store, number)._enter(HELLO)
     for now_s in range(30):
         own.look(float(now_s))
     assert keys.check(["gone/4", "gone/5"]) and own.decision is None

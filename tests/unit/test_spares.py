@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from smp.world import spares
+from smp.world.processes import process_space
 from smp.world.rendezvous import Hello
 from smp.world.spares import Newcomer, Place, Spares, Waiting
 from tests.patience import wait_until
@@ -109,3 +113,12 @@ def test_a_process_with_another_configuration_does_not_wait(store: dist.Store) -
               '"num_devices": 0, "config": {"microbatches": 4}}')  # fmt: skip
     with pytest.raises(ValueError, match="microbatches=2: process 4, which waits .* has 4; pass"):
         Newcomer(store, 4).wait(HELLO)
+
+
+def test_a_process_that_has_ended_is_not_asked(store: dist.Store) -> None:
+    own, ended = Waiting(store, range(0)), subprocess.Popen(["true"])
+    ended.wait()
+    for number, pid in ((4, ended.pid), (5, os.getpid())):
+        hello = replace(HELLO, pid=pid, process_space=process_space())
+        Newcomer(store, number)._enter(hello)
+    assert own.free() == [5] and own.is_gone(4) and not own.is_gone(5)

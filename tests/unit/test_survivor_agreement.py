@@ -95,6 +95,10 @@ class Job:
     def is_dead(self, rank: int) -> bool:
         return self.now_s >= self.dies_s.get(rank, float("inf"))
 
+    def sees_the_end(self, rank: int, other: int) -> bool:
+        """Returns whether the system tells a rank that another one has ended; 8 are on a host."""
+        return rank // 8 == other // 8 and self.is_dead(other)
+
     def run(self, lives: dict[int, Iterator[float]]) -> None:
         """Runs all ranks; each yields the time until it goes on."""
         queue = [(self.now_s, rank) for rank in lives]
@@ -132,7 +136,9 @@ def survive(
         passed: whether the rank has passed the barrier of the work after these.
     """
     own = job.members.index(rank)
-    agreement = SurvivorAgreement(store, grid, own)
+    agreement = SurvivorAgreement(
+        store, grid, own, lambda other: job.sees_the_end(rank, job.members[other])
+    )
     lost = [] if known is None else [job.members.index(known)]
     if known is not None:  # the ranks have connected long ago, and have been quiet since
         agreement.beat(0, job.now_s - 3 * SILENT_S)
@@ -257,6 +263,12 @@ def test_all_ranks_that_go_on_take_one_decision_in_bounded_time(pp: int, dp: int
         assert any(isinstance(o, Decision) for by in job.outcomes.values() for o in by.values())
     assert num_requests < 15 * num_looks, "requests do not grow with the number of ranks"
     assert PULSE_S < SILENT_S < LIMIT_S
+
+
+def test_a_process_that_has_ended_is_lost_at_once() -> None:
+    store, grid = SimulatedStore(), _C.ProcessGrid(3, 1, 1, 1, "DPT")
+    assert SurvivorAgreement(store, grid, 0).find_failure(0.0) is None
+    assert SurvivorAgreement(store, grid, 0, lambda rank: rank == 1).find_failure(0.0) == 1
 
 
 def join_growth(

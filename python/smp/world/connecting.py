@@ -30,7 +30,10 @@ _left_behind: list[threading.Thread] = []
 
 
 def until_a_rank_fails(
-    board: _C.FaultBoard | None, device: torch.device, connect: Callable[[], _T]
+    board: _C.FaultBoard | None,
+    device: torch.device,
+    connect: Callable[[], _T],
+    end: Callable[[], None] | None = None,
 ) -> _T:
     """Runs ``connect`` in its own thread and returns its result. Collective if ``connect`` is.
 
@@ -38,6 +41,7 @@ def until_a_rank_fails(
         board: reports of failed ranks; None in a world of one.
         device: device of this rank, current in the thread.
         connect: function that waits for other ranks.
+        end: function that ends `connect` in its thread; called if that fails, or a rank has failed.
 
     Raises:
         PeerFailure: a rank has failed meanwhile. A thread that does not end is left behind.
@@ -46,6 +50,7 @@ def until_a_rank_fails(
         return connect()
     made: list[_T] = []
     errors: list[BaseException] = []
+    is_ended = False
 
     def run() -> None:
         try:
@@ -59,11 +64,14 @@ def until_a_rank_fails(
     try:
         while thread.is_alive() and board.fault_text() is None:
             thread.join(_LOOK_S)
+        if end is not None and not made:
+            is_ended = True
+            end()
         thread.join(_END_S)
     finally:
         if thread.is_alive():
             _left_behind.append(thread)
-    if made:
+    if made and not is_ended:
         return made[0]
     error = errors[0] if errors else None
     if error is not None and "onnect" in str(error):

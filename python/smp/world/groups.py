@@ -408,13 +408,16 @@ def over_gloo(
 
     def make(name: str, ranks: Sequence[int]) -> _C.Communicator:
         gloo: Any = dist.ProcessGroupGloo  # its stub lacks the options
+        # Not what the environment says: a thread that still makes groups of torch, and was left
+        # behind after a failure, may have set it on some of the ranks (`process_groups`).
         options = gloo._Options()
         if loopback:
-            options._devices = [gloo.create_device(hostname="127.0.0.1")]
+            options._devices = [gloo.create_device(hostname="127.0.0.1", lazy_init=False)]
         elif interface := os.environ.get("GLOO_SOCKET_IFNAME"):
-            options._devices = [gloo.create_device(interface=interface.split(",")[0])]
+            first = interface.split(",")[0]
+            options._devices = [gloo.create_device(interface=first, lazy_init=False)]
         else:
-            options._devices = [gloo.create_default_device()]
+            options._devices = [gloo.create_default_device(lazy_init=False)]
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 2
         own = dist.PrefixStore(f"{name}/{ranks[0]}", store)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import smp._C as _C
 from smp.world.placement_map import placement_map, placement_words
+from smp.world.processes import has_ended
 from smp.world.rank import Rank
 from smp.world.recruits import Recruits
 from smp.world.rendezvous import Hello
@@ -71,14 +72,19 @@ class Members:
             rank: rank of this process among them.
         """
         if rank.config.on_failure != "spare":
-            return Survivors(self.keys, rank)
+            return Survivors(self.keys, rank, self._has_ended)
         first, hosts = rank.launch.first_size, [hello.host for hello in self.hellos]
         waiting = Waiting(self.store, range(first, first + (rank.launch.spares or 0)))
         place = Place(0, self.generation, self.launched, self.hellos, rank.keepers, hosts)
         recruits = None
         if rank.may_grow and rank.global_rank == 0:
             recruits = Recruits(waiting, rank.grid, place)
-        return Survivors(self.keys, rank, Spares(waiting, self.keys, place), recruits)
+        spares = Spares(waiting, self.keys, place)
+        return Survivors(self.keys, rank, self._has_ended, spares, recruits)
+
+    def _has_ended(self, global_rank: int) -> bool:
+        hello = self.hellos[global_rank]
+        return has_ended(hello.pid, hello.process_space)
 
     def become(self, kept: Sequence[int], newcomers: Mapping[int, int]) -> None:
         """Takes over the ranks that go on.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,9 +17,12 @@ import torch.distributed as dist
 import smp._C as _C
 from smp.world.connecting import until_a_rank_fails
 from smp.world.groups import BATCH_KINDS, SHARD_KINDS, all_groups, backends_for, own_groups
+from smp.world.process_hooks import keep_forever
 from smp.world.rank import Rank
 
 _KINDS = (*BATCH_KINDS, *SHARD_KINDS)
+_LOOK_S = 0.001
+_ABANDONED = "these process groups were abandoned, as a rank has failed"
 
 
 class ProcessGroups:
@@ -70,19 +75,16 @@ class ProcessGroups:
 
     def _make(self, store: dist.Store) -> TorchGroups:
         rank = self._rank
-
-        def make() -> TorchGroups:
-            return TorchGroups(
-                rank.grid,
-                rank.global_rank,
-                store,
-                shard_size=rank.shard_size,
-                device=rank.device,
-                loopback=self._loopback,
-                timeout_s=rank.timeout_s,
-            )
-
-        return until_a_rank_fails(rank.board, rank.device, make)
+        groups = TorchGroups(
+            rank.grid,
+            rank.global_rank,
+            shard_size=rank.shard_size,
+            device=rank.device,
+            loopback=self._loopback,
+            timeout_s=rank.timeout_s,
+        )
+        until_a_rank_fails(rank.board, rank.device, lambda: groups.make(store), groups.abandon)
+        return groups
 
     def close(self) -> None:
         """Ends the groups. May be called twice."""
@@ -92,73 +94,119 @@ class ProcessGroups:
 
 
 class TorchGroups:
-    """The process groups of a rank. Collective to make."""
+    """The process groups of a rank."""
 
     def __init__(
         self,
         grid: _C.ProcessGrid,
         global_rank: int,
-        store: dist.Store,
         *,
         shard_size: int,
         device: torch.device,
         loopback: bool,
         timeout_s: float,
     ) -> None:
-        timeout = timedelta(seconds=timeout_s)
+        self._grid, self._global_rank, self._shard_size = grid, global_rank, shard_size
+        self._device, self._loopback = device, loopback
+        self._timeout = timedelta(seconds=timeout_s)
         self._owns_default = not dist.is_initialized()
         self._excepthooks = [sys.excepthook]
-        with _gloo_settings(loopback):
-            if self._owns_default:
+        self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._by_kind: dict[str, dist.ProcessGroup] = {}
+        self._made: list[dist.ProcessGroup] = []
+        self._lock = threading.Lock()  # of the state of torch.distributed
+        self._is_abandoned = False
+
+    def make(self, store: dist.Store) -> None:
+        """Makes the groups. Collective over all ranks. It may wait for a rank that has failed.
+
+        Args:
+            store: keys of these ranks alone.
+
+        Raises:
+            RuntimeError: torch.distributed is initialized with another rank or size.
+        """
+        grid, rank = self._grid, self._global_rank
+        if self._owns_default:
+            with self._adding():
                 dist.init_process_group(
-                    backends_for(device),
+                    backends_for(self._device),
                     store=dist.PrefixStore("torch", store),
-                    rank=global_rank,
+                    rank=rank,
                     world_size=grid.world_size,
-                    timeout=timeout,
+                    timeout=self._timeout,
                 )
                 self._excepthooks.append(sys.excepthook)  # torch installs its own
-            elif (dist.get_rank(), dist.get_world_size()) != (global_rank, grid.world_size):
-                raise RuntimeError(
-                    f"torch.distributed is already initialized as rank {dist.get_rank()} of "
-                    f"{dist.get_world_size()}, the launcher says rank {global_rank} of "
-                    f"{grid.world_size}; initialize it with the launcher's values or leave it to "
-                    "smp.init"
-                )
-            self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
-            self._made: list[dist.ProcessGroup] = []
-            self._make_all(grid, global_rank, shard_size, timeout)
-        own = own_groups(grid, global_rank, shard_size)
+        elif (dist.get_rank(), dist.get_world_size()) != (rank, grid.world_size):
+            raise RuntimeError(
+                f"torch.distributed is already initialized as rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}, the launcher says rank {rank} of {grid.world_size}; "
+                "initialize it with the launcher's values or leave it to smp.init"
+            )
+        self._make_all()
+        own = own_groups(grid, rank, self._shard_size)
         self._by_kind = {kind: self._by_ranks[own[kind]] for kind in _KINDS}
 
-    def _make_all(
-        self, grid: _C.ProcessGrid, global_rank: int, shard_size: int, timeout: timedelta
-    ) -> None:
+    def _make_all(self) -> None:
         world = dist.group.WORLD
         assert world is not None
-        self._by_ranks[tuple(range(grid.world_size))] = world
+        self._by_ranks[tuple(range(self._grid.world_size))] = world
         if self._owns_default:
-            _connect_neighbours(world)
-        alone = (global_rank,)
+            self._connect_neighbours(world)
+        alone = (self._global_rank,)
         if alone not in self._by_ranks:
-            self._add(
-                alone, dist.new_group(alone, timeout, use_local_synchronization=True), global_rank
-            )
+            self._add(alone, use_local_synchronization=True)
         seen = set(self._by_ranks)
-        groups = all_groups(grid, shard_size)
+        groups = all_groups(self._grid, self._shard_size)
         for kind in _KINDS:
             for members in groups[kind]:  # every rank makes all, in one order
                 ranks = tuple(members)
                 if len(ranks) > 1 and ranks not in seen:
                     seen.add(ranks)
-                    self._add(ranks, dist.new_group(ranks, timeout), global_rank)
+                    self._add(ranks)
 
-    def _add(self, ranks: tuple[int, ...], group: dist.ProcessGroup, global_rank: int) -> None:
-        if global_rank in ranks:
+    def _add(self, ranks: tuple[int, ...], **options: Any) -> None:
+        with self._adding():
+            group = dist.new_group(ranks, self._timeout, **options)
+        if self._global_rank in ranks:
             self._by_ranks[ranks] = group
             self._made.append(group)
             if len(ranks) > 1:
-                _connect_neighbours(group)
+                self._connect_neighbours(group)
+
+    def _connect_neighbours(self, group: dist.ProcessGroup) -> None:
+        """Connects each rank of a group to those a power of two away. Collective over the group.
+
+        Rings and trees need no others. If a rank dies, operations of the ranks connected to it end
+        at once.
+        """
+        backend: Any = group._get_backend(torch.device("cpu"))
+        work = backend.barrier()
+        while not work.is_completed():  # a wait would not end if a rank dies before it connects
+            if self._is_abandoned:
+                keep_forever(backend)  # its destructor would wait
+                raise RuntimeError(_ABANDONED)
+            time.sleep(_LOOK_S)
+        work.wait()
+
+    @contextmanager
+    def _adding(self) -> Iterator[None]:
+        """Keeps others from the state of torch.distributed. With Gloo nothing waits in it."""
+        with self._lock:
+            if self._is_abandoned:
+                raise RuntimeError(_ABANDONED)
+            with _gloo_settings(self._loopback):
+                yield
+
+    def abandon(self) -> None:
+        """Ends `make`, in which another thread may wait, and what it has made so far.
+
+        No group is added after that, so others can be made.
+        """
+        with self._lock:
+            self._is_abandoned = True
+            if self._owns_default:
+                self.destroy()
 
     def __getitem__(self, kind: str) -> dist.ProcessGroup:
         return self._by_kind[kind]
@@ -174,16 +222,6 @@ class TorchGroups:
             return
         for group in self._made:
             dist.destroy_process_group(group)
-
-
-def _connect_neighbours(group: dist.ProcessGroup) -> None:
-    """Connects each rank of a group to those a power of two away. Collective over the group.
-
-    Rings and trees need no others. If a rank dies, operations of the ranks connected to it end at
-    once.
-    """
-    backend: Any = group._get_backend(torch.device("cpu"))
-    backend.barrier().wait()
 
 
 @contextmanager

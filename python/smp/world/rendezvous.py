@@ -60,6 +60,8 @@ class Hello:
     """Fingerprint of the secret that the environment gives; empty: none."""
     pid: int = 0
     """Number of the process."""
+    process_space: str = ""
+    """Equal on two ranks that see each other's processes; empty: this one sees none."""
     run: str = ""
     """Name of the job; that of the first rank counts, and all have it once they have met."""
 

@@ -24,6 +24,7 @@ from smp import _event_lines, _version
 from smp.world import events, failure
 from smp.world.failure import Culprit
 from smp.world.launch import Launch, restart_count
+from smp.world.processes import process_space
 from smp.world.rendezvous import Hello
 from smp.world.settings import Settings, device_of
 
@@ -84,6 +85,7 @@ def hello_of(launch: Launch, device_type: str, num_devices: int) -> Hello:
         num_devices,
         None,
         pid=os.getpid(),
+        process_space=process_space(),
         run="" if launch.global_rank else run,
     )
 

@@ -21,6 +21,7 @@ import smp._C as _C
 from smp.config.schema import config_error
 from smp.config.sources import ReadConfig
 from smp.world.launch import Launch, with_hosts
+from smp.world.processes import has_ended
 from smp.world.rendezvous import Hello, raise_first_error
 from smp.world.shrinking import fill_places
 
@@ -76,6 +77,7 @@ class Waiting:
         self._absent = set(expected)
         self._num_entered, self._open = 0, list[int]()
         self._seen: dict[int, tuple[bytes, float]] = {}
+        self._hellos: dict[int, Hello] = {}
 
     def free(self) -> list[int]:
         """Returns the processes that have begun to wait and have neither a place nor ended."""
@@ -83,8 +85,7 @@ class Waiting:
             self._open.append(int(self._keys.get(f"entered/{self._num_entered}")))
             self._absent.discard(self._open[-1])
             self._num_entered += 1
-        used = [n for n in self._open if self._has(f"take/{n}") or self._has(f"gone/{n}")]
-        self._open = [number for number in self._open if number not in used]
+        self._open = [n for n in self._open if not (self._has(f"take/{n}") or self._has_gone(n))]
         return list(self._open)
 
     def ask(self, token: str) -> None:
@@ -142,7 +143,14 @@ class Waiting:
         pulse = self._keys.get(key) if self._has(key) else b""
         if number not in self._seen or self._seen[number][0] != pulse:
             self._seen[number] = pulse, now_s
-        return self._has(f"gone/{number}") or now_s - self._seen[number][1] > _SILENT_S
+        return self._has_gone(number) or now_s - self._seen[number][1] > _SILENT_S
+
+    def _has_gone(self, number: int) -> bool:
+        if self._has(f"gone/{number}"):
+            return True
+        if number not in self._hellos:
+            self._hellos[number] = hello_of(self.store, number)
+        return has_ended(self._hellos[number].pid, self._hellos[number].process_space)
 
     def _has(self, key: str) -> bool:
         return bool(self._keys.check([key]))

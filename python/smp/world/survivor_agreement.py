@@ -15,7 +15,7 @@ in. See docs/design/going_on.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Protocol
@@ -88,6 +88,7 @@ class SurvivorAgreement:
         keys: keys of these ranks alone.
         grid: grid of these ranks.
         global_rank: rank of this process among them.
+        has_ended: returns whether the process of a global rank is known to have ended.
         spares: processes that wait for the places of lost ranks; None: there are none.
         keepers: rank with a copy of each rank's state, index = global rank; empty: there are none.
 
@@ -101,11 +102,12 @@ class SurvivorAgreement:
         keys: Keys,
         grid: _C.ProcessGrid,
         global_rank: int,
+        has_ended: Callable[[int], bool] = lambda _: False,
         spares: Replacements | None = None,
         keepers: Sequence[int] = (),
     ) -> None:
         self._keys, self._grid, self._own = keys, grid, global_rank
-        self._spares, self._keepers = spares, keepers
+        self._has_ended, self._spares, self._keepers = has_ended, spares, keepers
         self.waiting: list[int] = []
         self._num_stopped = -1  # number of works finished when this rank stopped; -1: it has not
         self._awaited = -1  # a rank that had not stopped at the last look
@@ -306,7 +308,7 @@ class SurvivorAgreement:
         return frozenset(self._lost.values()) - {self._own}
 
     def _watch_next(self, now_s: float) -> None:
-        """Notes the next ranks after this one as lost if they send no pulses.
+        """Notes the next ranks after this one as lost if they have ended or send no pulses.
 
         They are few, so that the store is not asked for all ranks by all ranks; and ranks of which
         connections have told this one are among them, as those have told others of other ranks.
@@ -323,7 +325,8 @@ class SurvivorAgreement:
             known, since_s = self._pulses.get(rank, (None, now_s))
             pulses[rank] = (pulse, since_s if pulse == known else now_s)
             # A rank that has sent none may still be ending its former connections.
-            if now_s - pulses[rank][1] > (SILENT_S if pulse else 2 * SILENT_S):
+            silent_s = SILENT_S if pulse else 2 * SILENT_S
+            if now_s - pulses[rank][1] > silent_s or self._has_ended(rank):
                 self.note_lost(rank)
         self._pulses = pulses
 

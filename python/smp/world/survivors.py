@@ -46,6 +46,7 @@ class Survivors:
     Args:
         store: keys of these ranks alone.
         rank: rank of this process; its place is that among these ranks. It may not be connected.
+        has_ended: returns whether the process of a global rank is known to have ended.
         spares: processes that wait for the places of lost ranks; None: there are none.
         recruits: finds processes for one more replica, on the rank that plans when all grow.
 
@@ -59,6 +60,7 @@ class Survivors:
         self,
         store: dist.Store,
         rank: Rank,
+        has_ended: Callable[[int], bool],
         spares: Spares | None = None,
         recruits: Recruits | None = None,
     ) -> None:
@@ -69,7 +71,9 @@ class Survivors:
         self._dice = random.Random()
         self._everyone = list(rank.groups["world"])
         self._lock = threading.Lock()  # of the agreement
-        self._agreement = SurvivorAgreement(keys, rank.grid, rank.global_rank, spares, rank.keepers)
+        self._agreement = SurvivorAgreement(
+            keys, rank.grid, rank.global_rank, has_ended, spares, rank.keepers
+        )
         self.num_done = 0
         self.is_connected = False
         self._is_over = threading.Event()

@@ -9,11 +9,12 @@ or backward of its module (``forward``, ``backward``), before or after gradients
 the step (``confirm``, ``confirmed``), before a barrier of the script (``barrier``), before the norm
 of the gradients is computed (``clip``), in the update (``optimizer``), after it (``between``);
 ``raise`` raises an exception in the forward, ``stop`` stops the process there; ``resize`` dies when
-it is told that others have died, and ``connect``, ``connected``, ``join`` and ``joined`` before or
-after it connects to those that are left and lays out models with them. A process that takes a place
-dies when it has entered it (``entered``), when it has built its model (``built``), or when it has
-the state (``taken``), whatever the step. RANK ``spare`` is the process that waits and is the first
-to take a place. It prints ``AT <monotonic time>`` before.
+it is told that others have died, and ``connect``, ``connected``, ``torch``, ``torched``, ``join``
+and ``joined`` before or after it connects to those that are left, makes groups of torch and lays
+out models with them. A process that takes a place dies when it has entered it (``entered``), when
+it has built its model (``built``), or when it has the state (``taken``), whatever the step. RANK
+``spare`` is the process that waits and is the first to take a place. It prints ``AT <monotonic
+time>`` before.
 
 SIGUSR1 raises an exception wherever the script is.
 """
@@ -39,7 +40,9 @@ from smp.model.engine import Engine
 from smp.model.gradients import GradientReduction
 from smp.step import copy_memory
 from smp.step.copies import Copies
+from smp.world import survivor_agreement
 from smp.world.connections import Connections
+from smp.world.process_groups import TorchGroups
 from smp.world.survivors import Survivors
 
 ROWS = 4
@@ -72,6 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--by-place", action="store_true", help="data depend on the present place")
     parser.add_argument("--first-reads", default="", help="places that data of the first step have")
     parser.add_argument("--until", type=int, default=0, help="trains on until there are such ranks")
+    parser.add_argument("--never-silent", action="store_true", help="waits for silent ranks")
     return parser.parse_args()
 
 
@@ -341,12 +345,15 @@ def die_around(method: str, owner: type, before: str, after: str) -> None:
 def main() -> None:
     args = parse()
     smp.init({"microbatches": 2, "auto_partition": False, "ddp": True, **args.config})
+    if args.never_silent:
+        survivor_agreement.SILENT_S = float("inf")
     if args.misuse == "apart":
         copy_memory._File.open = staticmethod(lambda *_: None)
     die_around("end_step", GradientReduction, "sum", "summed")
     die_around("exchange", Copies, "exchange", "exchanged")
     die_around("confirm", Survivors, "confirm", "confirmed")
     die_around("connect", Connections, "connect", "connected")
+    die_around("make", TorchGroups, "torch", "torched")
     die_around("join_groups", Engine, "join", "joined")
     job = Job(args)
     signal.signal(signal.SIGUSR1, raise_anywhere)
