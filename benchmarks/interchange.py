@@ -4,6 +4,10 @@
 and lets contenders take turns: ``write`` and ``fsync`` of as many bytes (``plain``), once for the
 model alone and once with its optimizer; ``smp ckpt export`` and ``import`` in both formats; and
 ``smp.save_huggingface``. A repeat begins with an idle disk; sources are in the page cache.
+
+With several ranks (``smp run -n 2 benchmarks/interchange.py``) the model is a pipeline whose ranks
+write at once in ``smp.save_huggingface``, next to plain writes of rank 0 alone, and to one file,
+which one rank writes.
 """
 
 from __future__ import annotations
@@ -46,7 +50,6 @@ def write_plain(path: Path, num_bytes: int) -> None:
 
 def save(folder: Path, num_bytes: int) -> smp.DistributedModel:
     """Saves a model and its moments, together about so many bytes."""
-    smp.init({})
     num_layers = max(1, num_bytes // (3 * 4 * _WIDTH * _WIDTH))
     net = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(num_layers)))
     model = smp.DistributedModel(net)
@@ -108,6 +111,38 @@ def run(folder: Path, num_bytes: int, repeats: int, only: list[str]) -> list[dic
     return rows
 
 
+def run_ranks(folder: Path, num_bytes: int, repeats: int) -> list[dict[str, Any]]:
+    """Lets all ranks write at once. Collective over them."""
+    model = save(folder / "saved", num_bytes)
+    target = folder / "new" / "target"
+    smp.save_huggingface(model, folder / "hf")
+    smp.barrier()
+    of_model, is_first = size_of(folder / "hf"), smp.rank() == 0
+    of_file = of_model // (4 * smp.size())  # a rank writes several files
+    contenders: dict[str, Callable[[], Any]] = {
+        "plain_model": lambda: write_plain(target, of_model) if is_first else None,
+        "save_huggingface": lambda: smp.save_huggingface(model, target, max_shard_bytes=of_file),
+        "save_in_one_file": lambda: smp.save_huggingface(model, target, max_shard_bytes=of_model),
+    }
+    rows = []
+    for repeat in range(-1, repeats):  # the first warms up
+        for name, act in contenders.items():
+            if is_first:
+                target.parent.mkdir()
+                os.sync()
+            smp.barrier()
+            cpu, begin = time.process_time(), time.monotonic()
+            act()
+            smp.barrier()
+            seconds = time.monotonic() - begin
+            if is_first:
+                rate, used_s = size_of(target) / seconds / 1e9, time.process_time() - cpu
+                shutil.rmtree(target.parent)
+                row = {"contender": name, "repeat": repeat, "gb_per_s": rate, "cpu_s": used_s}
+                rows += [row] * (repeat >= 0)
+    return rows
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over repeats; ratios are to the plain writes of the same repeat."""
     rates: dict[str, list[float]] = {}
@@ -139,14 +174,31 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     num_bytes = int(arguments.gb * 1e9)
-    folder = Path(tempfile.mkdtemp(prefix="interchange_", dir=arguments.folder))
+    num_ranks = int(os.environ.get("SMP_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    if num_ranks > 1 and arguments.only:
+        parser.error("--only is for one rank; leave it out with several")
+    smp.init({"pipeline_parallel_degree": num_ranks})
+    is_first = smp.rank() == 0
+    own = tempfile.mkdtemp(prefix="interchange_", dir=arguments.folder) if is_first else ""
+    folder = Path(smp.allgather(own, smp.WORLD)[0])
     try:
         if shutil.disk_usage(folder).free < 5 * num_bytes:
             sys.exit(f"{folder} has too little free space for {arguments.gb} GB")
-        rows = run(folder, num_bytes, arguments.repeats, arguments.only)
+        if num_ranks > 1:
+            rows = run_ranks(folder, num_bytes, arguments.repeats)
+        else:
+            rows = run(folder, num_bytes, arguments.repeats, arguments.only)
     finally:
-        shutil.rmtree(folder)
-    config = {"gb": arguments.gb, "repeats": arguments.repeats, "only": arguments.only}
+        smp.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+    if not rows:
+        return
+    config = {
+        "num_ranks": num_ranks,
+        "gb": arguments.gb,
+        "repeats": arguments.repeats,
+        "only": arguments.only,
+    }
     print(
         json.dumps(
             {

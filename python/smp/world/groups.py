@@ -408,8 +408,8 @@ def over_gloo(
 
     def make(name: str, ranks: Sequence[int]) -> _C.Communicator:
         gloo: Any = dist.ProcessGroupGloo  # its stub lacks the options
-        # Not what the environment says: a thread that still makes groups of torch, and was left
-        # behind after a failure, may have set it on some of the ranks (`process_groups`).
+        # Not what the environment says: `process_groups` changes it for a while, on each rank at
+        # another time, and a group that is lazy on some ranks only crashes.
         options = gloo._Options()
         if loopback:
             options._devices = [gloo.create_device(hostname="127.0.0.1", lazy_init=False)]

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 logger = logging.getLogger("smp")
 
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:  # Python 3.10 takes no parameters of types here
+    _Adapter = logging.LoggerAdapter
 
-class FirstRankLog(logging.LoggerAdapter[logging.Logger]):
+
+class FirstRankLog(_Adapter):
     """The log of the library, silent on all ranks but the first; before `init` it is enabled."""
 
     def __init__(self) -> None:

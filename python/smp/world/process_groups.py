@@ -21,7 +21,7 @@ from smp.world.process_hooks import keep_forever
 from smp.world.rank import Rank
 
 _KINDS = (*BATCH_KINDS, *SHARD_KINDS)
-_LOOK_S = 0.001
+_LOOK_S, _END_S = 0.001, 1.0
 _ABANDONED = "these process groups were abandoned, as a rank has failed"
 
 
@@ -203,10 +203,14 @@ class TorchGroups:
 
         No group is added after that, so others can be made.
         """
-        with self._lock:
-            self._is_abandoned = True
+        self._is_abandoned = True
+        if not self._lock.acquire(timeout=_END_S):
+            return  # TORCH_GLOO_LAZY_INIT=0 of the user: the other thread waits in torch
+        try:
             if self._owns_default:
                 self.destroy()
+        finally:
+            self._lock.release()
 
     def __getitem__(self, kind: str) -> dist.ProcessGroup:
         return self._by_kind[kind]

@@ -1,10 +1,23 @@
-"""Asks the system whether other processes of this machine have ended."""
+"""Asks the system where processes run, and whether others of this machine have ended."""
 
 from __future__ import annotations
 
 import os
 
 _ENDED_STATES = "ZX"  # a process that has ended stays listed until its parent asks for its status
+
+
+def namespace(kind: str) -> str:
+    """Returns a name of the machine and a namespace in which this process runs.
+
+    Args:
+        kind: "net", "pid" or another one of Linux.
+
+    Raises:
+        OSError: the system does not say it.
+    """
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()}/{os.readlink(f'/proc/self/ns/{kind}')}"
 
 
 def process_space() -> str:
@@ -14,10 +27,7 @@ def process_space() -> str:
     as where `/proc` is that of another space.
     """
     try:
-        if os.readlink("/proc/self") != str(os.getpid()):
-            return ""
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+        return namespace("pid") if os.readlink("/proc/self") == str(os.getpid()) else ""
     except OSError:
         return ""
 

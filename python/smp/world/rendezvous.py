@@ -24,6 +24,7 @@ from smp.world.interfaces import HostAddress, ReachabilityCheck, is_loopback
 from smp.world.job_secret import check_same_secret
 from smp.world.launch import Launch, Rendezvous, TorchGroup, plan_rendezvous
 from smp.world.presence import wait_for_hellos
+from smp.world.processes import namespace
 from smp.world.settings import Settings, check_devices, check_gpu_sharing
 
 # Seconds for which a rank that already failed waits for the others to read its error.
@@ -69,8 +70,7 @@ class Hello:
 def machine_id(hostname: str) -> str:
     """Returns a name of the machine and network namespace in which this process runs."""
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/net')}"
+        return namespace("net")
     except OSError:
         return hostname
 

@@ -302,8 +302,8 @@ class SurvivorAgreement:
     def _all_lost(self, now_s: float) -> frozenset[int]:
         """Returns the ranks that any rank has noted as lost, this one excepted."""
         self._watch_next(now_s)
-        count = self._keys.add("num_losses", 0)
-        while len(self._lost) < count and self._keys.check([f"loss/{len(self._lost) + 1}"]):
+        # Not by the value of the counter: a store in a file would write it at each look.
+        while self._keys.check([f"loss/{len(self._lost) + 1}"]):
             self._lost[len(self._lost) + 1] = int(self._keys.get(f"loss/{len(self._lost) + 1}"))
         return frozenset(self._lost.values()) - {self._own}
 
