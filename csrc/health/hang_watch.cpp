@@ -20,6 +20,10 @@ constexpr int kErrorFrames = 6;
 constexpr int kErrorLines = 48;
 // Number of checks of the script's stack in the time before a report.
 constexpr int kLooks = 30;
+// Number of looks that have to show the same stack before a rank is stuck. On a
+// busy machine one look may take a second, and a function that calls itself
+// shows the same stack by chance.
+constexpr int kSameLooks = 10;
 
 // Returns the frames of the script, empty if they are unknown. The line number
 // of the innermost frame is left out, because a loop without calls changes it
@@ -48,6 +52,8 @@ void HangWatch::on_status(int global_rank, const LivenessFrame& status,
     rank.changed_at = now;
     rank.script.clear();
     rank.script_moved_at.reset();
+    rank.num_same_looks = 0;
+    rank.answered_at = now;
   }
   // The rank may have done work meanwhile that was not what it waits for.
   if (turns) rank.waits_since = now - milliseconds(status.blocked_ms);
@@ -62,12 +68,17 @@ void HangWatch::on_stacks(int global_rank, const std::string& stacks,
   if (entry == ranks_.end()) return;
   Rank& rank = entry->second;
   rank.is_asked = false;
+  rank.answered_at = now;
   const std::string script = script_of(stacks);
-  if (script.empty()) return;
-  // The stack may be cut off on a busy machine.
-  const bool is_same =
-      script.starts_with(rank.script) || rank.script.starts_with(script);
-  if (!is_same) rank.script_moved_at = now;
+  if (script.empty() || script == rank.script) {
+    ++rank.num_same_looks;
+    return;
+  }
+  // The stack may be cut off on a busy machine, which shows nothing.
+  if (!script.starts_with(rank.script) && !rank.script.starts_with(script)) {
+    rank.script_moved_at = now;
+    rank.num_same_looks = 0;
+  }
   rank.script = script;
 }
 
@@ -77,6 +88,7 @@ void HangWatch::on_pause(Clock::duration pause) {
   for (auto& [number, rank] : ranks_) {
     rank.status_at += pause;
     rank.changed_at += pause;
+    rank.answered_at += pause;
     rank.waits_since += pause;
     if (rank.script_moved_at) *rank.script_moved_at += pause;
   }
@@ -141,6 +153,14 @@ std::string HangWatch::end_text(const Standstill& found,
 bool HangWatch::is_busy(int global_rank, Clock::time_point now) const {
   const auto& moved_at = ranks_.at(global_rank).script_moved_at;
   return moved_at && now - *moved_at < after_;
+}
+
+bool HangWatch::is_seen_stuck(int global_rank, Clock::time_point now) const {
+  const Rank& rank = ranks_.at(global_rank);
+  if (is_busy(global_rank, now)) return false;
+  const bool answers = now - rank.status_at <= kSilent &&
+                       now - rank.answered_at < std::max(after_, kSilent);
+  return !answers || rank.num_same_looks >= kSameLooks;
 }
 
 std::vector<int> HangWatch::due_looks(Clock::time_point now) {
@@ -212,9 +232,9 @@ std::optional<HangWatch::StuckRanks> HangWatch::due_fault(
   const std::optional<Standstill> found = standstill(now);
   if (!found || !found->is_heard || found->stuck.empty() ||
       found->lasts < 2 * after_ ||
-      std::any_of(
+      !std::all_of(
           found->stuck.begin(), found->stuck.end(),
-          [&](int number) { return is_busy(number, now); })) {
+          [&](int number) { return is_seen_stuck(number, now); })) {
     return std::nullopt;
   }
   StuckRanks stuck{.global_ranks = found->stuck, .text = {}};

@@ -57,8 +57,8 @@ class HangWatch {
   std::optional<std::string> due_stacks(Clock::time_point now);
 
   /// @return the stuck ranks when the run has to end: twice the time is over,
-  ///         their stacks have been shown, and none of their scripts has moved
-  ///         for the time
+  ///         their stacks have been shown, and several looks at each of their
+  ///         scripts have shown none that moved for the time
   std::optional<StuckRanks> due_fault(Clock::time_point now) const;
 
  private:
@@ -69,6 +69,8 @@ class HangWatch {
     Clock::time_point waits_since;
     std::string script;  ///< its stack at the last look since `changed_at`
     std::optional<Clock::time_point> script_moved_at;
+    int num_same_looks = 0;  ///< since the script was last seen to move
+    Clock::time_point answered_at;  ///< with stacks, or `changed_at`
     bool is_asked = false;  ///< for its stacks, which have not come
     bool is_gone = false;
   };
@@ -76,6 +78,7 @@ class HangWatch {
   std::optional<Standstill> standstill(Clock::time_point now) const;
   std::string describe(int global_rank, Clock::time_point now) const;
   bool is_busy(int global_rank, Clock::time_point now) const;
+  bool is_seen_stuck(int global_rank, Clock::time_point now) const;
   std::string end_text(const Standstill& found, Clock::time_point now) const;
 
   const int world_size_;

@@ -242,6 +242,17 @@ TEST_F(RaisingHangWatchTest, RankWhoseScriptMovesIsReportedAndNotEnded) {
   EXPECT_TRUE(fault) << "its script moves no more";
 }
 
+TEST_F(RaisingHangWatchTest, FewLooksThatShowTheSameAreNoFault) {
+  tell(false, progress);
+  for (int look = 0; look < 10; ++look) {
+    pass(3, false, /*answers=*/false);
+    watch.on_stacks(1, stacks(), now);  // late: the machine is busy
+  }
+  EXPECT_FALSE(fault) << "a stack may be the same by chance";
+  pass(4);
+  EXPECT_TRUE(fault);
+}
+
 TEST_F(RaisingHangWatchTest, RankThatDoesNotAnswerIsAskedOnce) {
   tell(false, progress);
   pass(19, false, /*answers=*/false);
