@@ -149,13 +149,14 @@ std::shared_ptr<ObjectExchange> make_exchange(std::shared_ptr<Mailbox> mailbox,
       std::move(mailbox), std::move(board), to_ms(timeout_s)));
 }
 
-py::bytes recv(ObjectExchange& exchange, int src) {
-  std::string bytes;
+py::typing::Tuple<py::bytes, py::typing::List<at::Tensor>> recv(
+    ObjectExchange& exchange, int src) {
+  mailbox::Object object;
   {
     py::gil_scoped_release release;
-    bytes = exchange.recv(src);
+    object = exchange.recv(src);
   }
-  return bytes;
+  return py::make_tuple(py::bytes(object.bytes), object.tensors);
 }
 
 py::typing::List<py::bytes> all_gather(ObjectExchange& exchange,
@@ -211,7 +212,7 @@ void bind_mailbox(py::module_& m) {
   bind_messages(m);
 
   py::class_<ObjectExchange, std::shared_ptr<ObjectExchange>>(
-      m, "ObjectExchange", "Byte strings between ranks; every call blocks.")
+      m, "ObjectExchange", "Objects between ranks; every call blocks.")
       .def(py::init(&make_exchange), py::arg("mailbox"), py::arg("board"),
            py::arg("timeout_s") = 1800.0)
       .def(
@@ -222,18 +223,23 @@ void bind_mailbox(py::module_& m) {
           py::arg("timeout_s"), release_gil())
       .def(
           "send",
-          [](ObjectExchange& exchange, int dst, Bytes data) {
-            exchange.send(dst, data.copy());
+          [](ObjectExchange& exchange, int dst, Bytes data,
+             std::vector<at::Tensor> tensors) {
+            exchange.send(dst, {data.copy(), std::move(tensors)});
           },
           release_gil(), py::arg("dst"), py::arg("data"),
-          "Returns when dst has called recv.")
+          py::arg("tensors") = std::vector<at::Tensor>(),
+          "Returns when dst has called recv. Tensors are on the CPU.")
       .def("recv", &recv, py::arg("src"),
-           "The next object that src sent or broadcast.")
+           "The bytes and tensors that src has sent or broadcast next.")
       .def(
           "broadcast",
           [](ObjectExchange& exchange, const std::vector<int>& ranks,
-             Bytes data) { exchange.broadcast(ranks, data.copy()); },
+             Bytes data, std::vector<at::Tensor> tensors) {
+            exchange.broadcast(ranks, {data.copy(), std::move(tensors)});
+          },
           release_gil(), py::arg("ranks"), py::arg("data"),
+          py::arg("tensors") = std::vector<at::Tensor>(),
           "By the sender only; returns when all others have called recv.")
       .def("all_gather", &all_gather, py::arg("ranks"), py::arg("data"),
            py::arg("what") = "all_gather",

@@ -69,9 +69,9 @@ class HangWatch {
     Clock::time_point waits_since;
     std::string script;  ///< its stack at the last look since `changed_at`
     std::optional<Clock::time_point> script_moved_at;
-    int num_same_looks = 0;  ///< since the script was last seen to move
+    int num_same_looks = 0;         ///< since the script was last seen to move
     Clock::time_point answered_at;  ///< with stacks, or `changed_at`
-    bool is_asked = false;  ///< for its stacks, which have not come
+    bool is_asked = false;          ///< for its stacks, which have not come
     bool is_gone = false;
   };
 

@@ -24,32 +24,41 @@ enum ObjectKind : int64_t {
 // Largest inline string; longer ones are tensors, which the mailbox does not
 // copy.
 constexpr size_t kMaxInlineBytes = 8 * 1024;
+// The field that says whether the bytes are the first tensor.
+constexpr int kAreTensor = 9;
 // Most ranks that get a part directly; more get it by relays.
 constexpr size_t kMaxDirect = 8;
 
 // The payload of a message; several messages may share it.
 class Payload {
  public:
-  explicit Payload(std::string bytes) {
+  explicit Payload(std::string bytes, std::vector<at::Tensor> tensors = {})
+      : tensors_(std::move(tensors)) {
     if (bytes.size() <= kMaxInlineBytes) {
       bytes_ = std::move(bytes);
       return;
     }
     auto kept = std::make_shared<std::string>(std::move(bytes));
-    tensor_ = at::from_blob(
+    large_bytes_ = at::from_blob(
         kept->data(), {static_cast<int64_t>(kept->size())}, [kept](void*) {},
         at::TensorOptions(at::kByte));
   }
 
   void write_to(Message& message) const {
     message.bytes = bytes_;
-    if (!tensor_.defined()) return;
-    message.tensors.push_back({.data = tensor_, .is_stable = true});
+    message.fields[kAreTensor] = large_bytes_.defined() ? 1 : 0;
+    if (large_bytes_.defined()) {
+      message.tensors.push_back({.data = large_bytes_, .is_stable = true});
+    }
+    for (const at::Tensor& tensor : tensors_) {
+      message.tensors.push_back({.data = tensor, .is_stable = true});
+    }
   }
 
  private:
   std::string bytes_;
-  at::Tensor tensor_;
+  at::Tensor large_bytes_;
+  std::vector<at::Tensor> tensors_;
 };
 
 // Removes and returns the ranks before a message's bytes.
@@ -73,10 +82,21 @@ void put_relays(Message& message, const std::vector<int>& ranks) {
                        numbers.size() * sizeof(int32_t));
 }
 
-std::string payload_of(Message&& message) {
-  if (message.tensors.empty()) return std::move(message.bytes);
+std::string bytes_of(Message& message) {
+  if (message.fields[kAreTensor] == 0) return std::move(message.bytes);
+  SMP_CHECK(!message.tensors.empty(), "an object message from global_rank ",
+            message.source_rank, " has no bytes");
   const at::Tensor& data = message.tensors.front().data;
   return {static_cast<const char*>(data.const_data_ptr()), data.nbytes()};
+}
+
+Object object_of(Message&& message) {
+  Object object{.bytes = bytes_of(message), .tensors = {}};
+  for (size_t idx = message.fields[kAreTensor] == 0 ? 0 : 1;
+       idx < message.tensors.size(); ++idx) {
+    object.tensors.push_back(std::move(message.tensors[idx].data));
+  }
+  return object;
 }
 
 Message make_message(ObjectKind kind, int64_t a, int64_t b = 0) {
@@ -181,25 +201,24 @@ void ObjectExchange::on_message(Message&& message) {
 
 // ---------------------------------------------------------- point to point
 
-void ObjectExchange::send(int dst, std::string bytes) {
+void ObjectExchange::send(int dst, Object object) {
   check_rank(dst, "send");
-  post_object({dst}, std::move(bytes), "send(" + rank_text(dst) + ")");
+  post_object({dst}, std::move(object), "send(" + rank_text(dst) + ")");
 }
 
-void ObjectExchange::broadcast(const std::vector<int>& ranks,
-                               std::string bytes) {
+void ObjectExchange::broadcast(const std::vector<int>& ranks, Object object) {
   std::vector<int> others;
   for (const int rank : ranks) {
     check_rank(rank, "broadcast");
     if (rank != self_) others.push_back(rank);
   }
   if (others.empty()) return;
-  post_object(others, std::move(bytes), "broadcast");
+  post_object(others, std::move(object), "broadcast");
 }
 
-void ObjectExchange::post_object(const std::vector<int>& ranks,
-                                 std::string bytes, const std::string& what) {
-  const Payload payload(std::move(bytes));
+void ObjectExchange::post_object(const std::vector<int>& ranks, Object object,
+                                 const std::string& what) {
+  const Payload payload(std::move(object.bytes), std::move(object.tensors));
   std::set<int> others(ranks.begin(), ranks.end());
   int64_t id = 0;
   {
@@ -208,6 +227,9 @@ void ObjectExchange::post_object(const std::vector<int>& ranks,
     if (others.erase(self_) > 0) {
       Message own = make_message(kObject, id);
       payload.write_to(own);
+      for (MessageTensor& tensor : own.tensors) {
+        tensor.data = tensor.data.clone();
+      }
       own.source_rank = self_;
       objects_[self_].push_back(std::move(own));
       changed_.notify_all();
@@ -237,7 +259,7 @@ void ObjectExchange::post_object(const std::vector<int>& ranks,
   unacknowledged_.erase(id);
 }
 
-std::string ObjectExchange::recv(int src) {
+Object ObjectExchange::recv(int src) {
   check_rank(src, "recv_from");
   health::WaitSpec wait_spec =
       spec("recv_from(" + rank_text(src) + ")",
@@ -255,7 +277,7 @@ std::string ObjectExchange::recv(int src) {
   }
   if (src != self_)
     mailbox_->post(src, make_message(kTaken, message.fields[1]));
-  return payload_of(std::move(message));
+  return object_of(std::move(message));
 }
 
 // -------------------------------------------------------------- collectives
@@ -344,9 +366,8 @@ std::vector<std::string> ObjectExchange::gather(const std::vector<int>& ranks,
   std::vector<std::string> result;
   result.reserve(ranks.size());
   for (const int rank : ranks) {
-    result.push_back(rank == self_
-                         ? std::move(bytes)
-                         : payload_of(std::move(parts.at(rank).message)));
+    result.push_back(rank == self_ ? std::move(bytes)
+                                   : bytes_of(parts.at(rank).message));
   }
   return result;
 }

@@ -18,7 +18,14 @@
 
 namespace smp::mailbox {
 
-/// Exchanges byte strings (pickled objects) between ranks, over the mailbox.
+/// An object on its way: bytes (a pickle), and tensors on the CPU to which
+/// these refer, and whose memory is not copied.
+struct Object {
+  std::string bytes;
+  std::vector<at::Tensor> tensors = {};
+};
+
+/// Exchanges objects and byte strings between ranks, over the mailbox.
 /// All calls block. They end with an error at the time-out, on a fault, when a
 /// rank they need has left, and on Ctrl-C (see
 /// FaultBoard::set_interrupt_check). Thread-safe.
@@ -42,14 +49,15 @@ class ObjectExchange {
   void set_timeout(std::chrono::milliseconds timeout);
 
   /// Returns when `dst` has called `recv`; at once for this rank itself.
-  void send(int dst, std::string bytes);
+  /// @param object  nothing writes to its tensors before the return
+  void send(int dst, Object object);
 
   /// Returns the next object that `src` has sent or broadcast to this rank.
-  std::string recv(int src);
+  Object recv(int src);
 
   /// Sends an object to `ranks`; called by the sender only, which they may
   /// contain. Returns when all others have called `recv`.
-  void broadcast(const std::vector<int>& ranks, std::string bytes);
+  void broadcast(const std::vector<int>& ranks, Object object);
 
   /// Gathers byte strings. Collective over `ranks`, which must contain this
   /// rank.
@@ -74,7 +82,7 @@ class ObjectExchange {
 
   void on_message(Message&& message);
   void relay(const Message& part, const std::vector<int>& ranks);
-  void post_object(const std::vector<int>& ranks, std::string bytes,
+  void post_object(const std::vector<int>& ranks, Object object,
                    const std::string& what);
   std::vector<std::string> gather(const std::vector<int>& ranks,
                                   std::string bytes, int64_t kind,

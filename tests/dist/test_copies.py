@@ -159,6 +159,8 @@ def check_copies_were_taken(layout: Layout, ended: list[Ended]) -> None:
         (sharded(0, dp=2, overlapping_allreduce=False), 1, ["1:between:2"]),
         (sharded(0, dp=4), 2, ["1:optimizer:2", "3:optimizer:2"]),
         (sharded(0, pp=2, dp=2), 1, ["3:optimizer:2"]),
+        (sharded(0, pp=2, dp=2), 1, ["1:between:2"]),
+        (sharded(0, pp=2, dp=2), 1, ["0:clip:2"]),
         (sharded(0, dp=2, bf16=True), 1, ["1:optimizer:2"]),
         (sharded(0, f"--scale={2**22}", dp=2, fp16=True), 1, ["1:between:1"]),
         (sharded(2), 1, ["0:clip:2"]),

@@ -53,12 +53,24 @@ def test_memory_apart_gives_equal_tensors_and_no_graphs() -> None:
     head, parts = host_objects.pack_apart(given)
     assert sum(part.numel() for part in parts) == 3 * 4 + 1 + 6 * 8
     memory = torch.cat(parts)
-    copy = host_objects.unpack_apart(head, memory)
+    copy = host_objects.unpack_apart(head, memory, CPU)
     memory.zero_()
     torch.testing.assert_close(copy, given, rtol=0, atol=0)
     assert copy["a"][0] is copy["a"][1] and copy["d"].requires_grad
     with pytest.raises(ValueError, match="has a graph"):
         host_objects.pack_apart(copy["d"] * 2)
+
+
+def test_large_memory_of_a_message_is_neither_copied_nor_pickled() -> None:
+    large, small = torch.arange(100_000.0), torch.arange(5)
+    parameter = torch.nn.Parameter(torch.ones(300, 400).t())
+    data, parts = host_objects.pack_message([large, small, parameter, large])
+    assert len(data) < 2000 and [part.nbytes for part in parts] == [400_000, 480_000]
+    assert parts[0].data_ptr() == large.data_ptr()
+    copy = host_objects.unpack(data, CPU, [part.clone() for part in parts])
+    torch.testing.assert_close(copy, [large, small, parameter, large], rtol=0, atol=0)
+    assert copy[0] is copy[3] and type(copy[2]) is torch.nn.Parameter
+    assert host_objects.unpack(data, CPU, parts)[0].data_ptr() == large.data_ptr()
 
 
 def test_view_travels_without_its_storage() -> None:

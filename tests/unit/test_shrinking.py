@@ -111,7 +111,7 @@ def test_a_process_repeats_the_call_of_its_copy_alone() -> None:
     state: Any = None
     after = taking_over._StateAfter(state, "train", None, False, False, None, [], [])
     head, _ = host_objects.pack_apart(after)
-    current: Any = SimpleNamespace(step_to_repeat=None)
+    current: Any = SimpleNamespace(step_to_repeat=None, rank=SimpleNamespace(device="cpu"))
     with pytest.raises(RuntimeError, match="was of 'train', and after it the script calls 'test'"):
         taking_over._repeat(current, copy_memory.KeptCopy(head, torch.empty(0)), {}, "test")
 

@@ -335,7 +335,8 @@ class Engine:
 
     def join_groups(self) -> None:
         """Joins the groups of the ranks that go on after a failure; values stay. Collective."""
-        assert self.partitioning.decision is not None
+        assert self.partitioning.decision is not None and self.storage is not None
+        self.storage.join_groups()  # first: nothing waits for former ranks' parts of parameters
         if self.pipeline is not None:
             look_at = self.pipeline.modules.look_at
             self.pipeline.disconnect()
@@ -343,8 +344,6 @@ class Engine:
                 self._current, self.idx, self._root, self.partitioning.decision
             )
             self.pipeline.modules.look_at = look_at
-        assert self.storage is not None
-        self.storage.join_groups()
         self.lay_out_gradients()
 
     # ---- steps

@@ -102,7 +102,7 @@ class CallState:
         for module, name in zip(self._modules, self._names, strict=True):
             self._undo.append(keep_apart(module, name, self.swaps))
             self._flags_at_first[module] = module.training
-            for parameter in module._parameters.values():
+            for parameter in dict.values(module._parameters):  # no values are read
                 if parameter is not None:
                     self._flags_at_first[parameter] = parameter.requires_grad
 

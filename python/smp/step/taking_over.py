@@ -379,7 +379,7 @@ def _receive(current: runtime.Runtime, newcomers: Collection[int]) -> _State:
         return state
     kept: KeptCopy = comm.recv_from(donor, RankType.WORLD_RANK)
     known = known_to(current.rank.global_rank, comm.allgather(None, comm.WORLD))
-    after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory)
+    after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory, current.rank.device)
     _log.warning(
         "smp: %sstate after a call of step '%s' from the copy of %d bytes that rank %d has kept",
         _C.rank_prefix(),
@@ -410,7 +410,7 @@ def _repeat(
     The script may have changed both before its call of the step function, which it did then, too.
     """
     current.step_to_repeat = None
-    after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory)
+    after: _StateAfter = host_objects.unpack_apart(kept.head, kept.memory, current.rank.device)
     if name != after.name:
         raise RuntimeError(
             f"{_C.rank_prefix()}smp.take_over: the last finished call of a step function was of "

@@ -253,7 +253,7 @@ def broadcast(obj: object, group: CommGroup) -> None:
     here, members = _communicating("broadcast", group)
     if here.exchange is not None and len(members) > 1:
         with here.reporting("smp.broadcast"):
-            here.exchange.broadcast(members, host_objects.pack(obj))
+            here.exchange.broadcast(members, *host_objects.pack_message(obj))
 
 
 def send(obj: object, dest_rank: int, rank_type: RankType) -> None:
@@ -267,7 +267,7 @@ def send(obj: object, dest_rank: int, rank_type: RankType) -> None:
     here, peer = _peer("send", dest_rank, rank_type)
     exchange = _exchange_with(here, peer, "send")
     with here.reporting("smp.send"):
-        exchange.send(peer, host_objects.pack(obj))
+        exchange.send(peer, *host_objects.pack_message(obj))
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
@@ -283,7 +283,8 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
     here, peer = _peer("recv_from", src_rank, rank_type)
     exchange = _exchange_with(here, peer, "recv_from")
     with here.reporting("smp.recv_from"):
-        return host_objects.unpack(exchange.recv(peer), here.device)
+        data, tensors = exchange.recv(peer)
+    return host_objects.unpack(data, here.device, tensors)
 
 
 def allgather(obj: object, group: CommGroup) -> list[Any]:

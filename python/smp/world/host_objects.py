@@ -9,12 +9,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
+import itertools
 import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from smp._device import is_accelerator
+
+#: Size from which the memory of a tensor is sent apart from the pickle of a message. Smaller ones
+#: would be copied in the mailbox, too.
+_MIN_APART_BYTES = 32 << 10
 
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -22,48 +28,37 @@ _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 def pack(obj: object) -> bytes:
     """Pickles an object."""
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    _Pickler(buffer).dump(obj)
     return buffer.getvalue()
 
 
-def unpack(data: bytes, device: torch.device) -> Any:
+def pack_message(obj: object) -> tuple[bytes, list[torch.Tensor]]:
+    """Pickles an object without the memory of large tensors, which is copied only from a GPU.
+
+    Returns:
+        bytes, and the memory of the tensors as uint8 `[n]`, for `unpack`.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, _MIN_APART_BYTES)
+    pickler.dump(obj)
+    return buffer.getvalue(), pickler.parts
+
+
+def unpack(data: bytes, device: torch.device, parts: Sequence[torch.Tensor] = ()) -> Any:
     """Returns the object; tensors that were on a GPU are put on `device`.
 
     Args:
-        data: bytes from `pack` on a rank of the same job.
+        data: bytes from `pack` or `pack_message` on a rank of the same job.
         device: device of this rank.
+        parts: memory from `pack_message`, which becomes that of the object's tensors.
     """
-    return _Unpickler(io.BytesIO(data), device).load()
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> str | None:
-        # A device of another rank means the receiver's own.
-        is_gpu = type(obj) is torch.device and is_accelerator(obj)
-        return "gpu" if is_gpu else None
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
-            return NotImplemented
-        if _is_plain(obj):
-            is_parameter = type(obj) is torch.nn.Parameter
-            return _rebuild, (*_elements(obj), obj.device, obj.requires_grad, is_parameter)
-        if is_accelerator(obj.device):  # rare kinds are pickled by PyTorch, but from the CPU
-            return _move, (obj.detach().cpu(), obj.device, obj.requires_grad)
-        return NotImplemented
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
-        super().__init__(file)
-        self._device = device
-
-    def persistent_load(self, pid: Any) -> torch.device:
-        return self._device
+    begins = itertools.accumulate((part.numel() for part in parts), initial=0)
+    places = dict(zip(begins, parts, strict=False))
+    return _Unpickler(io.BytesIO(data), device, lambda begin, _: places[begin]).load()
 
 
 def pack_apart(obj: object) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickles an object without the memory of plain tensors on the CPU, which is not copied.
+    """Pickles an object without the memory of plain tensors, which is copied only from a GPU.
 
     Args:
         obj: any picklable object, in which no tensor has a graph.
@@ -72,59 +67,86 @@ def pack_apart(obj: object) -> tuple[bytes, list[torch.Tensor]]:
         bytes, and the memory of the tensors as uint8 `[n]`, to be put behind each other.
     """
     buffer = io.BytesIO()
-    pickler = _ApartPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler = _Pickler(buffer, 0, takes_graphs=False)
     pickler.dump(obj)
     return buffer.getvalue(), pickler.parts
 
 
-def unpack_apart(data: bytes, memory: torch.Tensor) -> Any:
+def unpack_apart(data: bytes, memory: torch.Tensor, device: torch.device) -> Any:
     """Returns an object from `pack_apart`.
 
     Args:
         data: bytes that it has returned.
         memory: memory of its tensors.
+        device: device of this rank.
     """
-    return _ApartUnpickler(io.BytesIO(data), memory).load()
+    # Aligned, and no part of the whole memory.
+    at = functools.partial(_copy_of, memory)
+    return _Unpickler(io.BytesIO(data), device, at).load()
 
 
-class _ApartPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, protocol: int) -> None:
-        super().__init__(file, protocol=protocol)
+def _copy_of(memory: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    return memory[begin:end].clone()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors by value.
+
+    Args:
+        file: file of the pickle.
+        min_apart_bytes: size from which the memory of a tensor is not part of the pickle; None:
+            all are part of it.
+        takes_graphs: take tensors with a graph, which stays here.
+    """
+
+    def __init__(
+        self, file: io.BytesIO, min_apart_bytes: int | None = None, takes_graphs: bool = True
+    ) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.parts: list[torch.Tensor] = []
         self._num_bytes = 0
+        self._min_apart_bytes, self._takes_graphs = min_apart_bytes, takes_graphs
+
+    def persistent_id(self, obj: Any) -> str | None:
+        # A device of another rank means the receiver's own.
+        is_gpu = type(obj) is torch.device and is_accelerator(obj)
+        return "gpu" if is_gpu else None
 
     def reducer_override(self, obj: Any) -> Any:
-        if not (type(obj) is torch.Tensor and _is_plain(obj) and obj.device.type == "cpu"):
+        if not isinstance(obj, torch.Tensor):
             return NotImplemented
-        if obj.grad_fn is not None:
+        if obj.grad_fn is not None and not self._takes_graphs:
             raise ValueError("a tensor has a graph")
-        plain = _plain(obj)
-        begin, self._num_bytes = self._num_bytes, self._num_bytes + plain.nbytes
-        self.parts.append(plain.view(-1).view(torch.uint8))
-        place = begin, self._num_bytes, obj.dtype, tuple(obj.shape), obj.requires_grad
-        return _from_memory, place
+        if _is_plain(obj):
+            plain = _plain(obj)
+            about = obj.device, obj.requires_grad, type(obj) is torch.nn.Parameter
+            form = plain.dtype, tuple(plain.shape), *about
+            if self._min_apart_bytes is None or plain.nbytes < self._min_apart_bytes:
+                return _rebuild, (_elements(plain), *form)
+            begin, self._num_bytes = self._num_bytes, self._num_bytes + plain.nbytes
+            self.parts.append(plain.view(-1).view(torch.uint8))
+            return _from_part, (begin, self._num_bytes, *form)
+        if is_accelerator(obj.device):  # rare kinds are pickled by PyTorch, but from the CPU
+            return _move, (obj.detach().cpu(), obj.device, obj.requires_grad)
+        return NotImplemented
 
 
-class _ApartUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, memory: torch.Tensor) -> None:
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self,
+        file: io.BytesIO,
+        device: torch.device,
+        part_at: Callable[[int, int], torch.Tensor],
+    ) -> None:
         super().__init__(file)
-        self._memory = memory
+        self._device, self._part_at = device, part_at
+
+    def persistent_load(self, pid: Any) -> torch.device:
+        return self._device
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        return functools.partial(found, self._memory) if found is _from_memory else found
-
-
-def _from_memory(
-    memory: torch.Tensor,
-    begin: int,
-    end: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    requires_grad: bool,
-) -> torch.Tensor:
-    own = memory[begin:end].clone()  # aligned, and no part of the whole memory
-    return own.view(dtype).view(shape).requires_grad_(requires_grad)
+        return functools.partial(found, self._part_at) if found is _from_part else found
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -140,24 +162,31 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def _elements(tensor: torch.Tensor) -> tuple[bytes, torch.dtype, tuple[int, ...]]:
-    plain = _plain(tensor)
-    num_bytes = plain.numel() * plain.element_size()
-    data = ctypes.string_at(plain.data_ptr(), num_bytes) if num_bytes else b""
-    return data, plain.dtype, tuple(plain.shape)
+def _elements(plain: torch.Tensor) -> bytes:
+    return ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
 
 
-def _rebuild(
-    data: bytes,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    device: torch.device,
-    requires_grad: bool,
-    is_parameter: bool,
-) -> torch.Tensor:
+def _rebuild(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], *about: Any) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=dtype)
     if data:
         ctypes.memmove(tensor.data_ptr(), data, len(data))
+    return _placed(tensor, *about)
+
+
+def _from_part(
+    part_at: Callable[[int, int], torch.Tensor],
+    begin: int,
+    end: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    *about: Any,
+) -> torch.Tensor:
+    return _placed(part_at(begin, end).view(dtype).view(shape), *about)
+
+
+def _placed(
+    tensor: torch.Tensor, device: torch.device, requires_grad: bool, is_parameter: bool
+) -> torch.Tensor:
     tensor = tensor.to(device)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)

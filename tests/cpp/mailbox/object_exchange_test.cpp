@@ -50,12 +50,12 @@ TEST(ObjectExchange, SendReturnsOnlyAfterReceive) {
   std::atomic<bool> is_receiving = false;
   run(2, [&](int self, ExchangingRank& rank) {
     if (self == 0) {
-      rank.exchange.send(1, "hello");
+      rank.exchange.send(1, {"hello"});
       EXPECT_TRUE(is_receiving);
     } else {
       std::this_thread::sleep_for(milliseconds(50));
       is_receiving = true;
-      EXPECT_EQ(rank.exchange.recv(0), "hello");
+      EXPECT_EQ(rank.exchange.recv(0).bytes, "hello");
     }
   });
 }
@@ -64,21 +64,50 @@ TEST(ObjectExchange, LargeAndEmptyObjectsArrive) {
   run(2, [](int self, ExchangingRank& rank) {
     const std::string large(20'000'000, 'q');
     if (self == 0) {
-      rank.exchange.send(1, large);
-      rank.exchange.send(1, "");
+      rank.exchange.send(1, {large});
+      rank.exchange.send(1, {""});
     } else {
-      EXPECT_EQ(rank.exchange.recv(0), large);
-      EXPECT_EQ(rank.exchange.recv(0), "");
+      EXPECT_EQ(rank.exchange.recv(0).bytes, large);
+      EXPECT_EQ(rank.exchange.recv(0).bytes, "");
+    }
+  });
+}
+
+TEST(ObjectExchange, TensorsArriveWithTheirObject) {
+  run(2, [](int self, ExchangingRank& rank) {
+    const at::Tensor large = at::arange(3'000'000, at::kDouble);
+    const at::Tensor turned = at::arange(12, at::kLong).view({3, 4}).t();
+    const std::string text(20'000, 'q');
+    if (self == 0) {
+      rank.exchange.send(1, {"a", {large, turned, at::empty({0, 2})}});
+      rank.exchange.broadcast(rank.all, {text, {turned}});
+      rank.exchange.send(0, {"own", {large}});
+    }
+    const Object first = rank.exchange.recv(0);
+    if (self == 1) {
+      EXPECT_EQ(first.bytes, "a");
+      ASSERT_EQ(first.tensors.size(), 3U);
+      EXPECT_TRUE(first.tensors[0].equal(large));
+      EXPECT_TRUE(first.tensors[1].equal(turned));
+      EXPECT_EQ(first.tensors[2].sizes(), (std::vector<int64_t>{0, 2}));
+      const Object second = rank.exchange.recv(0);
+      EXPECT_EQ(second.bytes, text);
+      ASSERT_EQ(second.tensors.size(), 1U);
+      EXPECT_TRUE(second.tensors[0].equal(turned));
+    } else {
+      ASSERT_EQ(first.tensors.size(), 1U);
+      EXPECT_TRUE(first.tensors[0].equal(large));
+      EXPECT_FALSE(first.tensors[0].is_alias_of(large));
     }
   });
 }
 
 TEST(ObjectExchange, SelfSendReturnsAtOnce) {
   run(2, [](int self, ExchangingRank& rank) {
-    rank.exchange.send(self, "a");
-    rank.exchange.send(self, std::string(50'000, 'b'));
-    EXPECT_EQ(rank.exchange.recv(self), "a");
-    EXPECT_EQ(rank.exchange.recv(self), std::string(50'000, 'b'));
+    rank.exchange.send(self, {"a"});
+    rank.exchange.send(self, {std::string(50'000, 'b')});
+    EXPECT_EQ(rank.exchange.recv(self).bytes, "a");
+    EXPECT_EQ(rank.exchange.recv(self).bytes, std::string(50'000, 'b'));
   });
 }
 
@@ -86,15 +115,15 @@ TEST(ObjectExchange, SendsAndBroadcastsOfOneSourceKeepTheirOrder) {
   run(3, [](int self, ExchangingRank& rank) {
     if (self == 0) {
       for (int i = 0; i < 20; ++i) {
-        rank.exchange.broadcast(rank.all, "all" + std::to_string(i));
-        rank.exchange.send(1, "one" + std::to_string(i));
+        rank.exchange.broadcast(rank.all, {"all" + std::to_string(i)});
+        rank.exchange.send(1, {"one" + std::to_string(i)});
       }
       return;
     }
     for (int i = 0; i < 20; ++i) {
-      EXPECT_EQ(rank.exchange.recv(0), "all" + std::to_string(i));
+      EXPECT_EQ(rank.exchange.recv(0).bytes, "all" + std::to_string(i));
       if (self == 1) {
-        EXPECT_EQ(rank.exchange.recv(0), "one" + std::to_string(i));
+        EXPECT_EQ(rank.exchange.recv(0).bytes, "one" + std::to_string(i));
       }
     }
   });
@@ -103,11 +132,11 @@ TEST(ObjectExchange, SendsAndBroadcastsOfOneSourceKeepTheirOrder) {
 TEST(ObjectExchange, ReceiverChoosesTheSource) {
   run(3, [](int self, ExchangingRank& rank) {
     if (self > 0) {
-      rank.exchange.send(0, std::to_string(self));
+      rank.exchange.send(0, {std::to_string(self)});
       return;
     }
-    EXPECT_EQ(rank.exchange.recv(2), "2");
-    EXPECT_EQ(rank.exchange.recv(1), "1");
+    EXPECT_EQ(rank.exchange.recv(2).bytes, "2");
+    EXPECT_EQ(rank.exchange.recv(1).bytes, "1");
   });
 }
 
@@ -163,7 +192,7 @@ TEST(ObjectExchange, GroupOfOneReturnsAtOnce) {
     EXPECT_EQ(rank.exchange.all_gather({self}, "x"),
               std::vector<std::string>{"x"});
     rank.exchange.barrier({self});
-    rank.exchange.broadcast({self}, "x");
+    rank.exchange.broadcast({self}, {"x"});
   });
 }
 
@@ -192,14 +221,14 @@ TEST(ObjectExchange, CollectivesOfSeveralGroupsAndMessagesDoNotMix) {
       // collectives.
       std::thread sender;
       if (self % 2 == 0) {
-        sender = std::thread([&] { rank.exchange.send(peer, mine); });
+        sender = std::thread([&] { rank.exchange.send(peer, {mine}); });
       }
       const auto small = rank.exchange.all_gather(pair, mine);
       const auto all = rank.exchange.all_gather(rank.all, mine);
       EXPECT_EQ(small[1 - (self % 2)], theirs);
       EXPECT_EQ(all[peer], theirs);
       if (self % 2 == 1) {
-        EXPECT_EQ(rank.exchange.recv(peer), theirs);
+        EXPECT_EQ(rank.exchange.recv(peer).bytes, theirs);
       } else {
         sender.join();
       }
@@ -217,9 +246,10 @@ TEST(ObjectExchange, TimeoutNamesTheOperationAndTheMissingRanks) {
                           "global_ranks 0 1 2, waiting for global_ranks 1 2"),
                 std::string::npos)
           << text;
-      EXPECT_NE(error_of([&] { rank.exchange.recv(2); }).find("recv_from(2)"),
-                std::string::npos);
-      EXPECT_NE(error_of([&] { rank.exchange.send(1, "x"); }).find("send(1)"),
+      EXPECT_NE(
+          error_of([&] { rank.exchange.recv(2).bytes; }).find("recv_from(2)"),
+          std::string::npos);
+      EXPECT_NE(error_of([&] { rank.exchange.send(1, {"x"}); }).find("send(1)"),
                 std::string::npos);
     }
   });
@@ -236,7 +266,7 @@ TEST(ObjectExchange, FaultEndsAWait) {
                           .global_rank = 0,
                           .text = "boom"});
     });
-    EXPECT_THROW(rank.exchange.recv(1), PeerFailure);
+    EXPECT_THROW(rank.exchange.recv(1).bytes, PeerFailure);
     reporter.join();
   });
 }
@@ -267,11 +297,11 @@ TEST(ObjectExchange, DifferentCollectivesOfOneGroupAreToldApart) {
 
 TEST(ObjectExchange, WrongRanksAreValueErrors) {
   run(2, [](int self, ExchangingRank& rank) {
-    EXPECT_THROW(rank.exchange.send(2, "x"), ValueError);
-    EXPECT_THROW(rank.exchange.recv(-1), ValueError);
+    EXPECT_THROW(rank.exchange.send(2, {"x"}), ValueError);
+    EXPECT_THROW(rank.exchange.recv(-1).bytes, ValueError);
     EXPECT_THROW(rank.exchange.barrier({1 - self}), ValueError);
     EXPECT_THROW(rank.exchange.barrier({0, 1, 1}), ValueError);
-    EXPECT_THROW(rank.exchange.broadcast({0, 5}, "x"), ValueError);
+    EXPECT_THROW(rank.exchange.broadcast({0, 5}, {"x"}), ValueError);
   });
 }
 
@@ -279,7 +309,7 @@ TEST(ObjectExchange, InterruptEndsAWait) {
   run(2, [](int self, ExchangingRank& rank) {
     if (self == 1) return;
     rank.board->set_interrupt_check([] { throw Error("Ctrl-C"); });
-    EXPECT_EQ(error_of([&] { rank.exchange.recv(1); }), "Ctrl-C");
+    EXPECT_EQ(error_of([&] { rank.exchange.recv(1).bytes; }), "Ctrl-C");
   });
 }
 
