@@ -25,7 +25,7 @@ enum ObjectKind : int64_t {
 // copy.
 constexpr size_t kMaxInlineBytes = 8 * 1024;
 // The field that says whether the bytes are the first tensor.
-constexpr int kAreTensor = 9;
+constexpr int kBytesAreTensor = 9;
 // Most ranks that get a part directly; more get it by relays.
 constexpr size_t kMaxDirect = 8;
 
@@ -46,7 +46,7 @@ class Payload {
 
   void write_to(Message& message) const {
     message.bytes = bytes_;
-    message.fields[kAreTensor] = large_bytes_.defined() ? 1 : 0;
+    message.fields[kBytesAreTensor] = large_bytes_.defined() ? 1 : 0;
     if (large_bytes_.defined()) {
       message.tensors.push_back({.data = large_bytes_, .is_stable = true});
     }
@@ -83,7 +83,7 @@ void put_relays(Message& message, const std::vector<int>& ranks) {
 }
 
 std::string bytes_of(Message& message) {
-  if (message.fields[kAreTensor] == 0) return std::move(message.bytes);
+  if (message.fields[kBytesAreTensor] == 0) return std::move(message.bytes);
   SMP_CHECK(!message.tensors.empty(), "an object message from global_rank ",
             message.source_rank, " has no bytes");
   const at::Tensor& data = message.tensors.front().data;
@@ -92,7 +92,7 @@ std::string bytes_of(Message& message) {
 
 Object object_of(Message&& message) {
   Object object{.bytes = bytes_of(message), .tensors = {}};
-  for (size_t idx = message.fields[kAreTensor] == 0 ? 0 : 1;
+  for (size_t idx = message.fields[kBytesAreTensor] == 0 ? 0 : 1;
        idx < message.tensors.size(); ++idx) {
     object.tensors.push_back(std::move(message.tensors[idx].data));
   }

@@ -48,6 +48,32 @@ def test_send_and_broadcast_count_ranks_in_the_named_group(pool: Pool) -> None:
     ]
 
 
+def pass_large_tensors(rank: int) -> list[float]:
+    """The sender overwrites what it has sent, and the receiver what has come."""
+    smp.init({"ddp": True})
+    received = []
+    for number in range(6):
+        large = torch.full((1 << 20,), float(number))
+        if rank == 1:
+            came = smp.recv_from(0, smp.RankType.WORLD_RANK)["large"]
+            smp.barrier()
+            received += came.unique().tolist()
+            came.fill_(-2.0)
+        elif number % 2:
+            smp.send({"large": large}, 1, smp.RankType.WORLD_RANK)
+        else:
+            smp.broadcast({"large": large}, smp.WORLD)
+        if rank == 0:
+            large.fill_(-1.0)
+            smp.barrier()
+            received += large.unique().tolist()
+    return received
+
+
+def test_large_tensors_are_those_of_the_call_and_belong_to_the_receiver(pool: Pool) -> None:
+    assert pool.run(2, pass_large_tensors) == [[-1.0] * 6, [float(n) for n in range(6)]]
+
+
 def gather_everywhere(rank: int) -> dict[str, list[int]]:
     smp.init(DDP_2x2)
     return {group.name: smp.allgather(rank, group) for group in smp.CommGroup}

@@ -1,4 +1,4 @@
-"""Pickles host objects for other ranks: tensors are copied and arrive on the receiver's device.
+"""Pickles host objects for other ranks: tensors go by value, and come on the receiver's device.
 
 A tensor in a message owns its elements only: a view does not drag its whole storage along, and a
 CUDA tensor travels as CPU bytes, so that receiving never touches another rank's device.
