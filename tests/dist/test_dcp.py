@@ -25,6 +25,7 @@ from smp.checkpoint import cli
 from smp.checkpoint.reader import FolderReader
 from tests.dist.pool import Pool
 from tests.dist.processes import REPO
+from tests.dist.torchtitan_training import Trainer
 
 STEPS = 3
 
@@ -215,7 +216,7 @@ def test_a_model_alone_without_a_key_is_read(pool: Pool, tmp_path: Path, capsys:
     state = make().state_dict()
     checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert ckpt("import", tmp_path / "dcp", tmp_path / "none") == 1
-    assert "name the key of the model (--model-key)" in capsys.readouterr().err
+    assert "name the key of the model (--model-key;" in capsys.readouterr().err
     assert ckpt("import", tmp_path / "dcp", tmp_path / "new", "--model-key", "") == 0
     with FolderReader(tmp_path / "new") as reader:
         for name, value in state.items():
@@ -272,6 +273,10 @@ def test_options_of_another_form_are_errors(pool: Pool, tmp_path: Path, capsys: 
     assert "--max-shard-size is for --format hf" in capsys.readouterr().err
     assert ckpt(*words, "--without-optimizer") == 1
     assert "--without-optimizer is for --format dcp and megatron-dist" in capsys.readouterr().err
+    assert ckpt(*words, "--model-key", "") == 1
+    assert "--optimizer-key are for --format dcp and megatron-dist" in capsys.readouterr().err
+    assert ckpt(*words, "--format", "dcp", "--model-key", "optimizer") == 1
+    assert "the optimizer's key is 'optimizer'; give it one of its own" in capsys.readouterr().err
 
 
 # ---- Megatron-Core -----------------------------------------------------------------------
@@ -344,6 +349,98 @@ def test_folders_for_megatron_come_back(pool: Pool, tmp_path: Path, capsys: Any)
     (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     assert ckpt("import", folder, tmp_path / "other_partial") == 1
     assert "names {'sharded_backend': 'zarr'}, and" in capsys.readouterr().err
+
+
+# ---- torchtitan --------------------------------------------------------------------------
+
+needs_torchtitan = pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None,
+    reason="torchtitan is not installed; pip install --no-deps -r requirements/torchtitan.txt",
+)
+
+
+def resume_by_torchtitan(rank: int, folder: str, loads_all: bool) -> dict[str, Tensor]:
+    """Returns the parameters after a further step, or those that were loaded alone."""
+    import smp
+
+    smp.init({"ddp": True})
+    own = ["dataloader", "lr_scheduler", "train_state"]
+    options = {"initial_load_model_only": not loads_all, "exclude_from_loading": own}
+    model = make()
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    trainer = Trainer(model, f"{folder}/new", initial_load_path=f"{folder}/dcp", **options)
+    assert trainer.checkpoints.load()
+    if loads_all:
+        trainer.train(batch(STEPS))
+    return trainer.values()
+
+
+def train_by_torchtitan(rank: int, folder: str) -> dict[str, Tensor]:
+    """Saves behind some steps; returns the parameters after a further one."""
+    import smp
+
+    smp.init({"ddp": True})
+    trainer = Trainer(make(), folder)
+    for idx in range(STEPS):
+        trainer.train(batch(idx))
+    assert trainer.checkpoints.save(STEPS)
+    trainer.train(batch(STEPS))
+    return trainer.values()
+
+
+@needs_torchtitan
+@pytest.mark.parametrize(
+    ("size", "config"), [(layout[0], layout[1]) for layout in LAYOUTS[1:]], ids=str
+)
+@pytest.mark.sample(keep=1)
+def test_torchtitan_goes_on_as_the_job_does(
+    pool: Pool, tmp_path: Path, size: int, config: dict[str, Any]
+) -> None:
+    expected = pool.run(size, train_and_save, config, str(tmp_path / "smp"))[0]
+    words = ("--format", "dcp", "--model-key", "")
+    assert ckpt("export", tmp_path / "smp", tmp_path / "dcp", *words) == 0
+    for found in pool.run(2, resume_by_torchtitan, str(tmp_path), True):
+        assert found.keys() == expected.keys()
+        check_equal(expected, found)
+    loaded = pool.run(2, resume_by_torchtitan, str(tmp_path), False)[0]
+    with FolderReader(tmp_path / "smp" / "last_partial") as reader:
+        for name, value in loaded.items():
+            saved = name.replace("head", "embed")  # the two are one parameter
+            assert torch.equal(value, reader.read(f"model/{saved}")), name
+
+
+@needs_torchtitan
+@pytest.mark.parametrize(
+    ("size", "config"), [(layout[0], layout[1]) for layout in LAYOUTS[1:]], ids=str
+)
+@pytest.mark.sample(keep=1)
+def test_a_job_goes_on_as_torchtitan_does(
+    pool: Pool, tmp_path: Path, capsys: Any, size: int, config: dict[str, Any]
+) -> None:
+    expected = pool.run(2, train_by_torchtitan, str(tmp_path / "saved"))[0]
+    folder, target = tmp_path / "saved" / f"step-{STEPS}", tmp_path / "imported_partial"
+    assert ckpt("import", folder, target) == 1
+    assert '--model-key "" if it has none' in capsys.readouterr().err
+    assert ckpt("import", folder, target, "--model-key", "") == 0
+    assert "not imported: dataloader, lr_scheduler, train_state" in capsys.readouterr().out
+    for found in pool.run(size, resume, config, str(tmp_path)):
+        check_equal(found, expected)
+
+
+def test_names_that_begin_like_a_key_are_the_models(tmp_path: Path, capsys: Any) -> None:
+    model = nn.ModuleDict({"model": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    state = {**model.state_dict(), "train_state": {"step": torch.tensor(3)}}
+    checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert ckpt("import", tmp_path / "dcp", tmp_path / "none") == 1
+    assert ckpt("import", tmp_path / "dcp", tmp_path / "new", "--model-key", "") == 0
+    with FolderReader(tmp_path / "new") as reader:
+        names = {f"model/{name}" for name in model.state_dict()}
+        assert reader.manifest.entries.keys() == names
+    # Without another key above a value nothing tells them apart; what is left is named.
+    checkpoint.save(model.state_dict(), checkpoint_id=tmp_path / "flat", no_dist=True)
+    assert ckpt("import", tmp_path / "flat", tmp_path / "part") == 0
+    assert "not imported: head.bias, head.weight" in capsys.readouterr().out
 
 
 def test_a_damaged_tensor_is_an_error(tmp_path: Path, capsys: Any) -> None:

@@ -79,18 +79,14 @@ def add_parser(subparsers: Any) -> None:
         "the checkpoint",
     )
 
+    _add_keys(command)
+
     text = "read a folder of torch.distributed.checkpoint, or of Megatron-Core"
     command = commands.add_parser("import", help=text, description=text)
     command.set_defaults(execute=lambda arguments: _guarded(_import, arguments))
     command.add_argument("folder", type=Path, metavar="FOLDER", help="what FSDP2 has saved")
     command.add_argument("target", type=Path, metavar="TARGET", help="folder to write")
-    for what in ("model", "optimizer"):
-        command.add_argument(
-            f"--{what}-key",
-            default=what,
-            metavar="KEY",
-            help=f"key of the {what} in the state dict that was saved; default: {what}",
-        )
+    _add_keys(command)
 
     command = _command(commands, "reshard", _reshard, "rewrite as another number of files")
     command.add_argument("target", type=Path, metavar="TARGET", help="folder to write")
@@ -110,6 +106,22 @@ def add_parser(subparsers: Any) -> None:
     command.add_argument(
         "--keep", type=_argument(_count), required=True, metavar="N", help="complete ones that stay"
     )
+
+
+def _add_keys(command: argparse.ArgumentParser) -> None:
+    """Adds the keys of a state dict of torch.distributed.checkpoint."""
+    for what in ("model", "optimizer"):
+        command.add_argument(
+            f"--{what}-key",
+            metavar="KEY",
+            help=f"key of the {what} in the saved state dict, not with hf; default: {what}",
+        )
+
+
+def _keys(arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns the keys that were given, as arguments of functions."""
+    given = {name: getattr(arguments, name) for name in ("model_key", "optimizer_key")}
+    return {name: key for name, key in given.items() if key is not None}
 
 
 def _command(
@@ -304,6 +316,8 @@ def _export(arguments: argparse.Namespace) -> int:
         raise ValueError("--max-shard-size is for --format hf; leave it out")
     if arguments.without_optimizer and not is_dcp:
         raise ValueError("--without-optimizer is for --format dcp and megatron-dist; hf has none")
+    if _keys(arguments) and not is_dcp:
+        raise ValueError("--model-key and --optimizer-key are for --format dcp and megatron-dist")
     if is_dcp:
         dcp = importlib.import_module("smp.checkpoint.dcp")  # takes a second to import
         with_optimizer = not arguments.without_optimizer
@@ -314,6 +328,7 @@ def _export(arguments: argparse.Namespace) -> int:
             arguments.registrations,
             with_optimizer,
             arguments.format == "megatron-dist",
+            **_keys(arguments),
         )
     else:
         files = exporting.export(
@@ -326,9 +341,9 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _import(arguments: argparse.Namespace) -> int:
     dcp = importlib.import_module("smp.checkpoint.dcp_import")
-    manifest = dcp.import_folder(
-        arguments.folder, arguments.target, arguments.model_key, arguments.optimizer_key
-    )
+    manifest, left = dcp.import_folder(arguments.folder, arguments.target, **_keys(arguments))
+    if left:
+        print(f"smp ckpt: neither model nor optimizer, not imported: {', '.join(left)}")
     for name, record in manifest.files.items():
         print(f"{arguments.target / name}  {bytes_text(record.num_bytes)}")
     return 0

@@ -1,7 +1,8 @@
 """Writes a checkpoint in the form of torch.distributed.checkpoint, without a job.
 
 FSDP2, torchtitan and others read such folders on any number of ranks. Names are those of a state
-dict ``{"model": model.state_dict(), "optimizer": ...}``. The optimizer's state has both forms of
+dict ``{"model": model.state_dict(), "optimizer": ...}``, or of torchtitan's, in which the model's
+tensors have no key above them. The optimizer's state has both forms of
 ``torch.distributed.checkpoint.state_dict``: groups as a list, and options by parameter
 (``flatten_optimizer_state_dict=True``).
 
@@ -38,7 +39,7 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_OPTIMIZER = "optimizer/"
+_MOMENTS = "optimizer/"
 _CPU = torch.device("cpu")
 
 
@@ -65,6 +66,8 @@ def export(
     translate: Sequence[Translate] | None = None,
     with_optimizer: bool = True,
     is_megatron: bool = False,
+    model_key: str = "model",
+    optimizer_key: str = "optimizer",
 ) -> list[Path]:
     """Writes model and optimizer of a checkpoint to the folder ``target``.
 
@@ -78,6 +81,8 @@ def export(
         translate: translators, as in `exporting.export`.
         with_optimizer: write the optimizer's state, too, if there is one.
         is_megatron: write the files of Megatron-Core, too, and values that are no tensors there.
+        model_key: key of the model in the state dict; empty: its tensors have no key above them.
+        optimizer_key: key of the optimizer there.
 
     Returns:
         all files.
@@ -85,10 +90,12 @@ def export(
     Raises:
         FileExistsError: the folder is not empty.
         ValueError: there is no model, a family is unknown, or names of the optimizer's parameters
-            would have to be translated.
+            would have to be translated; or the optimizer has no key, or that of the model.
     """
     if target.is_dir() and any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty; give a new folder")
+    if optimizer_key in ("", model_key):
+        raise ValueError(f"the optimizer's key is {optimizer_key!r}; give it one of its own")
     with FolderReader(source) as reader:
         manifest = reader.manifest
         has_optimizer = with_optimizer and bool(manifest.values.get("groups"))
@@ -98,44 +105,48 @@ def export(
                 f"{source} has the optimizer's state of layers that the library replaced, whose "
                 "parameters are not those of the original model; leave it out (--without-optimizer)"
             )
-        made = {
-            f"model.{name}": tensor
-            for name, tensor in exporting.tensors_of(
+        model = dict(
+            exporting.tensors_of(
                 reader, dtype, chosen, prefers_masters=has_optimizer, keeps_tied=True
             )
-        }
-        state: dict[str, Any] = {key: _empty(tensor) for key, tensor in made.items()}
+        )
+        moments = _moments(reader) if has_optimizer else {}
+        state = {model_key: _empty(model)} if model_key else _empty(model)
         if has_optimizer:
-            moments = _moments(reader)
-            made |= moments
-            state |= {key: _empty(tensor) for key, tensor in moments.items()}
-            state |= {} if is_megatron else _options(manifest)
+            options = {} if is_megatron else _options(manifest)
+            state |= {optimizer_key: _empty(moments) | options}
+        made = {f"{model_key}.{name}".removeprefix("."): value for name, value in model.items()}
+        made |= {f"{optimizer_key}.{name}": value for name, value in moments.items()}
         dcp.save(state, storage_writer=Writer(target), planner=_Planner(made), no_dist=True)
         if is_megatron:
-            _write_common(target, _common(manifest) if has_optimizer else {})
+            _write_common(target, {optimizer_key: _optimizer(manifest)} if has_optimizer else {})
     return sorted(target.iterdir())
 
 
-def _empty(tensor: Deferred) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def _empty(made: Mapping[str, Deferred]) -> dict[str, Any]:
+    """Returns tensors without memory in place of those that are made later."""
+    return {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in made.items()
+    }
 
 
 def _moments(reader: FolderReader) -> dict[str, Deferred]:
     """Returns the tensors of the optimizer's state by key."""
     found = {}
     for name, entry in reader.manifest.entries.items():
-        if name.startswith(_OPTIMIZER):
-            parameter, _, key = name.removeprefix(_OPTIMIZER).rpartition("/")
+        if name.startswith(_MOMENTS):
+            parameter, _, key = name.removeprefix(_MOMENTS).rpartition("/")
 
             def make(name: str = name) -> Tensor:
                 return reader.read(name)
 
             dtype = getattr(torch, entry.dtype)
-            found[f"optimizer.state.{parameter}.{key}"] = Deferred(entry.shape, dtype, make)
+            found[f"state.{parameter}.{key}"] = Deferred(entry.shape, dtype, make)
     return found
 
 
-def _common(manifest: Manifest) -> dict[str, Any]:
+def _optimizer(manifest: Manifest) -> dict[str, Any]:
     """Returns numbers of the optimizer's state, and its groups, in the form of its state dict."""
     groups = [
         {"params": group["names"], **_decoded(group["options"])}
@@ -143,7 +154,7 @@ def _common(manifest: Manifest) -> dict[str, Any]:
     ]
     numbers = manifest.values.get("state", {})
     state = {name: _decoded(values) for name, values in numbers.items()}
-    return {"optimizer": {"state": state, "param_groups": groups}}
+    return {"state": state, "param_groups": groups}
 
 
 def _decoded(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,15 +167,20 @@ def _write_common(folder: Path, common: Mapping[str, Any]) -> None:
 
 
 def _options(manifest: Manifest) -> dict[str, Any]:
-    """Returns numbers of the optimizer's state, and options of its groups in both forms."""
+    """Returns numbers of the optimizer's state, and options of its groups in both forms.
+
+    Groups without a schedule get ``initial_lr``, as if a schedule began now: readers with a
+    schedule, such as torchtitan, ask for it.
+    """
     found: dict[str, Any] = {}
-    common = _common(manifest)["optimizer"]
-    for parameter, numbers in common["state"].items():
+    optimizer = _optimizer(manifest)
+    for parameter, numbers in optimizer["state"].items():
         for key, value in numbers.items():
-            found[f"optimizer.state.{parameter}.{key}"] = value
-    for idx, group in enumerate(common["param_groups"]):
-        for key, value in group.items():
-            found[f"optimizer.param_groups.{idx}.{key}"] = value
+            found[f"state.{parameter}.{key}"] = value
+    for idx, group in enumerate(optimizer["param_groups"]):
+        started = {"initial_lr": group["lr"]} if "lr" in group else {}
+        for key, value in {**started, **group}.items():
+            found[f"param_groups.{idx}.{key}"] = value
             for name in group["params"] if key != "params" else ():
-                found[f"optimizer.param_groups.{name}.{key}"] = value
+                found[f"param_groups.{name}.{key}"] = value
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,17 +70,19 @@ class _Found:
         moments: tensors of the optimizer's state, by the parameter's name and the key.
         numbers: other state of parameters, by the parameter's name and the key.
         groups: options and names of the optimizer's groups, encoded; empty without an optimizer.
+        left: keys of what belongs to neither, and is not imported.
     """
 
     model: dict[str, Deferred] = field(default_factory=dict)
     moments: dict[tuple[str, str], Deferred] = field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
 
 def import_folder(
     source: Path, target: Path, model_key: str = "model", optimizer_key: str = "optimizer"
-) -> Manifest:
+) -> tuple[Manifest, list[str]]:
     """Writes ``target``, a checkpoint folder from which a job of any layout resumes.
 
     Memory: one tensor.
@@ -93,7 +95,7 @@ def import_folder(
         optimizer_key: key of the optimizer there.
 
     Returns:
-        the manifest of ``target``.
+        the manifest of ``target``, and keys of the saved state dict that are not in it.
 
     Raises:
         FileExistsError: ``target`` exists.
@@ -114,7 +116,7 @@ def import_folder(
     except BaseException:
         generation.abandon()
         raise
-    return manifest
+    return manifest, found.left
 
 
 class _Source:
@@ -128,6 +130,7 @@ class _Source:
         except (pickle.UnpicklingError, EOFError, AttributeError) as error:
             raise ValueError(f"{folder / '.metadata'} cannot be read as data: {error}") from None
         self._about: Mapping[str, Any] = metadata.state_dict_metadata
+        self._paths = _nested_paths(metadata)
         self._mapped = MappedFolder(folder, metadata)
         self._common = _common_of(folder)
 
@@ -139,10 +142,34 @@ class _Source:
                 f"{self._folder}: '{key}' cannot be read as data: {type(error).__name__}: {error}"
             ) from None
 
-    def _below(self, key: str) -> Iterator[tuple[str, str]]:
-        """Yields the keys below one, and their rests."""
-        prefix = f"{key}." if key else ""
-        yield from ((k, k.removeprefix(prefix)) for k in self._about if k.startswith(prefix))
+    def _path(self, name: str) -> list[str]:
+        """Returns the keys by which the saved state dict had a value; empty: unknown."""
+        return self._paths.get(name, [])
+
+    def _is_below(self, name: str, key: str) -> bool:
+        """Says whether the saved state dict had a value below a key, or, without one, in itself.
+
+        Names are joined keys, which does not tell the two apart: models of transformers have
+        parameters of the name ``model.embed_tokens.weight``.
+        """
+        path = self._path(name)
+        if not path:
+            return name.startswith(f"{key}.") or not key
+        if not key:
+            return len(path) == 1
+        return any(".".join(path[:length]) == key for length in range(1, len(path)))
+
+    def _below(self, *keys: str) -> Iterator[tuple[str, str]]:
+        """Yields the names of values below the first key, and their rests behind all keys."""
+        prefix = "".join(f"{key}." for key in keys if key)
+        for name in self._about:
+            if self._is_below(name, keys[0]) and name.startswith(prefix):
+                yield name, name.removeprefix(prefix)
+
+    def _title(self, name: str, model_key: str) -> str:
+        """Returns a value's key for a message: the first one, or all keys of the model's values."""
+        path = self._path(name)
+        return path[0] if path and path[0] != model_key else name
 
     def _deferred(self, key: str) -> Deferred | None:
         about = self._about[key]
@@ -152,19 +179,20 @@ class _Source:
         return Deferred(tuple(about.size), about.properties.dtype, make)
 
     def contents(self, model_key: str, optimizer_key: str) -> _Found:
-        found = _Found()
+        found, read = _Found(), {key for key, _ in self._below(optimizer_key)}
         for key, name in self._below(model_key):
             tensor = self._deferred(key)
-            is_other = not model_key and key.startswith(f"{optimizer_key}.")
-            if tensor is not None and not is_other:
+            if tensor is not None and key not in read:
                 found.model[name] = tensor
+        read |= {key for key, name in self._below(model_key) if name in found.model}
         if not found.model:
             known = ", ".join(list(self._about)[:3])
             raise ValueError(
                 f"{self._folder} has no tensors below the key '{model_key}'; it has {known} "
-                "and others: name the key of the model (--model-key)"
+                'and others: name the key of the model (--model-key; --model-key "" if it has '
+                "none, as in folders of torchtitan)"
             )
-        for key, rest in self._below(f"{optimizer_key}.state"):
+        for key, rest in self._below(optimizer_key, "state"):
             name, _, part = rest.rpartition(".")
             tensor = self._deferred(key)
             like = found.model.get(name)
@@ -174,6 +202,7 @@ class _Source:
             else:
                 where = f"'{part}' of the optimizer's state of '{name}'"
                 found.numbers.setdefault(name, {})[part] = encode(self._load(key), where)
+        found.left = sorted({self._title(key, model_key) for key in self._about.keys() - read})
         found.groups = self._groups(optimizer_key, found.model)
         optimizer = self._common.get(optimizer_key)
         if isinstance(optimizer, Mapping) and {"state", "param_groups"} <= optimizer.keys():
@@ -197,7 +226,7 @@ class _Source:
     def _groups(self, optimizer_key: str, model: Mapping[str, Deferred]) -> list[dict[str, Any]]:
         """Returns the optimizer's groups; parameters of equal options are one group."""
         options: dict[str, dict[str, Any]] = {}
-        for key, rest in self._below(f"{optimizer_key}.param_groups"):
+        for key, rest in self._below(optimizer_key, "param_groups"):
             owner, _, option = rest.rpartition(".")
             options.setdefault(owner, {})[option] = self._load(key)
         listed = [group for owner, group in options.items() if owner.isdecimal()]
@@ -218,6 +247,17 @@ class _Source:
             else:
                 result.append({"options": encoded, "names": list(names)})
         return result
+
+
+def _nested_paths(metadata: Metadata) -> dict[str, list[str]]:
+    """Returns the keys by which the saved state dict had its values, by name.
+
+    They are unknown if the writer had joined the keys itself, as Megatron-Core does: all are alone
+    then.
+    """
+    known: Mapping[str, Sequence[Any]] = metadata.planner_data or {}
+    paths = {name: [str(key) for key in path] for name, path in known.items()}
+    return paths if any(len(path) > 1 for path in paths.values()) else {}
 
 
 def _common_of(folder: Path) -> Mapping[str, Any]:
