@@ -162,6 +162,18 @@ def test_axolotl(folder: Path, case: str) -> None:
     check(script, make, script, folder)
 
 
+@needs("axolotl")
+def test_axolotl_settings_that_smp_does_not_do_are_refused() -> None:
+    from smp.integrations import axolotl
+
+    for name, remedy in axolotl._REFUSED.items():
+        with pytest.raises(ValueError, match=f"{name}: 2 of Axolotl cannot .* with smp; {remedy}"):
+            axolotl.check({name: 2})
+    axolotl.check({"fsdp": None, "tensor_parallel_size": 1, "deepspeed": "", "smp": PIPELINE})
+    with pytest.raises(TypeError, match="AxolotlTrainer, which Axolotl has chosen, does not train"):
+        axolotl.SMPPlugin().post_trainer_create({}, object.__new__(axolotl.AxolotlTrainer))
+
+
 @needs("llamafactory")
 @pytest.mark.parametrize("case", ["full", "lora"])
 def test_llama_factory(folder: Path, case: str) -> None:

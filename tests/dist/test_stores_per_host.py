@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.dist.pool import Pool, RankFailure
 from tests.dist.resume_training import BEFORE, Job, Seen, make, state_of
 from tests.dist.test_resume import check_end, check_equal, check_loaded
 from tests.dist.test_stores import resume_fetching
+from tests.unit import s3_server
 
 #: Two pipeline ranks with two replicas; ranks 0 and 1 are on the first host.
 SOURCE = Job(2, 1, 2, "state", "fp32", dropout=False)
@@ -32,7 +34,9 @@ def env_of(rank: int, folder: str) -> dict[str, str]:
     }
 
 
-def save(rank: int, job: Job, folder: str, blocking: bool, failing: str = "") -> Any:
+def save(
+    rank: int, job: Job, folder: str, blocking: bool, failing: str = "", address: str = ""
+) -> Any:
     """Trains and saves after each step; ``failing`` is a file that the store does not take."""
     import smp
     from smp.checkpoint.store import sending
@@ -54,7 +58,8 @@ def save(rank: int, job: Job, folder: str, blocking: bool, failing: str = "") ->
             seen.losses.append(train(step))
             seen.at = state_of(model, optimizer)
             smp.save_checkpoint(
-                f"file://{folder}/store", f"step{step + 1}", model=model, optimizer=optimizer,
+                address or f"file://{folder}/store",
+                f"step{step + 1}", model=model, optimizer=optimizer,
                 user_content={"steps": step + 1}, blocking=blocking,
             )  # fmt: skip
         for step in range(BEFORE, BEFORE + 2):
@@ -72,8 +77,8 @@ def save(rank: int, job: Job, folder: str, blocking: bool, failing: str = "") ->
         smp.shutdown()
 
 
-def resume(rank: int, job: Job, folder: str) -> Any:
-    return resume_fetching(rank, job, env_of(rank, folder), f"file://{folder}/store")
+def resume(rank: int, job: Job, folder: str, address: str = "") -> Any:
+    return resume_fetching(rank, job, env_of(rank, folder), address or f"file://{folder}/store")
 
 
 def names_in(folder: Path, tag: str) -> tuple[set[str], set[str]]:
@@ -119,6 +124,28 @@ def test_each_host_has_its_files_and_the_store_has_all(
     after = pool.run(2, resume, target, str(tmp_path))
     check_loaded(str(target), before.at, after[0][0].at)
     check_end(str(target), SOURCE, target, before, after[0][0])
+
+
+@s3_server.NEEDED
+def test_hosts_send_to_an_object_store(pool: Pool, tmp_path: Path) -> None:
+    address = f"s3://{s3_server.BUCKET}/{tmp_path.name}"
+    with s3_server.running() as env:
+        before = pool.run(4, with_env, env, save, SOURCE, str(tmp_path), False, "", address)[0]
+        listed = s3_server.client(env).list_objects_v2(Bucket=s3_server.BUCKET)["Contents"]
+        stored = {Path(one["Key"]).name for one in listed}
+        for host in (0, 1):
+            names, _ = names_in(tmp_path / f"local{host}", "step2")
+            assert names < stored
+            shutil.rmtree(tmp_path / f"local{host}")
+        target = Job(1, 1, 2, "none", "fp32")
+        after = pool.run(2, with_env, env, resume, target, str(tmp_path), address)
+    check_loaded(str(target), before.at, after[0][0].at)
+    check_end(str(target), SOURCE, target, before, after[0][0])
+
+
+def with_env(rank: int, env: dict[str, str], run: Callable[..., Any], *arguments: Any) -> Any:
+    os.environ.update(env)
+    return run(rank, *arguments)
 
 
 def test_what_is_not_in_the_store_goes_on_from_the_hosts(pool: Pool, tmp_path: Path) -> None:
