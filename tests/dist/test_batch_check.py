@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -178,7 +178,14 @@ class TimeMajor(nn.Module):
         return self.last(self.rnn(x)[0])
 
 
+def balanced(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A loss that is 1 for every batch, as one of several that count equally."""
+    loss = F.cross_entropy(model(x), y)
+    return loss / loss.detach()
+
+
 TOLD: dict[str, Case] = {
+    "divided by its own value": (Net, flat, balanced, "a value of the batch counts as a constant"),
     "token mean": (Net, lambda: (batch(LENGTH), padded()), tokens, "'labels' has negative entries"),
     "token mean of a head of zeros": (
         net_of_zeros,
@@ -332,7 +339,32 @@ def with_eval_norm() -> nn.Module:
     return net
 
 
+class WithoutTangents(torch.autograd.Function):
+    """A function of a user, for which forward mode is not written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def without_tangents(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return cast(Tensor, WithoutTangents.apply(F.cross_entropy(model(x), y)))
+
+
+def ratio(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A mean with values of samples that count as constants, and roots at zero."""
+    out = model(x)
+    logp = out.log_softmax(-1).gather(-1, y[:, None])[:, 0]
+    return -((logp - logp.detach()).exp() * x.sum(-1) - (out - out.detach()).norm(dim=-1)).mean()
+
+
 USUAL: dict[str, Case] = {
+    "function without forward mode": (Net, flat, without_tangents, ""),
+    "ratio to its own value": (Net, flat, ratio, ""),
     "mean": (Net, flat, mean, ""),
     "uneven batch": (Net, lambda: (batch()[:7], classes()[:7]), mean, ""),
     "token mean without padding": (Net, lambda: (batch(LENGTH), classes(LENGTH)), tokens, ""),

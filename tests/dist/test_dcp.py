@@ -176,6 +176,8 @@ LAYOUTS: list[tuple[int, dict[str, Any], bool]] = [
     (2, {"sharded_data_parallel_degree": 2, "ddp": True, "sdp_gradient_clipping": 0.0}, True),
     (4, {"pipeline_parallel_degree": 2, "shard_optimizer_state": True, "ddp": True}, False),
 ]
+#: jobs for readers and writers that know one form
+JOBS = [(size, config) for size, config, _ in LAYOUTS[1:]]
 
 
 @pytest.mark.parametrize(("size", "config", "is_flat"), LAYOUTS, ids=str)
@@ -307,9 +309,7 @@ def wanted_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @needs_megatron
-@pytest.mark.parametrize(
-    ("size", "config"), [(layout[0], layout[1]) for layout in LAYOUTS[1:]], ids=str
-)
+@pytest.mark.parametrize(("size", "config"), JOBS, ids=str)
 @pytest.mark.sample(keep=1)
 def test_megatron_reads_and_writes_the_job(
     pool: Pool, tmp_path: Path, size: int, config: dict[str, Any]
@@ -390,9 +390,7 @@ def train_by_torchtitan(rank: int, folder: str) -> dict[str, Tensor]:
 
 
 @needs_torchtitan
-@pytest.mark.parametrize(
-    ("size", "config"), [(layout[0], layout[1]) for layout in LAYOUTS[1:]], ids=str
-)
+@pytest.mark.parametrize(("size", "config"), JOBS, ids=str)
 @pytest.mark.sample(keep=1)
 def test_torchtitan_goes_on_as_the_job_does(
     pool: Pool, tmp_path: Path, size: int, config: dict[str, Any]
@@ -411,9 +409,7 @@ def test_torchtitan_goes_on_as_the_job_does(
 
 
 @needs_torchtitan
-@pytest.mark.parametrize(
-    ("size", "config"), [(layout[0], layout[1]) for layout in LAYOUTS[1:]], ids=str
-)
+@pytest.mark.parametrize(("size", "config"), JOBS, ids=str)
 @pytest.mark.sample(keep=1)
 def test_a_job_goes_on_as_torchtitan_does(
     pool: Pool, tmp_path: Path, capsys: Any, size: int, config: dict[str, Any]
@@ -422,6 +418,8 @@ def test_a_job_goes_on_as_torchtitan_does(
     folder, target = tmp_path / "saved" / f"step-{STEPS}", tmp_path / "imported_partial"
     assert ckpt("import", folder, target) == 1
     assert '--model-key "" if it has none' in capsys.readouterr().err
+    assert ckpt("import", folder, target, "--model-key", "", "--optimizer-key", "") == 1
+    assert "the optimizer's key is ''; give it one of its own" in capsys.readouterr().err
     assert ckpt("import", folder, target, "--model-key", "") == 0
     assert "not imported: dataloader, lr_scheduler, train_state" in capsys.readouterr().out
     for found in pool.run(size, resume, config, str(tmp_path)):

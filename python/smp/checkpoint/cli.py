@@ -114,7 +114,7 @@ def _add_keys(command: argparse.ArgumentParser) -> None:
         command.add_argument(
             f"--{what}-key",
             metavar="KEY",
-            help=f"key of the {what} in the saved state dict, not with hf; default: {what}",
+            help=f"key of the {what} in a state dict of PyTorch; default: {what}",
         )
 
 

@@ -94,8 +94,7 @@ def export(
     """
     if target.is_dir() and any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty; give a new folder")
-    if optimizer_key in ("", model_key):
-        raise ValueError(f"the optimizer's key is {optimizer_key!r}; give it one of its own")
+    check_keys(model_key, optimizer_key)
     with FolderReader(source) as reader:
         manifest = reader.manifest
         has_optimizer = with_optimizer and bool(manifest.values.get("groups"))
@@ -121,6 +120,12 @@ def export(
         if is_megatron:
             _write_common(target, {optimizer_key: _optimizer(manifest)} if has_optimizer else {})
     return sorted(target.iterdir())
+
+
+def check_keys(model_key: str, optimizer_key: str) -> None:
+    """Raises ValueError if the optimizer has no key in the state dict, or that of the model."""
+    if optimizer_key in ("", model_key):
+        raise ValueError(f"the optimizer's key is {optimizer_key!r}; give it one of its own")
 
 
 def _empty(made: Mapping[str, Deferred]) -> dict[str, Any]:

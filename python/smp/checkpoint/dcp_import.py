@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from smp.checkpoint import archive, user_content
 from smp.checkpoint import manifest as manifests
 from smp.checkpoint.archive import Deferred
-from smp.checkpoint.dcp import COMMON, FORMAT, MEGATRON
+from smp.checkpoint.dcp import COMMON, FORMAT, MEGATRON, check_keys
 from smp.checkpoint.dcp_files import MappedFolder
 from smp.checkpoint.folder import Generation, new_generation
 from smp.checkpoint.manifest import Block, Layout, Manifest, Piece, StoredEntry
@@ -99,10 +99,12 @@ def import_folder(
 
     Raises:
         FileExistsError: ``target`` exists.
-        ValueError: there is no model below the key, or the metadata is no data.
+        ValueError: there is no model below the key, the optimizer has no key of its own, or the
+            metadata is no data.
     """
     if target.exists():
         raise FileExistsError(f"{target} exists already; give a new folder")
+    check_keys(model_key, optimizer_key)
     if not (source / ".metadata").is_file():
         raise ValueError(f"{source} has no file .metadata: it is no folder of this form")
     found = _Source(source).contents(model_key, optimizer_key)
@@ -184,7 +186,7 @@ class _Source:
             tensor = self._deferred(key)
             if tensor is not None and key not in read:
                 found.model[name] = tensor
-        read |= {key for key, name in self._below(model_key) if name in found.model}
+                read.add(key)
         if not found.model:
             known = ", ".join(list(self._about)[:3])
             raise ValueError(

@@ -63,6 +63,7 @@ class _Look:
         num_samples: number of its samples.
         number: number of pieces.
         shakes: whether outputs of models are moved.
+        slopes: whether they get tangents as well.
         alike: whether one number is used for all that an operator draws.
     """
 
@@ -70,6 +71,7 @@ class _Look:
     num_samples: int
     number: int
     shakes: bool = True
+    slopes: bool = False
     alike: bool = False
 
     def pieces(self) -> Batch:
@@ -216,7 +218,11 @@ class BatchCheck:
         num_samples = drivers[self._reads].sizes[first.part]
         smallest = min(min(choice.sizes) for choice in drivers.values())
         numbers = (_MOST_PIECES, 2) if smallest >= _MOST_PIECES else (2,)
-        looks = [_Look(whole, num_samples, number) for number in numbers]
+        looks = [
+            _Look(whole, num_samples, number, slopes=slopes)
+            for number in numbers
+            for slopes in (True, False)
+        ]
         return [*looks, _Look(whole, num_samples, 2, shakes=False)]
 
     def _reason_against(self) -> str | None:
@@ -306,7 +312,7 @@ class BatchCheck:
         """Runs the part and its pieces; returns what was found here, and on each rank."""
         whole, left = self._pass(look, [look.num_samples])
         pieces, left_by_pieces = self._pass(look, look.sizes())
-        own = self._found(whole, pieces, look.sizes(), sorted(left))
+        own = self._found(whole, pieces, look, sorted(left))
         own.unseen = self._unseen(judging.unlike(left, left_by_pieces))
         if self._is_driver:
             self._weigh(own, look.whole, look.pieces())
@@ -323,12 +329,17 @@ class BatchCheck:
         """
         current, steps = self._current, self._current.steps
         run = BatchPass(
-            sizes, current.rank.device, shakes=look.shakes, rounds=rounds, alike=look.alike
+            sizes,
+            current.rank.device,
+            shakes=look.shakes,
+            rounds=rounds,
+            alike=look.alike,
+            slopes=look.slopes,
         )
         bodies = self._make(dataclasses.replace(look.whole, count=len(sizes)))
         step_run = StepRun(current, self._engines, self._name, trains=False)
         num_begun = steps.num_begun
-        with self._aside(run) as left:
+        with run.keeping_tangents(), self._aside(run) as left:
             try:
                 step_run.begin(len(sizes))
                 step_run.run(len(sizes), lambda mb: self._run_body(run, bodies, mb))
@@ -408,9 +419,9 @@ class BatchCheck:
     # ---- findings
 
     def _found(
-        self, whole: BatchPass, pieces: BatchPass, sizes: Sequence[int], written: Sequence[str]
+        self, whole: BatchPass, pieces: BatchPass, look: _Look, written: Sequence[str]
     ) -> Found:
-        rank = self._current.rank
+        rank, sizes = self._current.rank, look.sizes()
         failure = whole.failure or pieces.failure
         own = Found(
             place=f"global_rank {rank.global_rank} ({rank.place})",
@@ -419,6 +430,7 @@ class BatchCheck:
             num_samples=sum(sizes),
             whole=whole.losses[0],
             pieces=list(pieces.losses.values()),
+            slopes=look.slopes,
             eps=max(whole.eps, pieces.eps),
             draws=whole.drawn.permutes or pieces.drawn.is_like(whole.drawn, len(sizes)),
             is_shaken_alike=pieces.shaken == _times(whole.shaken, len(sizes)),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -40,9 +41,11 @@ class BatchPass:
             happen to be equal at the first step are not.
         rounds: operators get rounding errors.
         alike: all numbers that an operator draws are the same one.
+        slopes: outputs of models get tangents, so that losses have slopes. Needs ``shakes``.
 
     Attributes:
-        losses: values at which backward would begin, in order, by microbatch.
+        losses: values at which backward would begin, in order, by microbatch; with ``slopes`` each
+            is followed by the derivative of the loss along the tangents.
         eps: machine epsilon of the coarsest dtype of these.
         failure: reason in words why the pass has no result; None: it ran.
         drawn: random numbers that were drawn.
@@ -58,11 +61,12 @@ class BatchPass:
         shakes: bool,
         rounds: bool = False,
         alike: bool = False,
+        slopes: bool = False,
     ) -> None:
         ends = [sum(sizes[: mb + 1]) for mb in range(len(sizes))]
         self._samples = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         self._device, self._shakes = device, shakes
-        self._rounds, self._alike = rounds, alike
+        self._rounds, self._alike, self._slopes = rounds, alike, slopes
         self._num_calls: Counter[int] = Counter()
         self._ended: set[int] = set()
         self.losses: dict[int, list[float]] = {mb: [] for mb in range(len(sizes))}
@@ -94,6 +98,10 @@ class BatchPass:
         ended = state_of_others()
         if ended != seeded:
             self.drawn.others.add(ended)
+
+    def keeping_tangents(self) -> contextlib.AbstractContextManager[Any]:
+        """Lets tensors have tangents in all threads of the block, if losses are to have slopes."""
+        return forward_ad.dual_level() if self._slopes else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -181,7 +189,8 @@ class BatchPass:
         seed = 1
         for part in key:
             seed = _C.mix_seed(seed, part)
-        rows = []
+        rows: list[Tensor] = []
+        tangents: list[Tensor] = []
         for sample in samples:
             spread = (seed / 2**64 + sample * _GOLDEN) % 1.0
             # Over four samples, two outputs are near zero in all combinations.
@@ -190,7 +199,11 @@ class BatchPass:
             generator = torch.Generator().manual_seed(_C.mix_seed(seed, sample) >> 1)
             shares = torch.rand(tuple(leaf.shape[1:]), generator=generator)
             rows.append(least + (most - least) * shares)
+            if self._slopes:
+                tangents.append(torch.rand(shares.shape, generator=generator) - 0.5)
         leaf = localize(leaf)
+        if self._slopes:
+            leaf = forward_ad.unpack_dual(leaf).primal
         noise = torch.stack(rows).to(leaf.device, leaf.dtype)
         own = leaf.reshape(len(samples), -1)
         shape = (-1, *(1,) * (leaf.dim() - 1))
@@ -198,14 +211,25 @@ class BatchPass:
         is_mask = ((own == 0) | (own == 1)).all(1).view(shape)
         # Signs and bounds stay, because these may be probabilities. Zeros come from a head that has
         # not learnt; masks select positions.
-        moved = leaf.where(is_mask, leaf * (1 - noise))
-        return noise.where(is_zero, moved)
+        moved = noise.where(is_zero, leaf.where(is_mask, leaf * (1 - noise)))
+        if not self._slopes:
+            return moved
+        tangent = torch.stack(tangents).to(leaf.device, leaf.dtype)
+        return forward_ad.make_dual(moved, tangent.masked_fill(is_mask & ~is_zero, 0))
 
     def on_backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> None:
         """Notes the losses of a backward that would begin."""
-        total = 0.0
+        total = slope = 0.0
         for root, grad in zip(roots, grads or [None] * len(roots), strict=True):
-            value = localize(root).detach()
+            value = localize(root)
             self.eps = max(self.eps, torch.finfo(value.dtype).eps)
-            total += float((value.double() if grad is None else value.double() * grad).sum())
-        self.losses[max(_C.current_microbatch(), 0)].append(total)
+            if self._slopes:
+                value, tangent = forward_ad.unpack_dual(value)
+                slope += _sum(tangent, grad) if tangent is not None else 0.0
+            total += _sum(value.detach(), grad)
+        losses = self.losses[max(_C.current_microbatch(), 0)]
+        losses += [total, slope] if self._slopes else [total]
+
+
+def _sum(values: Tensor, factors: Tensor | None) -> float:
+    return float((values.double() if factors is None else values.double() * factors).sum())

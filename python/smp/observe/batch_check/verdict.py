@@ -35,6 +35,7 @@ class Found:
         whole_weights: weight of the batch as one microbatch.
         whole: values at which backward would begin, for the batch.
         pieces: values at which backward would begin, for each piece.
+        slopes: whether each of these is followed by the slope of the loss in outputs of models.
         rounded: values of each piece with rounding errors in operators; None before that pass.
         eps: machine epsilon of the coarsest dtype of these values.
         draws: whether the batch and its pieces drew the same random numbers, or permuted samples.
@@ -53,6 +54,7 @@ class Found:
     whole: Sequence[float] = ()
     pieces: Sequence[Sequence[float]] = ()
     rounded: Sequence[Sequence[float]] | None = None
+    slopes: bool = False
     eps: float = 0.0
     draws: bool = True
     is_shaken_alike: bool = True
@@ -77,6 +79,7 @@ class Difference:
         is_sum: the whole is the sum over the pieces, of which several have a loss.
         share: distance of `whole` and `mean`, relative to the largest loss.
         rounding: distance that rounding explains, relative to the same.
+        is_slope: whether both are slopes of the loss.
     """
 
     whole: float
@@ -84,6 +87,7 @@ class Difference:
     is_sum: bool
     share: float
     rounding: float
+    is_slope: bool = False
 
 
 def unlike(whole: Mapping[str, Left], pieces: Mapping[str, Left]) -> list[str]:
@@ -117,7 +121,9 @@ def reason_to_run_again(found: Sequence[Found]) -> bool:
 
 def _are_all_zero(found: Sequence[Found]) -> bool:
     """Returns whether there are losses and all are zero, as those of pairs within one sample."""
-    losses = [loss for one in found for own in (one.whole, *one.pieces) for loss in own]
+    losses = [
+        loss for one in found for own in (one.whole, *one.pieces) for loss in _values(own, one)
+    ]
     return bool(losses) and not any(losses)
 
 
@@ -130,7 +136,7 @@ def difference_of(one: Found) -> Difference | None:
         for number in range(min(map(len, (one.whole, *one.pieces)), default=0))
     ]
     known = [d for d in differences if d is not None]
-    return max(known, key=lambda d: d.share, default=None)
+    return max(known, key=lambda d: (not d.is_slope, d.share), default=None)
 
 
 def _compare(one: Found, number: int) -> Difference | None:
@@ -138,6 +144,9 @@ def _compare(one: Found, number: int) -> Difference | None:
     pieces = [p[number] if w else 0.0 for w, p in zip(one.weights, one.pieces, strict=True)]
     whole = one.whole[number] * one.whole_weights[0]
     total = sum(pieces)
+    is_slope = one.slopes and number % 2 == 1
+    if is_slope and not math.isfinite(whole + total):
+        return None  # roots and norms have such slopes at zero
     if math.isfinite(whole) and not math.isfinite(total):
         # A mean over nothing: some pieces lack what the loss divides by.
         return Difference(whole, total, False, math.inf, 0.0)
@@ -156,7 +165,8 @@ def _compare(one: Found, number: int) -> Difference | None:
         return None
     is_sum = abs(whole - total) <= max(1e-3 * scale, rounding)
     is_sum &= sum(loss != 0.0 for loss in pieces) > 1
-    return Difference(whole, mean, is_sum, abs(whole - mean) / scale, rounding / scale)
+    share = abs(whole - mean) / scale
+    return Difference(whole, mean, is_sum, share, rounding / scale, is_slope)
 
 
 def why_unknown(found: Sequence[Found]) -> str | None:
@@ -189,10 +199,19 @@ def draws_differ(found: Sequence[Found]) -> bool:
 
 def _is_odd(one: Found) -> bool:
     """Returns whether the batch's loss is not finite, or a piece's only because of rounding."""
-    is_odd = not all(map(math.isfinite, one.whole))
+    is_odd = not _are_finite(one.whole, one)
     for piece, rounded in zip(one.pieces, one.rounded or (), strict=False):
-        is_odd |= all(map(math.isfinite, piece)) and not all(map(math.isfinite, rounded))
+        is_odd |= _are_finite(piece, one) and not _are_finite(rounded, one)
     return is_odd
+
+
+def _are_finite(losses: Sequence[float], one: Found) -> bool:
+    return all(map(math.isfinite, _values(losses, one)))
+
+
+def _values(losses: Sequence[float], one: Found) -> Sequence[float]:
+    """Returns losses without their slopes."""
+    return losses[:: 1 + one.slopes]
 
 
 def in_words(step: str, found: Sequence[Found], worst: Found, difference: Difference) -> str:
@@ -213,6 +232,19 @@ def in_words(step: str, found: Sequence[Found], worst: Found, difference: Differ
         "process on the whole batch, often by more than the loss. "
     )
     reasons = list(dict.fromkeys(reason for one in found for reason in one.reasons))
+    if difference.is_slope:
+        text = (
+            f"gradients of step '{step}' are no mean over samples, although its loss is, and its "
+            f"batch is cut: for {worst.num_samples} samples on {worst.place} the slope of the loss "
+            f"along some direction of a model's output is {difference.whole:.6g} as one batch, "
+            + parts
+        )
+        reasons.insert(
+            0,
+            "a value of the batch counts as a constant (`loss / loss.detach()`, `.item()`), and "
+            "pieces have other values; compute it between steps, from the batch before, or train "
+            "with microbatches 1",
+        )
     if difference.is_sum:
         reasons.insert(
             0,
