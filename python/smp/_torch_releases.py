@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Backend, TCPStore
+from torch._C._distributed_c10d import Backend, Store, TCPStore
 
 
 def minor(version: str = torch.__version__) -> str:
@@ -45,6 +45,11 @@ def tcp_store(host: str, port: int, world_size: int, is_master: bool, **options:
         if "libuv" not in str(error):
             raise
     return TCPStore(host, port, world_size, is_master, use_libuv=False, **options)
+
+
+def has_store_clones() -> bool:
+    """Returns whether a store can be opened a second time, for another thread."""
+    return hasattr(Store, "clone")
 
 
 def known(settings: Mapping[str, Any], module: Any) -> dict[str, Any]:

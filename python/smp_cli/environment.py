@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,6 +95,20 @@ def given_up_file(meeting: Path) -> Path:
 def taken_file(meeting: Path) -> Path:
     """Returns the file of processes that have the places of lost ranks."""
     return meeting / "taken"
+
+
+def add_notes(path: Path, numbers: Sequence[int]) -> None:
+    """Adds processes to the list of one of these files, as they do themselves on one machine."""
+    with path.open("a", encoding="ascii") as file:
+        file.write("".join(f"{number}\n" for number in numbers))
+
+
+def read_notes(path: Path) -> list[int] | None:
+    """Returns the processes that one of these files lists; None: there is no such file."""
+    try:
+        return sorted(map(int, path.read_text().split()))
+    except FileNotFoundError:
+        return None
 
 
 def without_foreign(env: Mapping[str, str]) -> dict[str, str]:

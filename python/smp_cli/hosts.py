@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 # With BatchMode ssh never asks for passwords; a host that vanishes is noticed after 15 s.
@@ -40,7 +42,7 @@ def plan_hosts(text: str, num_ranks: int) -> list[HostPlan]:
     Args:
         text: names separated by commas, each perhaps with a colon and a number of ranks; without
             numbers each host has the same.
-        num_ranks: number of ranks of the job.
+        num_ranks: number of ranks of the job, and of processes that wait.
 
     Raises:
         ValueError: a name occurs twice, or the numbers do not fit.
@@ -55,19 +57,35 @@ def plan_hosts(text: str, num_ranks: int) -> list[HostPlan]:
         numbers = [int(count) for count in counts]
         if sum(numbers) != num_ranks:
             raise ValueError(
-                f"--hosts {text!r} has {sum(numbers)} ranks, and -n says {num_ranks}; make them "
-                "equal"
+                f"--hosts {text!r} has {sum(numbers)} processes, and -n and --spares say "
+                f"{num_ranks}; make them equal"
             )
     else:
         each, rest = divmod(num_ranks, len(names))
         if rest or not each:
             raise ValueError(
-                f"-n {num_ranks} ranks cannot be divided over {len(names)} hosts; give another "
-                f"number, or say how many each has: {names[0]}:1,..."
+                f"{num_ranks} processes (-n and --spares) cannot be divided over {len(names)} "
+                f"hosts; give another number, or say how many each has: {names[0]}:1,..."
             )
         numbers = [each] * len(names)
     firsts = [sum(numbers[:i]) for i in range(len(numbers))]
     return [HostPlan(*one) for one in zip(names, firsts, numbers, strict=True)]
+
+
+def own_address(hosts: Sequence[HostPlan]) -> str:
+    """Returns the address of this machine by which the hosts reach it.
+
+    Args:
+        hosts: hosts of the job.
+    """
+    address = socket.gethostname()
+    for host in hosts:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.connect((host.address, 9))  # sends nothing
+            address = probe.getsockname()[0]
+            if not address.startswith("127."):
+                break
+    return address
 
 
 @dataclass(frozen=True)

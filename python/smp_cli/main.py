@@ -27,6 +27,7 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command("run", "start a script in several processes of this machine", "smp_cli.run"),
+    Command("store", "where the ranks of jobs meet that go on without lost ones", "smp_cli.store"),
     Command("doctor", "versions, devices, pairs of ranks, and what is wrong", "smp_cli.doctor"),
     Command(
         "verify",

@@ -1,7 +1,8 @@
 """The process of ``smp run --hosts`` on each host: starts its ranks, and ends with them.
 
-On standard input it receives the ranks, and then numbers of signals, each as a line; on standard
-output it reports a free port, lines and ends of ranks, and refusals (`frames`). When the standard
+On standard input it receives the ranks, and then numbers of signals and of processes to start, each
+as a line; on standard output it reports a free port, lines and ends of ranks, what they note for
+the command, and refusals (`frames`). When the standard
 input closes, the ranks are ended, so that they do not outlive the command or the connection to it.
 """
 
@@ -18,7 +19,15 @@ from pathlib import Path
 from typing import IO
 
 from smp_cli import frames
-from smp_cli.environment import Share, failure_file, free_port, without_foreign
+from smp_cli.environment import (
+    Share,
+    failure_file,
+    free_port,
+    given_up_file,
+    read_notes,
+    taken_file,
+    without_foreign,
+)
 from smp_cli.ranks import LocalRanks
 
 _POLL_S = 0.2
@@ -32,19 +41,31 @@ def _hang_up() -> None:
     raise BrokenPipeError
 
 
-def _run(ranks: LocalRanks, restart_count: int, orders: IO[bytes], to: IO[bytes]) -> None:
-    def send(lines: list[bytes]) -> None:
+def _run(
+    ranks: LocalRanks, restart_count: int, stays: bool, orders: IO[bytes], to: IO[bytes]
+) -> None:
+    def obey(lines: list[bytes]) -> None:
         for line in lines:
-            ranks.send(signal.Signals(int(line)))
+            match json.loads(line):
+                case {"start": int(number)}:
+                    ranks.start_rank(number, restart_count)
+                case number:
+                    ranks.send(signal.Signals(number))
 
     # A session's end may send SIGTERM to all processes; this one relays it, since ranks may save.
     signal.signal(signal.SIGTERM, lambda *_: ranks.send(signal.SIGTERM))
-    num_reported = 0
+    num_reported, told = 0, dict[str, list[int]]()
     try:
         ranks.start(restart_count)
-        ranks.relay(orders, send, _hang_up)
-        while ranks.running:
+        ranks.relay(orders, obey, _hang_up)
+        while ranks.running or stays:
             ranks.wait(_POLL_S)
+            for path in (given_up_file(ranks.meeting), taken_file(ranks.meeting)):
+                numbers = read_notes(path)
+                if numbers is not None and numbers != told.get(path.name):
+                    new = sorted(set(numbers) - set(told.get(path.name, ())))
+                    told[path.name] = numbers
+                    frames.send(to, notes={path.name: new})
             for rank, status in ranks.ended[num_reported:]:
                 file = failure_file(ranks.meeting, rank)
                 failure = file.read_text() if file.exists() else None
@@ -75,7 +96,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="smp-run-") as folder:
         ranks = LocalRanks(share, partial(_write, to), Path(folder))
         try:
-            _run(ranks, content["restart_count"], orders, to)
+            _run(ranks, content["restart_count"], content["stays"], orders, to)
         except BrokenPipeError:
             return 1  # the connection has ended, and the ranks with it
         except OSError as error:

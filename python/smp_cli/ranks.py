@@ -45,14 +45,9 @@ class Ranks(ABC):
     def start(self, restart_count: int) -> None:
         """Starts all ranks; `restart_count` is the number of earlier starts."""
 
-    def start_spare(self) -> int:
-        """Starts one more process that waits; returns its number.
-
-        Raises:
-            NotImplementedError: the ranks are on several hosts, where `smp run` refuses the options
-                that lead here.
-        """
-        raise NotImplementedError("only processes of this machine are replaced")
+    @abstractmethod
+    def start_spare(self, replaced: int) -> int:
+        """Starts one more process that waits, in place of an ended one; returns its number."""
 
     def wait(self, timeout_s: float) -> None:
         """Relays output and notes ends; returns after the first event or the timeout."""
@@ -109,7 +104,7 @@ class Ranks(ABC):
             stdout=piped,
             stderr=piped,
             start_new_session=True,
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=die_with_parent(os.getpid()),
         )
         streams = zip((process.stdout, process.stderr), write or (), strict=False)
         relays = [self.relay(stream, take) for stream, take in streams if stream]
@@ -151,7 +146,7 @@ class LocalRanks(Ranks):
         for rank in self._share.ranks:
             self.start_rank(rank, restart_count)
 
-    def start_spare(self) -> int:
+    def start_spare(self, replaced: int) -> int:
         self.spares = range(self.spares.start, self.spares.stop + 1)
         self.start_rank(self.spares[-1], self._restart_count)
         return self.spares[-1]
@@ -183,7 +178,7 @@ class LocalRanks(Ranks):
         super().end()
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def die_with_parent(parent: int) -> Callable[[], None]:
     """Returns a function for the child: the kernel then ends it when the launcher is killed."""
     libc = ctypes.CDLL(None)
 

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from smp_cli import frames
-from smp_cli.environment import Share, failure_file
-from smp_cli.hosts import Agent, HostPlan
+from smp_cli.environment import Share, add_notes, failure_file
+from smp_cli.hosts import Agent, HostPlan, own_address
 from smp_cli.output import Write, say
 from smp_cli.ranks import Ranks
+from smp_cli.store import StoreProcess
 
 _HELLO_S = 60.0
 _END_S = 5.0  # for the process of a host to end its ranks
@@ -42,6 +43,13 @@ class _Host:
     refusal: str = ""
     said: list[str] = field(default_factory=list)
     """Last lines that the agent itself has written."""
+    late: list[int] = field(default_factory=list)
+    """Processes that were started later, in place of others."""
+
+    @property
+    def processes(self) -> list[int]:
+        """Returns the numbers of all processes that were started there."""
+        return [*self.plan.ranks, *self.late]
 
     def send(self, order: str) -> None:
         """Sends an order to the process, if it still reads; `wait` notices its end."""
@@ -63,20 +71,29 @@ class RemoteRanks(Ranks):
     _max_line_bytes = sys.maxsize  # a message has many lines of a rank
 
     def __init__(
-        self, share: Share, hosts: Sequence[HostPlan], agent: Agent, write: Write, meeting: Path
+        self,
+        share: Share,
+        hosts: Sequence[HostPlan],
+        agent: Agent,
+        write: Write,
+        meeting: Path,
+        has_store: bool = False,
     ) -> None:
         """
         Args:
-            share: all ranks; its environment is added to that of their hosts.
-            hosts: division of the ranks.
+            share: all processes; its environment is added to that of their hosts.
+            hosts: division of the processes; the last ones wait.
             agent: command that starts the process on a host.
             write: destination of the ranks' output.
             meeting: folder for what ranks report of their failures.
+            has_store: ranks meet in a store on this machine, not in one of rank 0.
         """
         super().__init__()
         self._share, self._plans, self._agent = share, hosts, agent
         self._write, self._meeting = write, meeting
         self._hosts: list[_Host] = []
+        self._store = StoreProcess(own_address(hosts)) if has_store else None
+        self.spares = share.spares
 
     def start(self, restart_count: int) -> None:
         """Starts all ranks, once every host has answered.
@@ -87,8 +104,16 @@ class RemoteRanks(Ranks):
         for plan in self._plans:
             self._call(plan)
         self._wait_for_answers()
-        first, base = self._hosts[0], self._share.environment
+        first, base = self._hosts[0], dict(self._share.environment)
         meeting = {"MASTER_ADDR": first.plan.address, "MASTER_PORT": str(first.port)}
+        if self._store is not None:
+            try:
+                meeting["SMP_RENDEZVOUS"] = f"{self._store.url()}/{self._meeting.name}"
+            except RuntimeError as error:
+                raise HostError(f"{error}; the ranks are to meet there") from None
+        num_spares = self._share.num_spares
+        if num_spares is not None:
+            base["SMP_SPARES"] = str(num_spares)
         for host in self._hosts:
             own = {"SM_CURRENT_HOST": host.plan.address} if "SM_HOSTS" in base else {}
             share = replace(
@@ -96,8 +121,27 @@ class RemoteRanks(Ranks):
                 environment={**meeting, **base, **own},
                 first_rank=host.plan.first_rank,
                 num_ranks=host.plan.num_ranks,
+                num_spares=None,
             )
-            host.send(json.dumps({"restart_count": restart_count, "share": asdict(share)}))
+            order = {"restart_count": restart_count, "share": asdict(share)}
+            host.send(json.dumps({**order, "stays": num_spares is not None}))
+
+    def start_spare(self, replaced: int) -> int:
+        number = self.spares.stop
+        self.spares = range(self.spares.start, number + 1)
+        self._running.add(number)
+        alive = [host for host in self._hosts if host.status is None]
+        if not alive:
+            self._note_end(number, LOST)
+            return number
+
+        def load(host: _Host) -> tuple[bool, int]:
+            return replaced not in host.processes, len(self._running & set(host.processes))
+
+        host = min(alive, key=load)
+        host.late.append(number)
+        host.send(json.dumps({"start": number}))
+        return number
 
     def _call(self, plan: HostPlan) -> None:
         words = self._agent.command(plan.name)
@@ -144,6 +188,9 @@ class RemoteRanks(Ranks):
                     if failure is not None:
                         failure_file(self._meeting, rank).write_text(failure)
                     self._note_end(rank, status)
+                case {"notes": dict(notes)}:
+                    for name, numbers in notes.items():
+                        add_notes(self._meeting / name, numbers)
                 case {"refusal": str(text)}:
                     host.refusal = text
                 case _:
@@ -159,7 +206,7 @@ class RemoteRanks(Ranks):
     def _end_host(self, host: _Host, status: int) -> None:
         """Notes that the agent of a host has ended."""
         host.status = status
-        lost = sorted(self._running.intersection(host.plan.ranks))
+        lost = sorted(self._running.intersection(host.processes))
         if lost and host.port is not None:
             why = host.refusal or f"{self._agent.words[0]} ended with status {status}"
             say(f"host {host.plan.name}: {why}; its ranks {lost} are lost")
@@ -168,7 +215,7 @@ class RemoteRanks(Ranks):
 
     def send(self, number: signal.Signals) -> None:
         for host in self._hosts:
-            if self._running.intersection(host.plan.ranks):
+            if self._running.intersection(host.processes):
                 host.send(str(int(number)))
 
     def end(self) -> None:
@@ -181,4 +228,6 @@ class RemoteRanks(Ranks):
             if host.process.poll() is None:
                 os.killpg(host.process.pid, signal.SIGKILL)
                 host.process.wait()
+        if self._store is not None:
+            self._store.close()
         super().end()

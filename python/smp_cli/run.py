@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=0,
         metavar="N",
         help="start N processes more, which wait for the places of ranks that die (0); with "
-        "on_failure: spare in the configuration, on one machine",
+        "on_failure: spare in the configuration. With --hosts they are the last ones",
     )
     add(
         "--max-replacements",
@@ -65,8 +65,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=0,
         metavar="N",
         help="start a process that waits for each one that has failed, or whose replica is broken, "
-        "while the others go on, N times at most (0); with on_failure: spare in the configuration, "
-        "on one machine",
+        "while the others go on, N times at most (0); with on_failure: spare in the configuration",
+    )
+    add(
+        "--store",
+        action="store_true",
+        help="with --hosts: the ranks meet in a store of this command, not in one of rank 0, so "
+        "that they can go on without it (on_failure: shrink); --spares and --max-replacements do "
+        "so anyway",
     )
     add(
         "--grace-s",
@@ -133,13 +139,15 @@ def execute(arguments: argparse.Namespace) -> int:
         if path is not None:
             base[variable] = str(path.absolute())
     try:
-        hosts = plan_hosts(arguments.hosts, arguments.ranks) if arguments.hosts else []
+        num_processes = arguments.ranks + arguments.spares
+        hosts = plan_hosts(arguments.hosts, num_processes) if arguments.hosts else []
         waits = arguments.spares or arguments.max_replacements
-        if waits and (hosts or arguments.torch_env):
-            raise ValueError(
-                "--spares and --max-replacements are for one machine, without --hosts and "
-                "--torch-env"
-            )
+        if waits and arguments.torch_env:
+            raise ValueError("--spares and --max-replacements go without --torch-env")
+        if arguments.store and not hosts:
+            raise ValueError("--store is for several hosts (--hosts)")
+        if waits and not arguments.max_replacements:
+            base.setdefault("SMP_REPLACEMENT_S", "0")  # no process comes later
         if arguments.preflight and len(hosts) < 2:
             raise ValueError("--preflight compares hosts; name at least two with --hosts")
         if arguments.config is not None:
@@ -202,7 +210,8 @@ def _make_ranks(
     def on_hosts(meeting: Path) -> Ranks:
         assert write is not None
         everywhere = replace(share, environment=for_other_hosts(share.environment))
-        return RemoteRanks(everywhere, hosts, agent, write, meeting)
+        has_store = arguments.store or share.num_spares is not None
+        return RemoteRanks(everywhere, hosts, agent, write, meeting, has_store)
 
     return on_hosts if hosts else here
 

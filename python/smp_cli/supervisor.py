@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from smp_cli.environment import failure_file, given_up_file, taken_file
+from smp_cli.environment import failure_file, given_up_file, read_notes, taken_file
 from smp_cli.events import JobEvents
 from smp_cli.output import say
 from smp_cli.ranks import Ranks
@@ -200,7 +200,8 @@ class _Replacements:
             is_early = status not in (0, EXIT_RESUME) or number in idle or number in given_up
             if is_early and number not in self._replaced and len(self._replaced) < self._most:
                 self._replaced.add(number)
-                own, count = self._ranks.start_spare(), f"{len(self._replaced)} of {self._most}"
+                own = self._ranks.start_spare(number)
+                count = f"{len(self._replaced)} of {self._most}"
                 say(f"process {own} is started in place of {number}, and waits ({count})")
 
 
@@ -243,18 +244,12 @@ def find_failure(ended: Sequence[tuple[int, int]], folder: Path) -> Failure | No
 
 def read_given_up(folder: Path) -> list[int]:
     """Returns the ranks without which the others went on."""
-    try:
-        return sorted(map(int, given_up_file(folder).read_text().split()))
-    except FileNotFoundError:
-        return []  # the job ends when a rank fails
+    return read_notes(given_up_file(folder)) or []  # no file: the job ends when a rank fails
 
 
 def read_taken(folder: Path) -> list[int]:
     """Returns the processes that have the places of lost ranks."""
-    try:
-        return sorted(map(int, taken_file(folder).read_text().split()))
-    except FileNotFoundError:
-        return []
+    return read_notes(taken_file(folder)) or []
 
 
 class _Told(NamedTuple):

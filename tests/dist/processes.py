@@ -68,7 +68,7 @@ def start_ranks(
         settings: dict[str, str] = {}
         if launcher == "smp run":
             settings = {"SMP_RANK": str(rank), "SMP_WORLD_SIZE": str(world_size)}
-            settings |= {"SMP_SPARES": str(spares)} if spares else {}
+            settings |= {"SMP_SPARES": str(spares), "SMP_REPLACEMENT_S": "0"} if spares else {}
         elif launcher is not None:
             settings = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             settings |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}

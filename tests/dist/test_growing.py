@@ -317,21 +317,6 @@ def test_smp_run_replaces_no_more_than_it_may(tmp_path: Path) -> None:
     assert "process 5" not in job.stdout, job.stdout
 
 
-def test_two_processes_with_one_number_are_refused(pool: Pool) -> None:
-    launcher = Launcher(pool, Layout(), "--die=1:backward:2", "--until=0", spares=1, steps=60)
-    wait_for_first_step(pool, launcher.job, 0)
-    settings = {"SMP_RANK": "2", "SMP_WORLD_SIZE": "2", "SMP_SPARES": "0"}
-    settings["SMP_RENDEZVOUS"] = f"file://{launcher.job.folder}/rendezvous"
-    log = launcher.job.folder / "rank3.log"
-    launcher.job.pids.extend(
-        pool.zygote().start("script", str(SCRIPT), launcher.argv, settings, str(log))
-    )
-    wait_until(lambda: launcher.has_ended(3), launcher.outputs)
-    ended = end(pool, launcher.job, 2)
-    assert "another process that waits has the number 2" in ended[3].output, words(ended)
-    assert "RESULT " in ended[0].output, words(ended)
-
-
 LAYOUTS = (Layout(pp=2), Layout(dp=3), Layout(tp=2), Layout(pp=2, dp=3))
 
 

@@ -288,19 +288,25 @@ def test_smp_run_starts_spares_and_ends_those_that_still_wait() -> None:
 
 
 def test_smp_run_names_a_spare_that_could_not_wait() -> None:
-    job = smp_run("--steps=2", on_failure="end")
+    job = smp_run("--steps=100", "--step-s=0.05", on_failure="end")  # the spare fails meanwhile
     assert job.returncode == 0 and job.stdout.count("RESULT ") == 2, job.stdout
     assert "rank 2 exited with status 1, which has waited for the place" in job.stdout, job.stdout
     assert "start the job without --spares" in job.stdout, job.stdout
 
 
 @pytest.mark.sample(keep=0)
-@pytest.mark.parametrize("options", [["--hosts=a,b"], ["--torch-env"]], ids=str)
-def test_smp_run_has_spares_on_one_machine_only(options: list[str]) -> None:
-    command = [sys.executable, "-m", "smp_cli", "run", "-n", "2", "--spares=1", *options]
-    job = launch([*command, str(SCRIPT)])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--spares=1", "--torch-env"], "--spares and --max-replacements go without --torch-env"),
+        (["--spares=1", "--hosts=a,b"], "3 processes (-n and --spares) cannot be divided over 2"),
+        (["--store"], "--store is for several hosts (--hosts)"),
+    ],
+)
+def test_smp_run_refuses_options_that_do_not_fit(options: list[str], text: str) -> None:
+    job = launch([sys.executable, "-m", "smp_cli", "run", "-n", "2", *options, str(SCRIPT)])
     assert job.returncode == 2, job.stdout
-    assert "--spares and --max-replacements are for one machine" in job.stdout
+    assert text in job.stdout
 
 
 RANDOM_LAYOUTS = (Layout(pp=2), Layout(), Layout(tp=2), ALONE, Layout(pp=3, dp=1))

@@ -10,10 +10,13 @@ Needed are the right to make namespaces (root, or the capability CAP_SYS_ADMIN) 
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -252,6 +255,19 @@ class Network:
     def remove(self, index: int) -> None:
         """A host is gone with its interface; its processes do not hear of it by a signal."""
         self._in_middle("ip", "link", "del", f"port{index}")
+
+    def kill(self, index: int) -> None:
+        """Kills all that runs on a host, and removes it."""
+        own = os.readlink(f"/proc/{self.pid(index)}/ns/net")
+        self.remove(index)
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                is_there = os.readlink(folder / "ns/net") == own
+            except OSError:  # it has ended
+                continue
+            if is_there and int(folder.name) != self.pid(index):
+                with suppress(ProcessLookupError):
+                    os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _call(*words: str) -> None:

@@ -35,8 +35,10 @@ CONFIG = {"pipeline_parallel_degree": 2}
 class Command:
     """``smp run`` on the first host of a network."""
 
-    def __init__(self, network: Network, folder: Path, *options: str, **env: str) -> None:
-        hosts = ",".join(network.name(index) for index in range(network.num_hosts))
+    def __init__(
+        self, network: Network, folder: Path, *options: str, hosts: str = "", **env: str
+    ) -> None:
+        hosts = hosts or ",".join(network.name(index) for index in range(network.num_hosts))
         agent = folder / "agent"
         if not agent.exists():
             write_agent(network, folder)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from smp.world.interfaces import HostAddress, choose_way, is_loopback, towards
+from smp.world.process_groups import _gloo_settings
 
 
 def test_a_named_interface_wins() -> None:
@@ -42,3 +45,23 @@ def test_the_host_of_the_meeting_point_takes_the_way_to_the_others() -> None:
 def test_loopback_is_told_by_its_address() -> None:
     assert is_loopback("127.0.1.1") and is_loopback("::1")
     assert not is_loopback("10.231.0.1") and not is_loopback("")
+
+
+@pytest.mark.parametrize(
+    ("named", "loopback", "expected"),
+    [
+        (None, True, "lo"), (None, False, None), ("eth77", True, "lo"), ("eth77", False, "eth77"),
+        ("lo,eth7", True, "lo,eth7"),
+    ],
+)  # fmt: skip
+def test_groups_on_one_machine_need_no_interface_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, loopback: bool, expected: str | None
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if named is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+    before = dict(os.environ)
+    with _gloo_settings(loopback):
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+    assert dict(os.environ) == before

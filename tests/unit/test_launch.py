@@ -276,6 +276,47 @@ def test_a_group_of_torch_that_has_met_nowhere_is_refused() -> None:
         of_group({}, ALONE)
 
 
+@pytest.mark.parametrize("env", [TORCHRUN, SLURM, OPEN_MPI_5])
+def test_the_last_processes_of_other_launchers_wait(env: dict[str, str]) -> None:
+    plain = launch.read_launch(env, "here")
+    found = launch.read_launch({**env, "SMP_SPARES": "1"}, "here")
+    size = plain.world_size - 1
+    assert (found.world_size, found.first_size, found.spares) == (size, size, 1)
+    assert found.global_rank == plain.global_rank
+    assert found.is_spare == (plain.global_rank == size)
+    too_many = {**env, "SMP_SPARES": str(plain.world_size)}
+    with pytest.raises(ValueError, match="are to wait; start more, at least one rank"):
+        launch.read_launch(too_many, "here")
+
+
+def test_ranks_meet_in_a_store_of_its_own() -> None:
+    env = {**TORCHRUN, "SMP_RENDEZVOUS": "tcp://node9:29400/job7"}
+    plan = rendezvous(env)
+    assert (plan.kind, plan.host, plan.port, plan.has_server) == ("tcp", "node9", 29400, True)
+    others = [
+        rendezvous({**env, "SMP_RENDEZVOUS": "tcp://node9:29400/job8"}),
+        rendezvous({**env, "TORCHELASTIC_RESTART_COUNT": "9"}),
+    ]
+    assert all(other.attempt != plan.attempt for other in others), "keys of their own"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tcp://node9",
+        "tcp://node9:5/",
+        "tcp://:5",
+        "tcp://node9:x",
+        "http://a:1",
+        "file://a/b",
+        "tcp://a:99999",
+    ],
+)
+def test_other_places_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not understood; expected file:///absolute/path, or"):
+        rendezvous({**TORCHRUN, "SMP_RENDEZVOUS": text})
+
+
 def test_numbers_behind_the_ranks_are_those_of_processes_that_wait() -> None:
     env = {"SMP_WORLD_SIZE": "4", "SMP_SPARES": "2"}
     for number in range(6):

@@ -32,6 +32,7 @@ def test_values_are_read() -> None:
         "SMP_VERIFY": "order.json",
         "SMP_STORE_FOLDER": "~/checkpoints",
         "SMP_UPLOAD_WAIT_S": "0",
+        "SMP_REPLACEMENT_S": "0",
     }
     expected = settings.Settings(
         2.5,
@@ -48,6 +49,7 @@ def test_values_are_read() -> None:
         verify="order.json",
         store_root=Path("~/checkpoints"),
         upload_wait_s=0.0,
+        replacement_s=0.0,
     )
     assert settings.read_settings(env) == expected
 

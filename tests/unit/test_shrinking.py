@@ -26,6 +26,8 @@ from smp.world.shrinking import (
 
 LAUNCH = Launch("smp", 0, 4, 0, 4, "node")
 IN_A_FILE = Rendezvous("file", path="/shared/rendezvous")
+IN_AN_AGENT = Rendezvous("tcp", host="a", port=1, has_server=True)
+ELASTIC = {"TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize("placement", ["cluster", "spread", "TPD", "PDT"])
@@ -67,6 +69,15 @@ def test_nothing_is_left_without_a_whole_replica() -> None:
     ("launch", "place", "env", "device", "transport", "text"),
     [
         (LAUNCH, IN_A_FILE, {"TORCHELASTIC_RUN_ID": "7"}, "cpu", "gloo", "torchrun ends all"),
+        (LAUNCH, IN_AN_AGENT, {**ELASTIC, "LOCAL_WORLD_SIZE": "4"}, "cpu", "gloo", "only one"),
+        (
+            LAUNCH,
+            IN_AN_AGENT,
+            {**ELASTIC, "TORCHELASTIC_MAX_RESTARTS": "3"},
+            "cpu",
+            "gloo",
+            "starts the ranks of a host again",
+        ),
         (LAUNCH, IN_A_FILE, {LAUNCHED_VARIABLE: "1"}, "cpu", "gloo", "smp.launch ends all"),
         (Launch("mpi", 0, 4, 0, 4, "n"), IN_A_FILE, {}, "cpu", "gloo", "mpirun ends all"),
         (LAUNCH, IN_A_FILE, {}, "cpu", "mpi", "messages go over MPI"),
@@ -78,6 +89,7 @@ def test_jobs_that_cannot_lose_ranks_are_refused_by_name(
     launch: Launch, place: Rendezvous, env: dict[str, str], device: str, transport: str, text: str
 ) -> None:
     refuse_shrinking("shrink", LAUNCH, IN_A_FILE, {}, "cpu", "tcp")
+    refuse_shrinking("shrink", LAUNCH, IN_AN_AGENT, ELASTIC, "cpu", "tcp")
     with pytest.raises(ValueError, match="on_failure='shrink': .*; .*, or set on_failure") as error:
         refuse_shrinking("shrink", launch, place, env, device, transport)
     assert text in str(error.value)

@@ -290,7 +290,7 @@ def test_ranks_are_divided_over_hosts() -> None:
     ("text", "num_ranks", "expected"),
     [
         ("a,b", 3, "cannot be divided over 2 hosts"),
-        ("a:1,b:1", 3, "has 2 ranks, and -n says 3"),
+        ("a:1,b:1", 3, "has 2 processes, and -n and --spares say 3"),
         ("a:1,b", 2, "give each host a number"),
         ("a,a", 2, "expected different names"),
         ("a,", 2, "expected different names"),

@@ -26,6 +26,7 @@ from smp.precision.holdings import master_of
 from smp.step import copies, taking_over
 from smp.world import failure, runtime
 from smp.world.between_steps import known_to
+from smp.world.preemption import leave_without_place
 from smp.world.survivor_agreement import Decision, Dismissed, TimeToGrow
 from smp.world.survivors import Survivors
 
@@ -164,7 +165,7 @@ def _run_until_done(
             noticed_s = time.monotonic()
             if not isinstance(error, TimeToGrow):
                 _check_others_go_on(current, survivors, error)
-            decision = _meet(survivors, error)
+            decision = _meet(current, survivors, error)
             if decision is None:
                 survivors.note_done()
                 if isinstance(error, TimeToGrow):
@@ -206,7 +207,7 @@ def _go_on_between(current: runtime.Runtime, error: RuntimeError) -> None:
     rank.is_apart, rank.gathers_later = False, True
     try:
         _check_others_go_on(current, survivors, error)
-        decision = _meet(survivors, error)
+        decision = _meet(current, survivors, error)
         assert decision is not None, "no rank passes the next step before this one comes there"
         _go_on(current, decision, noticed_s, restore=lambda: None)
         kept.join_groups()
@@ -228,12 +229,12 @@ def _check_others_go_on(
     current.record.failed(current.rank.culprit(peer), error, ends=False)
 
 
-def _meet(survivors: Survivors, error: BaseException) -> Decision | None:
+def _meet(current: runtime.Runtime, survivors: Survivors, error: BaseException) -> Decision | None:
     try:
         return survivors.meet(error)
     except Dismissed as dismissed:
         _log.warning("smp: %s%s", _C.rank_prefix(), dismissed)
-        raise SystemExit(0) from error
+        leave_without_place(current.rank)
 
 
 def _go_on(
@@ -297,7 +298,7 @@ def _meet_again(current: runtime.Runtime, error: RuntimeError) -> Decision | Non
     survivors, connections = current.survivors, current.rank.connections
     if survivors is None:  # no other replica is left
         raise error
-    decision = _meet(survivors, error)
+    decision = _meet(current, survivors, error)
     if decision is None:
         survivors.note_done()
     elif connections is not None:

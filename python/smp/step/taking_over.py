@@ -27,6 +27,7 @@ from smp.step.copy_memory import KeptCopy
 from smp.world import comm, host_objects, runtime
 from smp.world.between_steps import Known, known_to
 from smp.world.comm import RankType
+from smp.world.preemption import leave_without_place
 
 _log = logging.getLogger("smp")
 _COUNTS = (
@@ -69,7 +70,7 @@ def take_over(user_content: Callable[[], Any]) -> Any:
         decision = current.join()
         if decision is None:
             _log.warning("%sthe other ranks go on without this process", _C.rank_prefix())
-            raise SystemExit(0)
+            leave_without_place(current.rank)
         with current.rank.reporting("smp.take_over"):
             state = _receive(current, dict(decision.newcomers))
             assert current.survivors is not None

@@ -52,9 +52,9 @@ def choose_way(env: Mapping[str, str], meeting_host: str, hostname: str) -> Host
     """
     given = env.get(INTERFACE_VARIABLE, "").split(",")[0]
     if given:
-        address = _address_of(given)
+        address = address_of(given)
         if not address:
-            others = ", ".join(f"{n} ({_address_of(n) or 'no address'})" for n in _interfaces())
+            others = ", ".join(f"{n} ({address_of(n) or 'no address'})" for n in _interfaces())
             raise ValueError(
                 f"smp launch: {INTERFACE_VARIABLE}={given}, but host {hostname!r} has no interface "
                 f"{given} with an IPv4 address; it has {others}; name one of them that the other "
@@ -220,7 +220,7 @@ def _interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
-def _address_of(interface: str) -> str:
+def address_of(interface: str) -> str:
     """Returns the IPv4 address of an interface; empty if it has none or does not exist."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
@@ -232,7 +232,7 @@ def _address_of(interface: str) -> str:
 
 
 def _interface_with(address: str) -> str:
-    return next((name for name in _interfaces() if _address_of(name) == address), "")
+    return next((name for name in _interfaces() if address_of(name) == address), "")
 
 
 def _address_towards(host: str) -> str:

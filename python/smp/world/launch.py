@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
 
 from smp.config import given_files
 
@@ -36,7 +38,7 @@ class Launch:
     """Host name of each rank, once the ranks have exchanged them."""
     spares: int | None = None
     """Processes that are started with the ranks and wait for places; more may come later. None:
-    there are none, also later."""
+    there are none, also later. `world_size` is without them."""
     first_size: int = field(default=0, compare=False)
     """Ranks with which the job begins."""
 
@@ -67,9 +69,12 @@ class Rendezvous:
     host: str = ""
     port: int = 0
     has_server: bool = False
-    """Whether host:port has a listener already: torchrun's agent, or torch's default group."""
+    """Whether host:port has a listener already: torchrun's agent, torch's default group, or
+    ``smp store``."""
     attempt: str = "0"
-    """Grows when the launcher restarts all ranks against the same store."""
+    """Differs between jobs, and starts of all ranks, that use the same store."""
+    named_by: str = "MASTER_ADDR and MASTER_PORT"
+    """Variables that name the place, for messages."""
 
     @property
     def identity(self) -> str:
@@ -116,8 +121,6 @@ def read_launch(env: Mapping[str, str], hostname: str, group: TorchGroup | None 
     if any(name in env for name in _SMP_RUN):
         local = _SMP_LOCAL if _SMP_LOCAL[0] in env else _SMP_RUN  # else one host
         launch = _read(env, "smp", *_SMP_RUN, *local)
-        if _SMP_SPARES in env:
-            launch = replace(launch, spares=max(0, _integer(env, _SMP_SPARES, "smp")))
     elif any(name in env for name in _TORCHRUN):
         launch = _read(env, "torchrun", *_TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     elif any(name in env for name in _OPEN_MPI):
@@ -131,6 +134,8 @@ def read_launch(env: Mapping[str, str], hostname: str, group: TorchGroup | None 
         launch = Launch("torch", group.rank, group.size, 0, 0, hostname)
     else:
         return Launch("single", 0, 1, 0, 1, hostname, hosts=(hostname,))
+    if _SMP_SPARES in env:
+        launch = _with_spares(launch, max(0, _integer(env, _SMP_SPARES, launch.launcher)))
     hosts = (hostname,) if launch.world_size == 1 else ()
     launch = replace(launch, hostname=hostname, hosts=hosts)
     if not (0 <= launch.global_rank < launch.world_size or launch.is_spare):
@@ -139,6 +144,19 @@ def read_launch(env: Mapping[str, str], hostname: str, group: TorchGroup | None 
             f"{launch.world_size} processes; expected 0 <= rank < size, check the environment"
         )
     return launch
+
+
+def _with_spares(launch: Launch, spares: int) -> Launch:
+    """Returns the launch of a job in which the last `spares` processes wait for places."""
+    # Only `smp run` has processes that are not counted in the size.
+    size = launch.world_size - (0 if launch.launcher == "smp" else spares)
+    if size < 1:
+        raise ValueError(
+            f"smp launch: {_SMP_SPARES}={spares} of the {launch.world_size} processes that "
+            f"{launch.launcher} has started are to wait; start more, at least one rank has to be "
+            "left"
+        )
+    return replace(launch, spares=spares, world_size=size, first_size=size)
 
 
 def with_hosts(launch: Launch, hosts: Sequence[str]) -> Launch:
@@ -254,12 +272,7 @@ def plan_rendezvous(
     attempt = restart_count(env)
     given = env.get(RENDEZVOUS_VARIABLE)
     if given:
-        if not given.startswith("file:///"):
-            raise ValueError(
-                f"smp launch: {RENDEZVOUS_VARIABLE}={given!r} is not understood; "
-                "expected file:///absolute/path"
-            )
-        return Rendezvous("file", path=given.removeprefix("file://"), attempt=attempt)
+        return _given_place(given, attempt)
     if launch.launcher == "torch":
         return _place_of_group(launch, group)
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
@@ -286,6 +299,30 @@ def plan_rendezvous(
         f"smp launch: {launch.world_size} {launch.launcher} processes on several hosts have no "
         f"meeting point: {missing} is not set; set it to the host of rank 0 and a free port"
         + (hint if launch.launcher == "mpi" else "")
+    )
+
+
+def _given_place(text: str, attempt: str) -> Rendezvous:
+    """Returns the place that ``SMP_RENDEZVOUS`` names."""
+    url, port = urlsplit(text), None
+    with suppress(ValueError):  # the port is no number
+        port = url.port
+    if url.scheme == "file" and not url.netloc and url.path.startswith("/"):
+        return Rendezvous("file", path=text.removeprefix("file://"), attempt=attempt)
+    job = url.path.strip("/")
+    if url.scheme != "tcp" or not (url.hostname and port and job):
+        raise ValueError(
+            f"smp launch: {RENDEZVOUS_VARIABLE}={text!r} is not understood; expected "
+            "file:///absolute/path, or tcp://host:port/job of a store (smp store), with another "
+            "name for each job"
+        )
+    return Rendezvous(
+        "tcp",
+        host=url.hostname,
+        port=port,
+        has_server=True,
+        attempt=f"{job}#{attempt}",
+        named_by=RENDEZVOUS_VARIABLE,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch.distributed as dist
 
@@ -14,6 +15,7 @@ from smp.world.rank import Rank
 from smp.world.recruits import Recruits
 from smp.world.rendezvous import Hello
 from smp.world.settings import device_of
+from smp.world.sockets import with_own_connection
 from smp.world.spares import Place, Spares, Waiting, hello_of
 from smp.world.survivors import Survivors
 
@@ -23,7 +25,8 @@ class Members:
     """The hellos of ranks that have met, and what connects them.
 
     Attributes:
-        store: keys of this init.
+        store: keys of this init, for the connections of the present ranks. A thread that has been
+            left behind may use those of former ranks (`connecting`), so each set has its own.
         hellos: hello of each rank, index = global rank.
         own_host: address of this machine as others see it, if the hello does not have it.
         secret: secret of this job from the environment; None: the job draws one.
@@ -45,9 +48,17 @@ class Members:
     @property
     def keys(self) -> dist.Store:
         """Keys of the present ranks alone."""
+        return self._keys_in(self.store)
+
+    @cached_property
+    def _apart(self) -> dist.Store:
+        """Keys of this init for the agreement, which goes on while connections are made."""
+        return with_own_connection(self.store)
+
+    def _keys_in(self, store: dist.Store) -> dist.Store:
         if not self.generation:
-            return self.store
-        return dist.PrefixStore(f"regroup/{self.generation}", self.store)
+            return store
+        return dist.PrefixStore(f"regroup/{self.generation}", store)
 
     def placement(self, grid: _C.ProcessGrid) -> tuple[list[str], str]:
         """Returns lines on the places of the ranks, and a map of them.
@@ -71,16 +82,17 @@ class Members:
         Args:
             rank: rank of this process among them.
         """
+        keys = self._keys_in(self._apart)
         if rank.config.on_failure != "spare":
-            return Survivors(self.keys, rank, self._has_ended)
+            return Survivors(keys, rank, self._has_ended)
         first, hosts = rank.launch.first_size, [hello.host for hello in self.hellos]
-        waiting = Waiting(self.store, range(first, first + (rank.launch.spares or 0)))
+        waiting = Waiting(self._apart, range(first, first + (rank.launch.spares or 0)))
         place = Place(0, self.generation, self.launched, self.hellos, rank.keepers, hosts)
         recruits = None
         if rank.may_grow and rank.global_rank == 0:
             recruits = Recruits(waiting, rank.grid, place)
-        spares = Spares(waiting, self.keys, place)
-        return Survivors(self.keys, rank, self._has_ended, spares, recruits)
+        spares = Spares(waiting, keys, place, rank.patience_s)
+        return Survivors(keys, rank, self._has_ended, spares, recruits)
 
     def _has_ended(self, global_rank: int) -> bool:
         hello = self.hellos[global_rank]
@@ -94,6 +106,7 @@ class Members:
             newcomers: number of the process that takes a place, by global rank from now on.
         """
         self.generation, run = self.generation + 1, self.hellos[0].run
+        self.store = with_own_connection(self._apart)
         hellos = [
             hello_of(self.store, newcomers[place]) if rank < 0 else self.hellos[rank]
             for place, rank in enumerate(kept)

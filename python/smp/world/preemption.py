@@ -36,6 +36,22 @@ EXIT_RESUME = 75
 ``smp run`` has the same number."""
 
 
+def leave_without_place(rank: Rank) -> NoReturn:
+    """Ends a process that the other ranks go on without.
+
+    Launchers that start failed processes again, as Kubernetes does, are to start this one, too: it
+    will wait for a place. ``smp run`` knows from the ranks which ones it may replace.
+
+    Args:
+        rank: rank of this process.
+
+    Raises:
+        SystemExit: always.
+    """
+    may_wait = rank.config.on_failure == "spare" and rank.launch.launcher != "smp"
+    raise SystemExit(EXIT_RESUME if may_wait else 0)
+
+
 @dataclass(frozen=True)
 class _Automatic:
     """Arguments with which the library saves by itself."""

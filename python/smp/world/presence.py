@@ -111,7 +111,7 @@ def wait_for_hellos(
         _wait_for(store, [collected], keys, pulses, deadline_s, timeout_s)
         packed = zlib.decompress(base64.b64decode(store.get(collected)))
     except dist.DistNetworkError as error:
-        raise _no_answer(error) from None
+        raise no_answer("smp.init: ", error) from None
     except (RuntimeError, ValueError):
         raise
     except BaseException as error:
@@ -148,13 +148,19 @@ def await_key(
     try:
         _wait_for(store, [key], [key], pulses, deadline_s, timeout_s, look)
     except dist.DistNetworkError as error:
-        raise _no_answer(error) from None
+        raise no_answer("smp.init: ", error) from None
 
 
-def _no_answer(error: Exception) -> RuntimeError:
+def no_answer(prefix: str, error: Exception) -> RuntimeError:
+    """Returns the error of a rank that cannot reach the store in which the ranks have met.
+
+    Args:
+        prefix: beginning of the text.
+        error: error of the store.
+    """
     return RuntimeError(
-        f"smp.init: rank 0, which the ranks meet at, does not answer any more ({error}); look "
-        "at its output"
+        f"{prefix}the store in which the ranks meet does not answer any more ({error}): rank 0, "
+        "torchrun's first agent or smp store has ended, or its host is cut off; look at its output"
     )
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import smp._C as _C
 from smp.world.connecting import until_a_rank_fails
 from smp.world.groups import BATCH_KINDS, SHARD_KINDS, all_groups, backends_for, own_groups
+from smp.world.interfaces import INTERFACE_VARIABLE, address_of
 from smp.world.process_hooks import keep_forever
 from smp.world.rank import Rank
 
@@ -232,15 +233,17 @@ class TorchGroups:
 def _gloo_settings(loopback: bool) -> Iterator[None]:
     """Sets where torch's own Gloo groups listen and when they connect, unless the user has.
 
-    With lazy initialization two ranks of a group connect in the first operation that needs it.
+    With lazy initialization two ranks of a group connect in the first operation that needs it. An
+    interface that the user has named may have gone with the other hosts.
     """
-    wanted = {"TORCH_GLOO_LAZY_INIT": "1"}
-    if loopback:
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"
-    chosen = {name: text for name, text in wanted.items() if name not in os.environ}
-    os.environ.update(chosen)
+    before = dict(os.environ)
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if loopback and not address_of(os.environ.get(INTERFACE_VARIABLE, "").split(",")[0]):
+        os.environ[INTERFACE_VARIABLE] = "lo"
     try:
         yield
     finally:
-        for name in chosen:
-            del os.environ[name]
+        for name in ("TORCH_GLOO_LAZY_INIT", INTERFACE_VARIABLE):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]

@@ -23,6 +23,9 @@ from smp.world.shrinking import choose_keepers
 if TYPE_CHECKING:
     from smp.world.between_steps import BetweenSteps
 
+# Time in which a launcher starts another process, and that process comes to `init`.
+_PATIENCE_S = 60.0
+
 
 class Rank:
     """A rank between `init` and `shutdown`. Objects that need one take it as an argument.
@@ -175,6 +178,15 @@ class Rank:
     def may_grow(self) -> bool:
         """True if the job has fewer replicas than at its beginning, and processes may add some."""
         return self.config.on_failure == "spare" and self.world_size < self.launch.first_size
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds for which ranks wait for a process that is started in place of a lost one.
+
+        Without a word of the user that is no time for replicas, which can go on without it.
+        """
+        given = self.settings.replacement_s
+        return (_PATIENCE_S if self.keepers else 0.0) if given is None else given
 
     def _describe(self, rank: int) -> str:
         """Returns the place of a rank in the grid, and its host if there are several."""

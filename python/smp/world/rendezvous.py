@@ -26,6 +26,7 @@ from smp.world.launch import Launch, Rendezvous, TorchGroup, plan_rendezvous
 from smp.world.presence import wait_for_hellos
 from smp.world.processes import namespace
 from smp.world.settings import Settings, check_devices, check_gpu_sharing
+from smp.world.sockets import end_silent_connections
 
 # Seconds for which a rank that already failed waits for the others to read its error.
 FAREWELL_S = 10.0
@@ -154,9 +155,9 @@ def _connect(place: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
         _make_unreadable(place.path)
         return dist.FileStore(place.path, launch.world_size + (launch.spares or 0))
     hosts_store = launch.global_rank == 0 and not place.has_server
-    _await_name(place.host)
+    _await_name(place)
     try:
-        return tcp_store(
+        store = tcp_store(
             place.host,
             place.port,
             launch.world_size,
@@ -170,9 +171,12 @@ def _connect(place: Rendezvous, launch: Launch, timeout_s: float) -> dist.Store:
         raise RuntimeError(
             f"smp launch: rank {launch.global_rank} cannot "
             f"{'listen on' if hosts_store else 'reach'} {place.host}:{place.port} "
-            f"(MASTER_ADDR and MASTER_PORT): {error}; check that rank 0 runs there and that the "
-            "port is free"
+            f"({place.named_by}): {error}; check that "
+            f"{'the store' if place.has_server else 'rank 0'} runs there"
+            f"{' and that the port is free' if hosts_store else ''}"
         ) from None
+    end_silent_connections(place.port)
+    return store
 
 
 def _loopback_listener(place: Rendezvous) -> int | None:
@@ -197,19 +201,19 @@ def _loopback_listener(place: Rendezvous) -> int | None:
         return listener.detach()
 
 
-def _await_name(host: str) -> None:
+def _await_name(place: Rendezvous) -> None:
     """Waits for a host name to be known; the store would try until its time-out."""
     deadline = time.monotonic() + _NAME_S
     while True:
         try:
-            socket.getaddrinfo(host, None)
+            socket.getaddrinfo(place.host, None)
             return
         except socket.gaierror as error:
             if time.monotonic() >= deadline:
                 raise RuntimeError(
                     f"smp launch: host {socket.gethostname()!r} does not know the address of "
-                    f"{host!r} (MASTER_ADDR), where the ranks meet: {error.strerror}; give an "
-                    "address, or correct the names (DNS, /etc/hosts)"
+                    f"{place.host!r} ({place.named_by}), where the ranks meet: {error.strerror}; "
+                    "give an address, or correct the names (DNS, /etc/hosts)"
                 ) from None
         time.sleep(0.5)
 

@@ -49,7 +49,7 @@ from smp.world.settings import (
     shares_gpus,
 )
 from smp.world.shrinking import refuse_shrinking
-from smp.world.spares import Newcomer, wait_for_place
+from smp.world.spares import Newcomer, claim_number, wait_for_place
 from smp.world.steps import Steps
 from smp.world.survivor_agreement import Decision
 from smp.world.survivors import Survivors, await_decision
@@ -333,6 +333,8 @@ class Runtime:
             for callback in self._on_shutdown:
                 last_first.callback(callback)
             self.rank.leave()
+            if self.survivors is not None and not _has_failed:
+                self.survivors.note_over()
 
     def _drop_references(self) -> None:
         self.rank.drop_communicators()
@@ -420,6 +422,8 @@ def init(config: UserConfig = None) -> None:
         runtime.record.started([hello_of(launch, device_type, num_devices)])
         return
     store = _meeting_point.open(launch, env, settings.timeout_s, group)
+    if launch.spares is not None or (read.config is not None and read.config.goes_on):
+        launch = claim_number(store, launch)
     _show_failures(launch.global_rank)
     way, secret, own_error = HostAddress("", "", ""), None, None
     try:

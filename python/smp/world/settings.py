@@ -49,6 +49,9 @@ class Settings:
     """`SMP_METRICS_EVERY`: training steps between lines of figures in the log; 0: no lines."""
     hang_action: str = "raise"
     """`SMP_HANG_ACTION`: raise ends the run after twice `SMP_HANG_S`; report does not."""
+    replacement_s: float | None = None
+    """`SMP_REPLACEMENT_S`: seconds for which ranks wait for a process that is started in place of a
+    lost one; None: see `Rank.patience_s`."""
     preemption_path: str | None = None
     """`SMP_PREEMPTION_PATH`: path of the checkpoint that is saved on SIGTERM."""
     store_root: Path = Path("~/.cache/smp/checkpoints")
@@ -92,6 +95,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         hang_s=_seconds(env, "SMP_HANG_S", DEFAULT_HANG_S, allows_zero=True),
         metrics_every=_count(env, "SMP_METRICS_EVERY", DEFAULT_METRICS_EVERY),
         hang_action=_choice(env, "SMP_HANG_ACTION", "raise", "report"),
+        replacement_s=_optional_seconds(env, "SMP_REPLACEMENT_S"),
         preemption_path=env.get("SMP_PREEMPTION_PATH") or None,
         store_root=Path(env.get("SMP_STORE_FOLDER") or Settings.store_root),
         store_per_host=_choice(env, "SMP_STORE_PER_HOST", "0", "1") == "1",
@@ -118,6 +122,10 @@ def _seconds(
         bound = ">= 0" if allows_zero else "> 0"
         raise ValueError(f"smp: {name}={text!r} is not a number of seconds {bound}; correct it")
     return seconds
+
+
+def _optional_seconds(env: Mapping[str, str], name: str) -> float | None:
+    return _seconds(env, name, 0.0, allows_zero=True) if env.get(name) else None
 
 
 def _mib(env: Mapping[str, str], name: str, default: int, most: int) -> int:

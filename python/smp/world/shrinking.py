@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import smp._C as _C
 from smp._device import is_accelerator
+from smp._torch_releases import has_store_clones
 from smp.config.schema import config_error
 from smp.world.launch import Launch, Rendezvous
 
@@ -145,9 +146,13 @@ def refuse_shrinking(
     Raises:
         ValueError: names the obstacle.
     """
+    is_torchrun = "TORCHELASTIC_RUN_ID" in env
     obstacles = {
-        "torchrun ends all ranks of a host when one fails; start them with smp run": (
-            "TORCHELASTIC_RUN_ID" in env
+        "torchrun ends all ranks of a host when one fails, and there is only one; start them with "
+        "smp run": is_torchrun and env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE"),
+        "torchrun starts the ranks of a host again, which the others do not wait for; leave out "
+        "--max-restarts, and start torchrun again on that host": (
+            is_torchrun and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         ),
         "smp.launch ends all ranks when one fails; start them with smp run": (
             "SMP_LAUNCHED" in env
@@ -157,8 +162,11 @@ def refuse_shrinking(
             transport == "mpi"
         ),
         "the ranks meet in a store of rank 0, which may die; let them meet in a file that all "
-        "see (SMP_RENDEZVOUS=file:///path), as smp run does on one machine": (
-            place.kind == "tcp" and not place.has_server
+        "see (SMP_RENDEZVOUS=file:///path), as smp run does on one machine, or in a store of its "
+        "own (smp store)": (place.kind == "tcp" and not place.has_server),
+        "PyTorch has no Store.clone yet, so threads would wait for each other's requests to a "
+        "store at a port; let the ranks meet in a file (SMP_RENDEZVOUS=file:///path)": (
+            place.kind == "tcp" and not has_store_clones()
         ),
         f"it is supported on the CPU, and the device is {device_type}; set SMP_DEVICE=cpu": (
             is_accelerator(device_type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 
 import torch.distributed as dist
@@ -10,6 +11,8 @@ import torch.distributed as dist
 import smp._C as _C
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.25
+# Time without an answer of a host after which a request to the store on it fails.
+_SILENT_STORE_S = 15
 
 
 def open_sockets(
@@ -54,6 +57,52 @@ def open_sockets(
     _wait_for(store, ["sockets"], board, deadline_s)
     sockets.set_addresses(store.get("sockets").decode().split("\n"))
     return sockets
+
+
+def with_own_connection(store: dist.Store) -> dist.Store:
+    """Returns a store with the same keys whose requests do not wait for those of other threads.
+
+    All requests of a connection to `TCPStore` wait for each other, and a constructor of Gloo may
+    wait for a key of a rank that has ended.
+
+    Args:
+        store: the store.
+    """
+    server = store
+    while isinstance(server, dist.PrefixStore):
+        server = server.underlying_store
+    if not isinstance(server, dist.TCPStore):
+        return store
+    own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    end_silent_connections(server.port)
+    return own
+
+
+def end_silent_connections(port: int) -> None:
+    """Makes requests fail that this process sends to a port, if the host there is cut off.
+
+    A request to `TCPStore` has no time-out, and its socket belongs to PyTorch, so the sockets of
+    this process are looked through.
+
+    Args:
+        port: port of the server.
+    """
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            own = socket.socket(fileno=os.dup(int(number)))
+        except OSError:  # no socket, or closed meanwhile
+            continue
+        with own:
+            try:
+                peer = own.getpeername()
+            except OSError:  # not connected
+                continue
+            is_tcp = own.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and own.type == socket.SOCK_STREAM and peer[1] == port:
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_STORE_S // 3)
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_STORE_S // 3)
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_STORE_S)
 
 
 def _wait_for(store: dist.Store, keys: list[str], board: _C.FaultBoard, deadline_s: float) -> None:

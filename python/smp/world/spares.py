@@ -1,17 +1,23 @@
 """Processes that wait for a place among the ranks, and how the ranks find them.
 
 All meet in the store of `init`, where a process that waits enters itself, at the start of the job
-or later. It looks there a few times a second, and does nothing else. Ranks that have stopped after
-a failure agree on an offer, which gives a process to each place; it counts when these processes
-have built their models and ask for the state. See docs/design/going_on.md.
+or later. It looks there a few times a second, and does nothing else. A process waits if the
+launcher has started it for that, or if another one has the rank that the launcher gave to it.
+Ranks that have stopped after a failure agree on an offer, which gives a process to each place; it
+counts when these processes have built their models and ask for the state. See
+docs/design/going_on.md.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,6 +27,7 @@ import smp._C as _C
 from smp.config.schema import config_error
 from smp.config.sources import ReadConfig
 from smp.world.launch import Launch, with_hosts
+from smp.world.presence import no_answer
 from smp.world.processes import has_ended
 from smp.world.rendezvous import Hello, raise_first_error
 from smp.world.shrinking import fill_places
@@ -31,7 +38,9 @@ _LOOK_FOR_ANSWERS_S = 0.03
 _ANSWER_S, _START_S = 10.0, 30.0
 # A process without a pulse for so long has ended, or is stopped.
 _SILENT_S = 10.0
-_ASK = "ask"
+# Rank 0 says that often that the job lives. A process that has heard nothing for so long ends.
+_ALIVE_S, _DEAD_S = 5.0, 120.0
+_ASK, _ALIVE, _OVER = "ask", "alive", "over"
 
 
 def _open(store: dist.Store) -> dist.Store:
@@ -64,6 +73,33 @@ class Place:
         return len(self.hosts) > len(self.hellos)
 
 
+def claim_number(store: dist.Store, launch: Launch) -> Launch:
+    """Claims the number that the launcher gave to this process, or the next that is free.
+
+    So a process with the rank of a lost one waits: launchers start it to replace the other.
+
+    Args:
+        store: keys of this `init`.
+        launch: launch of this process.
+
+    Returns:
+        the launch of this process, perhaps with another number.
+
+    Raises:
+        RuntimeError: another process has this number, and no process of this job may wait.
+    """
+    keys, number = _open(store), launch.global_rank
+    own = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4()}"
+    while keys.compare_set(f"number/{number}", "", own) != own.encode():
+        if launch.spares is None:
+            raise RuntimeError(
+                f"smp launch: another process was rank {number} of this job already; to let this "
+                'one take a place, set on_failure="spare" and SMP_SPARES=0 in all processes'
+            )
+        number = max(number + 1, launch.first_size + launch.spares)
+    return replace(launch, global_rank=number)
+
+
 class Waiting:
     """The processes that wait, as ranks see them.
 
@@ -76,6 +112,8 @@ class Waiting:
         self.store, self._keys = store, _open(store)
         self._absent = set(expected)
         self._num_entered, self._open = 0, list[int]()
+        self._first_looks_s: dict[tuple[str, int], float] = {}
+        self._num_beats, self._next_beat_s = 0, 0.0
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._hellos: dict[int, Hello] = {}
 
@@ -109,9 +147,10 @@ class Waiting:
         """
         found, may_come = list[int](), False
         for number in self.free():
+            first_s = self._first_looks_s.setdefault((token, number), waited_s)
             if self._has(f"here/{number}") and self._keys.get(f"here/{number}").decode() == token:
                 found.append(number)
-            elif waited_s < _ANSWER_S:
+            elif waited_s - first_s < _ANSWER_S:
                 may_come = True
             else:
                 self._keys.set(f"gone/{number}", "")  # the next question does not wait for it
@@ -145,6 +184,20 @@ class Waiting:
             self._seen[number] = pulse, now_s
         return self._has_gone(number) or now_s - self._seen[number][1] > _SILENT_S
 
+    def beat(self, now_s: float) -> None:
+        """Tells processes that wait that the job lives, if that is due. For rank 0.
+
+        Args:
+            now_s: present time.
+        """
+        if now_s >= self._next_beat_s:
+            self._next_beat_s, self._num_beats = now_s + _ALIVE_S, self._num_beats + 1
+            self._keys.set(_ALIVE, f"{os.getpid()} {self._num_beats}")
+
+    def end(self) -> None:
+        """Tells processes that wait that the job has ended and needs them no more."""
+        self._keys.set(_OVER, "")
+
     def _has_gone(self, number: int) -> bool:
         if self._has(f"gone/{number}"):
             return True
@@ -163,10 +216,14 @@ class Spares:
         waiting: processes that wait.
         offers: keys of these ranks alone.
         place: place of rank 0 among these ranks; that of each other one differs in `rank` only.
+        patience_s: time in which processes may still come that are started after a failure.
     """
 
-    def __init__(self, waiting: Waiting, offers: dist.Store, place: Place) -> None:
-        self._waiting, self._offers = waiting, dist.PrefixStore("offers", offers)
+    def __init__(
+        self, waiting: Waiting, offers: dist.Store, place: Place, patience_s: float
+    ) -> None:
+        self.waiting, self.patience_s = waiting, patience_s
+        self._offers = dist.PrefixStore("offers", offers)
         self._place = place
         self._token = str(place.generation)
         self._asked_s: float | None = None
@@ -191,13 +248,13 @@ class Spares:
         self._next_s = now_s + _LOOK_FOR_ANSWERS_S
         if self._asked_s is None:
             self._asked_s = now_s
-            self._waiting.ask(self._token)
+            self.waiting.ask(self._token)
         self._read_offers()
         offer = self._offer
         if offer is None or (offer and not self._counts(offer, lost)):
             self._make_offer(lost, now_s - self._asked_s)
             return None
-        is_ready = all(map(self._waiting.is_ready, offer.values()))
+        is_ready = all(map(self.waiting.is_ready, offer.values()))
         return offer if is_ready else None
 
     def _read_offers(self) -> None:
@@ -206,23 +263,25 @@ class Spares:
             self._num_offers += 1
             self._offer = {int(rank): spare for rank, spare in told.items()}
             for rank, spare in self._offer.items():
-                if not self._waiting.offer(spare, replace(self._place, rank=rank)):
+                if not self.waiting.offer(spare, replace(self._place, rank=rank)):
                     self._refused.add(spare)
 
     def _counts(self, offer: dict[int, int], lost: Collection[int]) -> bool:
         return set(lost) <= set(offer) and not any(map(self._is_gone, offer.values()))
 
     def _is_gone(self, spare: int) -> bool:
-        return spare in self._refused or self._waiting.is_gone(spare)
+        return spare in self._refused or self.waiting.is_gone(spare)
 
     def _make_offer(self, lost: Collection[int], waited_s: float) -> None:
         before = {} if self._offer is None else self._offer
         alive = {rank: spare for rank, spare in before.items() if not self._is_gone(spare)}
         places = {*lost, *before}
-        free = self._waiting.answers(self._token, len(places) - len(alive), waited_s)
+        free = self.waiting.answers(self._token, len(places) - len(alive), waited_s)
         if free is None:
             return
         found = fill_places(places, alive, free)
+        if not found and waited_s < self.patience_s:
+            return
         self._offers.compare_set(str(self._num_offers), "", json.dumps(found))
 
 
@@ -241,7 +300,7 @@ class Newcomer:
     """A process that waits, and then takes a place among the ranks.
 
     Attributes:
-        number: number that the launcher gave to this process.
+        number: number of this process.
         place: the place, once there is one.
     """
 
@@ -256,33 +315,59 @@ class Newcomer:
 
         Raises:
             ValueError: the configuration is not that of the ranks.
-            RuntimeError: another process has this number, or this one was silent for too long.
+            RuntimeError: the job is silent, or this process was silent for too long.
+            SystemExit: the job has ended.
         """
+        try:
+            self._wait(own)
+        except dist.DistError as error:
+            raise no_answer("smp.init: ", error) from None
+        self._thread = threading.Thread(target=self._pulse, name="smp-newcomer", daemon=True)
+        self._thread.start()
+        self.place = _read_place(_open(self.store).get(f"take/{self.number}"))
+        return self.place
+
+    def _wait(self, own: Hello) -> None:
         store, is_compared, answered = _open(self.store), False, b""
+        heard, heard_s = b"", time.monotonic()
         self._enter(own)
         while not store.check([f"take/{self.number}"]):
             if not is_compared and self.store.check(["hello/0"]):
                 is_compared = True
                 first = Hello(**json.loads(self.store.get("hello/0")))
+                if own.world_size != first.world_size:
+                    raise ValueError(
+                        f"smp launch: process {self.number}, which waits for a place, was started "
+                        f"for a job of {own.world_size} ranks, and rank 0 for one of "
+                        f"{first.world_size}; give it the variables of the ranks (WORLD_SIZE, "
+                        "SMP_SPARES)"
+                    )
                 _compare(self.number, own.config or {}, first.config or {})
             if store.check([_ASK]) and (token := store.get(_ASK)) != answered:
                 answered = token
                 store.set(f"here/{self.number}", token.decode())
             self.check_wanted()
+            if store.check([_OVER]):
+                print(
+                    f"smp: the job has ended, process {self.number} was not needed; another job "
+                    "needs a place of its own to meet (SMP_RENDEZVOUS)",
+                    flush=True,
+                )
+                raise SystemExit(0)
+            if store.check([_ALIVE]) and (sign := store.get(_ALIVE)) != heard:
+                heard, heard_s = sign, time.monotonic()
+            if heard and time.monotonic() - heard_s > _DEAD_S:
+                raise RuntimeError(
+                    f"smp launch: process {self.number} waits for a place in a job that has said "
+                    f"nothing for {_DEAD_S:g} s, and has probably failed; to start another job, "
+                    "let it meet elsewhere (SMP_RENDEZVOUS)"
+                )
             time.sleep(_LOOK_S)
-        self._thread = threading.Thread(target=self._pulse, name="smp-newcomer", daemon=True)
-        self._thread.start()
-        self.place = _read_place(store.get(f"take/{self.number}"))
-        return self.place
 
     def _enter(self, own: Hello) -> None:
         """Enters this process in the list of those that wait."""
-        store, hello = _open(self.store), json.dumps(asdict(own))
-        if store.compare_set(f"hello/{self.number}", "", hello) != hello.encode():
-            raise RuntimeError(
-                f"smp launch: another process that waits has the number {self.number} (SMP_RANK); "
-                "give each one that is started a number of its own"
-            )
+        store = _open(self.store)
+        store.set(f"hello/{self.number}", json.dumps(asdict(own)))
         index, number = 0, str(self.number)
         while store.compare_set(f"entered/{index}", "", number) != number.encode():
             index += 1
@@ -298,9 +383,10 @@ class Newcomer:
 
     def _pulse(self) -> None:
         store, number = _open(self.store), 0
-        while not self._is_over.wait(_PULSE_S):
-            number += 1
-            store.set(f"pulse/{self.number}", str(number))
+        with suppress(dist.DistError):  # the store is gone, as the main thread finds out
+            while not self._is_over.wait(_PULSE_S):
+                number += 1
+                store.set(f"pulse/{self.number}", str(number))
 
     def ask_for_state(self) -> None:
         """Tells the other ranks that this process has built its models."""

@@ -12,11 +12,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
 import smp._C as _C
+from smp.world.presence import no_answer
 from smp.world.rank import Rank
 from smp.world.recruits import Recruits
 from smp.world.spares import Newcomer, Spares
@@ -66,6 +68,8 @@ class Survivors:
     ) -> None:
         keys = _open(store)
         self._rank, self._recruits = rank, recruits
+        self._waiting = spares.waiting if spares is not None and rank.global_rank == 0 else None
+        self._patience_s = 0.0 if spares is None else spares.patience_s
         self._next_plan, self._num_refused = 0, 0  # works before the next plan to grow
         self._planned: Decision | None = None
         self._dice = random.Random()
@@ -96,7 +100,7 @@ class Survivors:
         if board is not None:
             board.release()
         if self._rank.may_grow:  # first, as all ranks take the work for the same
-            with self._lock:
+            with self._asking(None):
                 is_for_growing = self._look_at_growth(can_grow)
             if is_for_growing:
                 self._await_all()
@@ -186,14 +190,14 @@ class Survivors:
             RuntimeError: no replica is whole, or a rank that lives does not come.
         """
         began_s, timeout_s = time.monotonic(), self._rank.timeout_s
-        with self._lock:
+        with self._asking(error):
             self._agreement.stop(self.num_done)
         while True:
             fault = self._known_fault()
             reason = str(error).split("\n")[0] if fault is None else fault[2]
             is_calm = fault is None and isinstance(error, TimeToGrow)
             try:
-                with self._lock:
+                with self._asking(error):
                     outcome = self._agreement.look(self._lost(), reason, time.monotonic(), is_calm)
             except NoReplicaIsWhole as none:
                 if self._rank.board is not None and self._rank.sizes["rdp"] == 1:
@@ -204,7 +208,7 @@ class Survivors:
                 ) from error
             if outcome is not None:
                 return None if isinstance(outcome, Finished) else outcome
-            if time.monotonic() - began_s > timeout_s:
+            if time.monotonic() - began_s > timeout_s + self._patience_s:
                 ranks = self._agreement.waiting
                 who = f"living ranks {ranks}" if ranks else "processes that take places"
                 raise RuntimeError(
@@ -213,6 +217,17 @@ class Survivors:
                     "give all ranks the same number of steps, or raise SMP_TIMEOUT_S"
                 ) from error
             time.sleep(_LOOK_S / 4 + _LOOK_PER_RANK_S * len(self._everyone))
+
+    @contextmanager
+    def _asking(self, error: BaseException | None) -> Iterator[None]:
+        """Holds the agreement, and says so if the store with it is gone."""
+        try:
+            with self._lock:
+                yield
+        except dist.DistError as unreachable:
+            fault = self._known_fault()
+            reason = "" if fault is None else f"{fault[2]}; "
+            raise no_answer(f"{_C.rank_prefix()}{reason}", unreachable) from error
 
     def _known_fault(self) -> tuple[str, int, str] | None:
         board = self._rank.board
@@ -232,14 +247,23 @@ class Survivors:
         """Sends pulses, wherever the script is, after a failure and while ranks connect."""
         pause_s = _LOOK_S + _LOOK_PER_RANK_S * len(self._everyone)
         while not self._is_over.wait(_LOOK_FOR_FAULTS_S if self._is_quiet else pause_s):
-            if self._is_quiet:
-                if self._recruits is not None:
-                    self._recruits.look(time.monotonic())
-                continue
-            with self._lock:
-                self._agreement.beat(self.num_done, time.monotonic())
-                if not self.is_connected and self._known_fault() is None:
-                    self._end_waits()
+            try:
+                self._look()
+            except dist.DistError:
+                return  # the store is gone, as `meet` finds out if it is needed
+
+    def _look(self) -> None:
+        now_s = time.monotonic()
+        if self._waiting is not None:
+            self._waiting.beat(now_s)
+        if self._is_quiet:
+            if self._recruits is not None:
+                self._recruits.look(now_s)
+            return
+        with self._lock:
+            self._agreement.beat(self.num_done, now_s)
+            if not self.is_connected and self._known_fault() is None:
+                self._end_waits()
 
     @property
     def _is_quiet(self) -> bool:
@@ -254,9 +278,15 @@ class Survivors:
     def withdraw(self) -> None:
         """Tells the other ranks that this one has failed, so that they do not wait for it."""
         if not self._is_quiet:
-            with self._lock:
+            with self._lock, suppress(dist.DistError):
                 self._agreement.note_lost(self._rank.global_rank)
         self.close()
+
+    def note_over(self) -> None:
+        """Tells processes that wait that the job has ended, on the rank that speaks for all."""
+        if self._waiting is not None and not self.has_failure:
+            with suppress(dist.DistError):  # they notice the silence
+                self._waiting.end()
 
     def close(self) -> None:
         """Ends the thread. May be called twice."""
@@ -282,12 +312,15 @@ def await_decision(store: dist.Store, newcomer: Newcomer, timeout_s: float) -> D
     """
     assert newcomer.place is not None
     deadline_s = float("inf") if newcomer.place.is_new else time.monotonic() + timeout_s
-    while (decision := decision_of(_open(store))) is None:
-        newcomer.check_wanted()
-        if time.monotonic() > deadline_s:
-            raise RuntimeError(
-                f"{_C.rank_prefix()}the other ranks did not come to their next step within "
-                f"{timeout_s:g} s, so this process cannot take its place; raise SMP_TIMEOUT_S"
-            )
-        time.sleep(_LOOK_S)
+    try:
+        while (decision := decision_of(_open(store))) is None:
+            newcomer.check_wanted()
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(
+                    f"{_C.rank_prefix()}the other ranks did not come to their next step within "
+                    f"{timeout_s:g} s, so this process cannot take its place; raise SMP_TIMEOUT_S"
+                )
+            time.sleep(_LOOK_S)
+    except dist.DistError as unreachable:
+        raise no_answer(_C.rank_prefix(), unreachable) from None
     return decision

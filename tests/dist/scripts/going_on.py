@@ -40,7 +40,7 @@ from smp.model.engine import Engine
 from smp.model.gradients import GradientReduction
 from smp.step import copy_memory
 from smp.step.copies import Copies
-from smp.world import survivor_agreement
+from smp.world import runtime, survivor_agreement
 from smp.world.connections import Connections
 from smp.world.process_groups import TorchGroups
 from smp.world.survivors import Survivors
@@ -154,11 +154,14 @@ class Job:
         self.args, self.step = args, 0
         Job.present = self  # also while it takes a place
         self.place, self.fatal_step = "", -1
-        number = int(os.environ.get("SMP_RANK", smp.rank()))  # of a process that waits: no rank
+        # The number of a process that waits is no rank.
+        number = int(os.environ.get("SMP_RANK") or os.environ.get("RANK") or smp.rank())
         for text in args.die:
             rank, place, step = text.split(":")
             if is_first_to_take_a_place(number) if rank == "spare" else int(rank) == number:
                 self.place, self.fatal_step = place, int(step)
+        newcomer, launched = runtime.current().newcomer, runtime.current().launched
+        say(f"NUMBER {newcomer.number if newcomer else launched[smp.rank()]}")
         self.at("entered")
         reads = [int(r) for r in args.reads.split(",")] if args.reads else range(smp.rdp_size())
         self.first_replica = reads[smp.rdp_rank()]
