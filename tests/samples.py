@@ -8,7 +8,7 @@ with ``sample`` alone divides its work by itself and runs in both. A test withou
 `some`, or in `others` with ``sample(keep=0)``: it takes long, and quicker tests show its claim.
 
 ``SMP_SHARE=k/n`` keeps the k-th of n shares of the `others`, and n runs with all k keep everything.
-CI takes another sixth with each commit.
+CI takes another eighth with each commit.
 
 A file in tests/dist is about one claim, which its first test shows, and its tests start processes:
 `some` runs the first NUM_OF_A_FILE of those that are left, and those with ``sample(keep=n)``.

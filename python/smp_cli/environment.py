@@ -97,6 +97,11 @@ def taken_file(meeting: Path) -> Path:
     return meeting / "taken"
 
 
+def stoppable_file(meeting: Path) -> Path:
+    """Returns the file of processes in which SIGTERM makes all ranks save and stop."""
+    return meeting / "stoppable"
+
+
 def add_notes(path: Path, numbers: Sequence[int]) -> None:
     """Adds processes to the list of one of these files, as they do themselves on one machine."""
     with path.open("a", encoding="ascii") as file:

@@ -6,7 +6,7 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -70,6 +70,42 @@ def plan_hosts(text: str, num_ranks: int) -> list[HostPlan]:
         numbers = [each] * len(names)
     firsts = [sum(numbers[:i]) for i in range(len(numbers))]
     return [HostPlan(*one) for one in zip(names, firsts, numbers, strict=True)]
+
+
+def divide_again(
+    hosts: Sequence[HostPlan],
+    answering: Set[str],
+    numbers: Sequence[int],
+    leaves_waiting: bool,
+) -> tuple[int, list[HostPlan]]:
+    """Divides fewer ranks over the hosts that are left, none of which gets more processes.
+
+    Args:
+        hosts: division over all hosts.
+        answering: names of the hosts that are left.
+        numbers: numbers of ranks that the job may have.
+        leaves_waiting: whether places that are left over get processes that wait.
+
+    Returns:
+        number of ranks, the largest that fits, and the division of all processes.
+
+    Raises:
+        ValueError: no number fits.
+    """
+    left = [host for host in hosts if host.name in answering]
+    num_places = sum(host.num_ranks for host in left)
+    num_ranks = max((number for number in numbers if number <= num_places), default=0)
+    if not num_ranks:
+        raise ValueError(
+            f"{num_places} places are left on the hosts {sorted(answering)}, and the job has at "
+            f"least {min(numbers)} ranks (--fewer-ranks)"
+        )
+    divided = list[HostPlan]()
+    num_left = num_places if leaves_waiting else num_ranks
+    for host in left:
+        first = divided[-1].ranks.stop if divided else 0
+        divided.append(HostPlan(host.name, first, min(host.num_ranks, num_left - first)))
+    return num_ranks, [host for host in divided if host.num_ranks]
 
 
 def own_address(hosts: Sequence[HostPlan]) -> str:

@@ -25,6 +25,7 @@ from smp_cli.environment import (
     free_port,
     given_up_file,
     read_notes,
+    stoppable_file,
     taken_file,
     without_foreign,
 )
@@ -49,6 +50,8 @@ def _run(
             match json.loads(line):
                 case {"start": int(number)}:
                     ranks.start_rank(number, restart_count)
+                case {"stop": int(number)}:
+                    ranks.stop(number)
                 case number:
                     ranks.send(signal.Signals(number))
 
@@ -60,7 +63,8 @@ def _run(
         ranks.relay(orders, obey, _hang_up)
         while ranks.running or stays:
             ranks.wait(_POLL_S)
-            for path in (given_up_file(ranks.meeting), taken_file(ranks.meeting)):
+            for path_of in (given_up_file, taken_file, stoppable_file):
+                path = path_of(ranks.meeting)
                 numbers = read_notes(path)
                 if numbers is not None and numbers != told.get(path.name):
                     new = sorted(set(numbers) - set(told.get(path.name, ())))

@@ -8,7 +8,7 @@ import selectors
 import signal
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,18 @@ class Ranks(ABC):
     @abstractmethod
     def send(self, number: signal.Signals) -> None:
         """Sends a signal to the running ranks; SIGKILL also to their child processes."""
+
+    @abstractmethod
+    def stop(self, rank: int) -> None:
+        """Sends SIGTERM to one rank, upon which all save and stop."""
+
+    def are_crowded(self, idle: Set[int]) -> bool:
+        """Returns whether a host has more ranks than it was to have, as others are lost.
+
+        Args:
+            idle: processes that wait.
+        """
+        return False
 
     def end(self) -> None:
         """Ends all ranks and their child processes, relays the last output, frees everything."""
@@ -168,6 +180,10 @@ class LocalRanks(Ranks):
                 os.killpg(self._processes[rank].pid, number)
             else:
                 self._processes[rank].send_signal(number)
+
+    def stop(self, rank: int) -> None:
+        if rank in self._running:
+            self._processes[rank].send_signal(signal.SIGTERM)
 
     def end(self) -> None:
         for process in self._processes.values():

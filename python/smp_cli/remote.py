@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,10 +21,15 @@ from smp_cli.ranks import Ranks
 from smp_cli.store import StoreProcess
 
 _HELLO_S = 60.0
+_HELLO_AGAIN_S = 20.0  # of hosts some of which may be lost; ssh tries for 10 s
 _END_S = 5.0  # for the process of a host to end its ranks
 _LAST_WORDS_S = 30.0  # for the last output of ranks that have ended
 LOST = 255
 """Status of ranks whose host cannot be reached any more, as in ssh."""
+
+
+#: Divides the ranks of a job over the hosts with these names.
+Divide = Callable[[Set[str]], tuple[Share, list[HostPlan]]]
 
 
 class HostError(RuntimeError):
@@ -78,6 +83,7 @@ class RemoteRanks(Ranks):
         write: Write,
         meeting: Path,
         has_store: bool = False,
+        divide: Divide | None = None,
     ) -> None:
         """
         Args:
@@ -87,23 +93,32 @@ class RemoteRanks(Ranks):
             write: destination of the ranks' output.
             meeting: folder for what ranks report of their failures.
             has_store: ranks meet in a store on this machine, not in one of rank 0.
+            divide: divides fewer ranks over the hosts that answer when the job starts again; None:
+                all hosts have to answer.
         """
         super().__init__()
         self._share, self._plans, self._agent = share, hosts, agent
         self._write, self._meeting = write, meeting
         self._hosts: list[_Host] = []
+        self._unused: list[_Host] = []  # they are not to have ranks
         self._store = StoreProcess(own_address(hosts)) if has_store else None
+        self._divide = divide
         self.spares = share.spares
 
     def start(self, restart_count: int) -> None:
         """Starts all ranks, once every host has answered.
 
         Raises:
-            HostError: a host did not answer.
+            HostError: a host did not answer, or too few did when the job starts again.
         """
         for plan in self._plans:
             self._call(plan)
-        self._wait_for_answers()
+        if self._divide is None or not restart_count:
+            self._wait_for_answers()
+        else:
+            self._wait_for_some(self._divide)
+        for host in self._hosts:
+            self._running |= set(host.plan.ranks)
         first, base = self._hosts[0], dict(self._share.environment)
         meeting = {"MASTER_ADDR": first.plan.address, "MASTER_PORT": str(first.port)}
         if self._store is not None:
@@ -159,22 +174,47 @@ class RemoteRanks(Ranks):
             ) from None
         host = _Host(plan, process)
         self._hosts.append(host)
-        self._running |= set(plan.ranks)
 
     def _wait_for_answers(self) -> None:
         deadline = time.monotonic() + _HELLO_S
         while silent := [host for host in self._hosts if host.port is None]:
             for host in silent:
                 if host.status is not None:
-                    said = "; ".join(host.said) or "it said nothing"
-                    raise HostError(
-                        f"host {host.plan.name}: {self._agent.words[0]} ended with status "
-                        f"{host.status}: {said}"
-                    )
+                    raise HostError(self._refusal_of(host))
             if time.monotonic() > deadline:
                 names = ", ".join(host.plan.name for host in silent)
                 raise HostError(f"host {names}: no answer within {_HELLO_S:.0f} s")
             self.wait(max(0.0, deadline - time.monotonic()))
+
+    def _wait_for_some(self, divide: Divide) -> None:
+        """Waits for the hosts, and divides ranks over those that answer soon."""
+        deadline = time.monotonic() + _HELLO_AGAIN_S
+        while time.monotonic() < deadline and any(
+            host.port is None and host.status is None for host in self._hosts
+        ):
+            self.wait(max(0.0, deadline - time.monotonic()))
+        for host in self._hosts:
+            if host.port is None:
+                silent = f"host {host.plan.name}: no answer within {_HELLO_AGAIN_S:.0f} s"
+                say(silent if host.status is None else self._refusal_of(host))
+        answering = {h.plan.name for h in self._hosts if h.port is not None and h.status is None}
+        self._share, self._plans = divide(answering)
+        self.spares = self._share.spares
+        plans = {plan.name: plan for plan in self._plans}
+        for host in [host for host in self._hosts if host.plan.name not in plans]:
+            host.plan = replace(host.plan, num_ranks=0)  # it may still answer, and end
+            host.hang_up()
+            self._unused.append(host)
+            self._hosts.remove(host)
+        for host in self._hosts:
+            host.plan = plans[host.plan.name]
+        say(f"{self._share.num_ranks} ranks are started on the hosts {', '.join(plans)}")
+
+    def _refusal_of(self, host: _Host) -> str:
+        said = "; ".join(host.said) or "it said nothing"
+        return (
+            f"host {host.plan.name}: {self._agent.words[0]} ended with status {host.status}: {said}"
+        )
 
     def _take(self, host: _Host, lines: list[bytes]) -> None:
         """Takes the messages of a host (`frames`)."""
@@ -218,13 +258,22 @@ class RemoteRanks(Ranks):
             if self._running.intersection(host.processes):
                 host.send(str(int(number)))
 
+    def stop(self, rank: int) -> None:
+        for host in self._hosts:
+            if rank in host.processes:
+                host.send(json.dumps({"stop": rank}))
+
+    def are_crowded(self, idle: Set[int]) -> bool:
+        ranks = self._running - idle
+        return any(len(ranks & set(host.processes)) > host.plan.num_ranks for host in self._hosts)
+
     def end(self) -> None:
         for host in self._hosts:
             host.hang_up()
         deadline = time.monotonic() + (_END_S if self._running else _LAST_WORDS_S)
         while any(host.status is None for host in self._hosts) and time.monotonic() < deadline:
             self.wait(deadline - time.monotonic())
-        for host in self._hosts:
+        for host in [*self._hosts, *self._unused]:
             if host.process.poll() is None:
                 os.killpg(host.process.pid, signal.SIGKILL)
                 host.process.wait()

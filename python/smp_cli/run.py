@@ -7,17 +7,17 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from pathlib import Path
 
 from smp_cli import events
 from smp_cli.environment import Share, for_other_hosts, free_port, without_foreign
-from smp_cli.hosts import AGENT, Agent, HostPlan, plan_hosts
+from smp_cli.hosts import AGENT, Agent, HostPlan, divide_again, plan_hosts
 from smp_cli.output import Output, say
 from smp_cli.preflight import find_problems
 from smp_cli.ranks import LocalRanks, Ranks
-from smp_cli.remote import RemoteRanks
+from smp_cli.remote import Divide, HostError, RemoteRanks
 from smp_cli.sagemaker import CONFIG_FORM, read_config, variables
 from smp_cli.supervisor import EXIT_NOT_STARTED, Limits, run_job
 
@@ -73,6 +73,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="with --hosts: the ranks meet in a store of this command, not in one of rank 0, so "
         "that they can go on without it (on_failure: shrink); --spares and --max-replacements do "
         "so anyway",
+    )
+    add(
+        "--fewer-ranks",
+        action="append",
+        default=[],
+        metavar=f"N[:{CONFIG_FORM}]",
+        help="with --hosts and --max-restarts: when hosts are lost, start again with N ranks on "
+        "those that are left, with this configuration in place of --config; may be given several "
+        "times, and the largest N that fits counts. Ranks that have gone on first save a "
+        "checkpoint",
     )
     add(
         "--grace-s",
@@ -150,8 +160,9 @@ def execute(arguments: argparse.Namespace) -> int:
             base.setdefault("SMP_REPLACEMENT_S", "0")  # no process comes later
         if arguments.preflight and len(hosts) < 2:
             raise ValueError("--preflight compares hosts; name at least two with --hosts")
+        fewer = _read_fewer(arguments, base, hosts)
         if arguments.config is not None:
-            base |= _sagemaker_variables(arguments, base, hosts)
+            base |= _sagemaker_variables(arguments.config, arguments, base, hosts)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -170,19 +181,61 @@ def execute(arguments: argparse.Namespace) -> int:
         command, base, arguments.ranks, arguments.ranks,
         torch_env=arguments.torch_env, num_spares=arguments.spares if waits else None,
     )  # fmt: skip
-    make = _make_ranks(arguments, share, hosts, agent)
+    make = _make_ranks(arguments, share, hosts, agent, fewer)
     job_events = events.JobEvents(base)
-    limits = Limits(arguments.max_restarts, arguments.max_replacements, arguments.grace_s)
+    limits = Limits(
+        arguments.max_restarts, arguments.max_replacements, bool(fewer), arguments.grace_s
+    )
     return run_job(make, limits, job_events)
 
 
-def _sagemaker_variables(
+def _read_fewer(
     arguments: argparse.Namespace, base: dict[str, str], hosts: list[HostPlan]
+) -> dict[int, dict[str, str]]:
+    """Returns further variables for each number of ranks with which the job may go on."""
+    found = dict[int, dict[str, str]]()
+    if arguments.fewer_ranks and not (hosts and arguments.max_restarts):
+        raise ValueError("--fewer-ranks is for several hosts, and goes with --hosts --max-restarts")
+    for text in arguments.fewer_ranks:
+        number, colon, config = text.partition(":")
+        if not number.isdecimal() or not 0 < int(number) < arguments.ranks or int(number) in found:
+            raise ValueError(
+                f"--fewer-ranks {text!r}: expected a number of ranks below that of -n, "
+                f"{arguments.ranks}, each once, and perhaps a configuration: N:{CONFIG_FORM}"
+            )
+        found[int(number)] = _sagemaker_variables(config, arguments, base, hosts) if colon else {}
+    return found
+
+
+def _divider(share: Share, hosts: list[HostPlan], fewer: dict[int, dict[str, str]]) -> Divide:
+    """Returns a function that divides as many ranks as fit over the hosts that are left."""
+
+    def divide(answering: Set[str]) -> tuple[Share, list[HostPlan]]:
+        waits = share.num_spares is not None
+        try:
+            number, plans = divide_again(hosts, answering, [share.num_ranks, *fewer], waits)
+        except ValueError as error:
+            raise HostError(str(error)) from None
+        environment = {**share.environment, **fewer.get(number, {})}
+        if "SM_HOSTS" in environment:
+            environment["SM_HOSTS"] = json.dumps([plan.address for plan in plans])
+        num_spares = plans[-1].ranks.stop - number if waits else None
+        less = replace(
+            share,
+            environment=environment, num_ranks=number, world_size=number, num_spares=num_spares,
+        )  # fmt: skip
+        return less, plans
+
+    return divide
+
+
+def _sagemaker_variables(
+    config: str, arguments: argparse.Namespace, base: dict[str, str], hosts: list[HostPlan]
 ) -> dict[str, str]:
     known = dict(base)
     if hosts:
         known.setdefault("SM_HOSTS", json.dumps([host.address for host in hosts]))
-    found = variables(read_config(arguments.config), known, arguments.sm_dir.absolute())
+    found = variables(read_config(config), known, arguments.sm_dir.absolute())
     found["SM_HOSTS"] = {**known, **found}["SM_HOSTS"]
     for name in ("SM_MODEL_DIR", "SM_OUTPUT_DATA_DIR"):
         Path({**base, **found}[name]).mkdir(parents=True, exist_ok=True)
@@ -190,7 +243,11 @@ def _sagemaker_variables(
 
 
 def _make_ranks(
-    arguments: argparse.Namespace, share: Share, hosts: list[HostPlan], agent: Agent
+    arguments: argparse.Namespace,
+    share: Share,
+    hosts: list[HostPlan],
+    agent: Agent,
+    fewer: dict[int, dict[str, str]],
 ) -> Callable[[Path], Ranks]:
     """Returns a function that makes the ranks of one start, with the folder for it."""
     prefix, logs = arguments.output == "prefix", arguments.log_dir
@@ -211,7 +268,8 @@ def _make_ranks(
         assert write is not None
         everywhere = replace(share, environment=for_other_hosts(share.environment))
         has_store = arguments.store or share.num_spares is not None
-        return RemoteRanks(everywhere, hosts, agent, write, meeting, has_store)
+        divide = _divider(everywhere, hosts, fewer) if fewer else None
+        return RemoteRanks(everywhere, hosts, agent, write, meeting, has_store, divide)
 
     return on_hosts if hosts else here
 

@@ -16,7 +16,13 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from smp_cli.environment import failure_file, given_up_file, read_notes, taken_file
+from smp_cli.environment import (
+    failure_file,
+    given_up_file,
+    read_notes,
+    stoppable_file,
+    taken_file,
+)
 from smp_cli.events import JobEvents
 from smp_cli.output import say
 from smp_cli.ranks import Ranks
@@ -71,6 +77,8 @@ class Limits:
     """Failures after which all ranks are started again."""
     max_replacements: int
     """Processes that wait, started for ended ones while the others go on, in each start."""
+    makes_room: bool
+    """Whether ranks that have taken places on hosts that are full are to be fewer."""
     grace_s: float
     """Seconds in which the other ranks can end by themselves after a failure."""
 
@@ -142,6 +150,7 @@ def _watch(ranks: Ranks, limits: Limits, signals: _Signals, folder: Path) -> Non
     """
     num_told, told_idle = 0, set[int]()
     replacements = _Replacements(ranks, limits.max_replacements, folder)
+    room = _Room(ranks, folder)
     steps = [signal.SIGTERM, signal.SIGKILL]  # for ranks that do not end by themselves
     deadline = float("inf")
     while True:
@@ -170,6 +179,8 @@ def _watch(ranks: Ranks, limits: Limits, signals: _Signals, folder: Path) -> Non
             deadline = time.monotonic() + limits.grace_s
         if not signals.is_ending:
             replacements.start()
+            if limits.makes_room and ranks.are_crowded(idle):
+                room.make()
         if time.monotonic() > deadline and steps:
             say(f"ending the ranks {ranks.running}, which still run, with {steps[0].name}")
             ranks.send(steps.pop(0))
@@ -203,6 +214,34 @@ class _Replacements:
                 own = self._ranks.start_spare(number)
                 count = f"{len(self._replaced)} of {self._most}"
                 say(f"process {own} is started in place of {number}, and waits ({count})")
+
+
+class _Room:
+    """Asks ranks that have become too many for their hosts to save and to stop, once.
+
+    Args:
+        ranks: all processes of the job.
+        folder: folder with the notes of ranks that can be asked.
+    """
+
+    def __init__(self, ranks: Ranks, folder: Path) -> None:
+        self._ranks, self._folder = ranks, folder
+        self._has_told = self._has_asked = False
+
+    def make(self) -> None:
+        """Asks, if a rank can be asked by now; says so if none can yet."""
+        noted = read_notes(stoppable_file(self._folder)) or ()
+        stoppable = set(noted).intersection(self._ranks.running)
+        if stoppable and not self._has_asked:
+            self._has_asked = True
+            say("hosts are lost: the ranks are asked to save, and fewer will go on")
+            self._ranks.stop(min(stoppable))
+        elif not stoppable and not self._has_told:
+            self._has_told = True
+            say(
+                "hosts are lost, and others have more ranks than before; these become fewer when "
+                "they have called smp.preemption_requested, which they have not yet"
+            )
 
 
 def _say_waited(rank: int, status: int, folder: Path) -> None:

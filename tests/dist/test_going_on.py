@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ SCRIPT = REPO / "tests" / "dist" / "scripts" / "going_on.py"
 ALL = os.environ.get("SMP_GRID") == "all"
 NUM_KILLS = int(os.environ.get("SMP_NUM_KILLS", "200" if ALL else "8"))
 STEPS, MANY_STEPS = 6, 60
+EXIT_RESUME = 75
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,22 @@ def test_layouts_lose_whole_replicas(
 def test_transports_lose_rank_0(pool: Pool, tmp_path: Path, settings: dict[str, str]) -> None:
     ended = run_and_lose(pool, PP2_DP2, "0:backward:2", env=settings)
     check_as_resumed(pool, tmp_path, PP2_DP2, ended)
+
+
+@pytest.mark.sample(keep=1)
+@pytest.mark.parametrize("who", ["script", "library"])
+@pytest.mark.parametrize("place", ["forward", "connect", "resize"])
+def test_a_stop_that_is_asked_for_while_a_rank_dies_is_not_lost(
+    pool: Pool, tmp_path: Path, place: str, who: str
+) -> None:
+    """SIGTERM comes before the others know of the death, while they connect, and afterwards."""
+    flags = (f"--term=0:{place}:2", f"--leave={tmp_path}", f"--saves={who}")
+    ended = run_and_lose(pool, replace(PP2_DP2, flags=flags), "3:backward:2")
+    assert [rank.returncode for rank in ended[:2]] == [EXIT_RESUME] * 2, words(ended)
+    done = [re.findall(r"DONE (\d+)", rank.output)[-1] for rank in ended[:2]]
+    assert done[0] == done[1] and 2 <= int(done[0]) < STEPS - 1, words(ended)
+    resumed = run_ranks(pool, SCRIPT, 2, [*PP2_DP2.argv(), f"--leave={tmp_path}"])
+    assert all(f"RESUMED {int(done[0]) + 1}" in rank.output for rank in resumed), words(resumed)
 
 
 def test_smp_run_lets_the_others_go_on_and_ends_with_0() -> None:

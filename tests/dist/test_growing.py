@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -186,20 +187,23 @@ def changed(
     """Returns the process at each place after a change, and the place of each replica before."""
     replicas = list(range(len(members) // per))
     before, after = resize["sizes"]
-    if before == after:
-        new = {place_taken(ended[number]): number for number in resize["newcomers"]}
-        members = [new.get(place, number) for place, number in enumerate(members)]
-        is_read = {place // per for place in new if place % per == 0}  # by the new process
-        return members, [-1 if replica in is_read else replica for replica in replicas]
     if before < after:
         assert not resize["lost"]
         new_ones = sorted(resize["newcomers"], key=lambda number: place_taken(ended[number]))
         places = [place_taken(ended[number]) for number in new_ones]
         assert places == list(range(len(members), len(members) + per)), "behind the others"
         return [*members, *new_ones], [*replicas, -1]
-    of = {replica: members[replica * per : replica * per + per] for replica in replicas}
-    whole = [replica for replica in replicas if not set(of[replica]) & set(resize["lost"])]
-    return [number for replica in whole for number in of[replica]], whole
+    new = {place_taken(ended[number]): number for number in resize["newcomers"]}
+    lost, found = set(resize["lost"]), []
+    for kept in combinations(replicas, len(replicas) * after // before):  # tp counts in dp_size
+        old = [number for one in kept for number in members[one * per : one * per + per]]
+        now = [new.get(place, number) for place, number in enumerate(old)]
+        are_replaced = len(new.keys() & range(len(old))) == len(new)
+        if are_replaced and {old[place] for place in new} <= lost and not set(now) & lost:
+            # The data of a replica are read by its first process.
+            found.append((now, [-1 if i * per in new else one for i, one in enumerate(kept)]))
+    assert len(found) == 1, f"{found}\n{resize}\n{words(ended)}"
+    return found[0]
 
 
 def sizes(resizes: list[dict[str, Any]]) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from smp.checkpoint import exporting, huggingface, manifest, resharding
 from smp.v1.sharded_checkpoint import get_full_state_dict_from_sharded_data_parallel_checkpoint
 from tests.dist.pool import Pool
+from tests.dist.processes import launch
 from tests.dist.resume_training import BEFORE, CASE, Job, make, state_of
 from tests.samples import part_of
 
@@ -347,6 +349,34 @@ def save_behind(rank: int, job: Job, folder: str) -> tuple[Any, Any, list[Any]]:
         staging.LaterCopies.wait = wait_for_copies  # type: ignore[method-assign]
         staging._LATER_BYTES = later_bytes
     return at, later, facts
+
+
+SAVES_AT_ITS_END = """
+import sys, time
+import torch
+import smp
+from smp.checkpoint import archive
+write = archive.write
+def late(*arguments, **options):
+    time.sleep(0.5)  # the script ends meanwhile
+    return write(*arguments, **options)
+archive.write = late
+smp.init({"ddp": True})
+model = smp.DistributedModel(torch.nn.Linear(4, 4))
+smp.save_checkpoint(sys.argv[1], tag="last", model=model, blocking=False)
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_end_of_a_script_waits_for_a_save_in_the_background(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SAVES_AT_ITS_END)
+    words = ["-m", "smp_cli", "run", "-n", str(num_ranks), str(script), str(tmp_path / "saved")]
+    job = launch([sys.executable, *words])
+    assert job.returncode == 0, job.stdout
+    assert (tmp_path / "saved" / "newest").read_text().startswith("last"), job.stdout
 
 
 def look(rank: int, job: Job, folder: str, tags: tuple[str, ...]) -> list[Any]:

@@ -171,11 +171,15 @@ class Launched:
 def write_agent(network: Network, folder: Path) -> Path:
     """A program that is called as ssh is, with a host and a command for its shell."""
     cases = "\n".join(
-        f'{network.name(i)}) exec {shlex.join(network.command(i, ["sh", "-c"]))} "$*" ;;'
+        f'{network.name(i)}) exec {shlex.join(network.command(i, ["sh", "-c"]))} "$reach; $*" ;;'
         for i in range(network.num_hosts)
     )
     agent = folder / "agent"
-    agent.write_text(f'#!/bin/sh\nhost=$1\nshift\ncase "$host" in\n{cases}\nesac\nexit 1\n')
+    # A host that is gone has no interface.
+    reach = "reach='ip link show eth0 > /dev/null || exit 255'"
+    agent.write_text(
+        f'#!/bin/sh\n{reach}\nhost=$1\nshift\ncase "$host" in\n{cases}\nesac\nexit 1\n'
+    )
     agent.chmod(0o755)
     return agent
 

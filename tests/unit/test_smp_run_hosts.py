@@ -14,7 +14,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from smp_cli.hosts import plan_hosts
+from smp_cli import remote
+from smp_cli.environment import Share
+from smp_cli.hosts import Agent, divide_again, plan_hosts
+from smp_cli.remote import RemoteRanks
+from smp_cli.run import _divider
 
 from tests.installed import python_path
 from tests.patience import PATIENCE_S, wait_until
@@ -24,7 +28,7 @@ pytestmark = pytest.mark.waits
 # Called as ssh is: host, command. A host called "away" is not there.
 AGENT = """#!/bin/sh
 host=$1; shift
-if [ "$host" = away ]; then echo "no route to $host" >&2; exit 255; fi
+if [ "$host" = away ] || [ -e "lost.$host" ]; then echo "no route to $host" >&2; exit 255; fi
 echo "welcome to $host"
 AGENT_HOST=$host exec sh -c "$*"
 """
@@ -299,6 +303,142 @@ def test_ranks_are_divided_over_hosts() -> None:
 def test_plans_that_do_not_fit_are_refused(text: str, num_ranks: int, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         plan_hosts(text, num_ranks)
+
+
+def test_fewer_ranks_are_divided_over_the_hosts_that_are_left() -> None:
+    plans = plan_hosts("a:2,b:1,c:3", 6)
+    number, fewer = divide_again(plans, {"a", "c"}, [6, 4, 2], leaves_waiting=False)
+    assert number == 4
+    assert [(p.name, list(p.ranks)) for p in fewer] == [("a", [0, 1]), ("c", [2, 3])]
+    number, fewer = divide_again(plans, {"a", "c"}, [6, 4, 2], leaves_waiting=True)
+    assert number == 4
+    assert [(p.name, list(p.ranks)) for p in fewer] == [("a", [0, 1]), ("c", [2, 3, 4])]
+    number, fewer = divide_again(plans, {"a", "b", "c"}, [6, 4, 2], leaves_waiting=True)
+    assert number == 6 and fewer == plans
+    number, fewer = divide_again(plans, {"c"}, [6, 2], leaves_waiting=False)
+    assert number == 2 and [p.name for p in fewer] == ["c"]
+    with pytest.raises(ValueError, match="1 places are left .* at least 2 ranks"):
+        divide_again(plans, {"b"}, [6, 4, 2], leaves_waiting=True)
+
+
+LOSE_HOST = """
+import os, pathlib, time
+print(*(os.environ.get(n) for n in ("SMP_WORLD_SIZE", "SM_HOSTS", "SM_HP_MP_PARAMETERS")))
+if os.environ["SMP_RESTART_COUNT"] == "0":
+    pathlib.Path("lost.two").touch()
+    raise SystemExit(3)
+"""
+
+
+def test_a_job_that_has_lost_a_host_starts_again_with_fewer_ranks(hosts: Hosts) -> None:
+    fewer = ["--fewer-ranks", "1", "--fewer-ranks", "2:microbatches=7"]
+    status, out, err = hosts.run(
+        LOSE_HOST, "--max-restarts=1", *fewer, "--config=microbatches=5", hosts="one:3,two:1"
+    )
+    assert status == 0, err
+    assert "host two: " in err and "no route to two" in err
+    assert "2 ranks are started on the hosts one" in err
+    first, again = out.splitlines()[:4], out.splitlines()[4:]
+    assert all(' 4 ["one", "two"]' in line and '"microbatches": 5' in line for line in first)
+    assert [line.split(" {")[0] for line in sorted(again)] == [f'[{r}] 2 ["one"]' for r in (0, 1)]
+    assert all('"microbatches": 7' in line for line in again)
+
+
+def test_a_host_that_answers_too_late_takes_no_rank_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 was on it before, and is on another host now."""
+    monkeypatch.setattr(remote, "_HELLO_AGAIN_S", 4.0)
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    (tmp_path / "agent").write_text('#!/bin/sh\n[ "$1" = late ] && sleep 5\nshift\nsh -c "$*"\n')
+    (tmp_path / "agent").chmod(0o755)
+    share = Share([sys.executable, "-c", "import time; time.sleep(8)"], {}, 2, 2)
+    plans, agent = plan_hosts("late,near", 2), Agent([str(tmp_path / "agent")])
+    divide = _divider(share, plans, {1: {}})
+    ranks = RemoteRanks(share, plans, agent, lambda *_: None, tmp_path, divide=divide)
+    try:
+        ranks.start(1)
+        wait_until(lambda: ranks.wait(0.2) or not ranks.running, lambda: str(ranks.running))
+    finally:
+        ranks.end()
+    assert ranks.ended == [(0, 0)]
+    said = capfd.readouterr().err
+    assert "host late: no answer within 4 s" in said
+    assert "1 ranks are started on the hosts near" in said
+
+
+CROWDED = """
+import os, pathlib, signal, sys, time
+number, notes = os.environ["SMP_RANK"], pathlib.Path(os.environ["SMP_FAILURE_FILE"]).parent
+def note(name, text):
+    with (notes / name).open("a") as file:
+        file.write(text + "\\n")
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.02)
+def stop(*_):
+    pathlib.Path("stopped").touch()
+    sys.exit(75)
+if os.environ["SMP_RESTART_COUNT"] == "1":
+    print("again of", os.environ["SMP_WORLD_SIZE"])
+    sys.exit(0)
+if number == "0":
+    note("given_up", "")  # others may go on
+    wait_for(pathlib.Path("lost.two"))
+    note("given_up", "1")
+    wait_for(notes / "taken")
+    wait_for(pathlib.Path("told"))
+    signal.signal(signal.SIGTERM, stop)
+    note("stoppable", "0")
+elif number == "1":
+    wait_for(pathlib.Path("ready"))
+    pathlib.Path("lost.two").touch()
+    os.kill(os.getppid(), signal.SIGKILL)
+else:
+    note("taken", number)
+    wait_for(pathlib.Path("stopped"))
+    sys.exit(75)
+time.sleep(9999)
+"""
+
+
+def test_ranks_that_are_too_many_for_a_host_are_asked_to_stop_once_they_can(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    options = ["--max-restarts=1", "--max-replacements=1", "--fewer-ranks=1"]
+    process = hosts.start(CROWDED, *options, ranks=2)
+    (tmp_path / "ready").touch()
+    assert process.stderr
+    lines = list[str]()
+    for line in process.stderr:
+        lines.append(line)
+        if "which they have not yet" in line:
+            (tmp_path / "told").touch()
+    said, out = "".join(lines), process.communicate(timeout=PATIENCE_S)[0]
+    assert process.returncode == 0 and "[0] again of 1" in out, said
+    assert "process 2 is started in place of 1" in said
+    assert said.count("which they have not yet") == 1 == said.count("the ranks are asked to save")
+    assert said.index("which they have not yet") < said.index("the ranks are asked to save")
+
+
+def test_a_job_ends_if_too_few_hosts_are_left(hosts: Hosts) -> None:
+    options = ["--max-restarts=1", "--fewer-ranks=3"]
+    status, out, err = hosts.run(LOSE_HOST, *options)
+    assert status == 1 and "2 places are left" in err and len(out.splitlines()) == 4, err
+
+
+@pytest.mark.parametrize("options", [["2"], ["0"], ["x:ddp=true"], ["1", "--fewer-ranks=1"]])
+def test_numbers_of_fewer_ranks_that_make_no_sense_are_refused(
+    hosts: Hosts, options: list[str]
+) -> None:
+    words = ["--max-restarts=1", "--fewer-ranks", *options]
+    status, _, err = hosts.run(WAIT, *words, ranks=2)
+    assert status == 2 and "expected a number of ranks below that of -n, 2" in err
+
+
+def test_fewer_ranks_want_restarts(hosts: Hosts) -> None:
+    status, _, err = hosts.run(WAIT, "--fewer-ranks=1", ranks=2)
+    assert status == 2 and "goes with --hosts --max-restarts" in err
 
 
 def test_preflight_wants_hosts(hosts: Hosts) -> None:

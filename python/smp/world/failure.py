@@ -28,7 +28,7 @@ from smp.world.rendezvous import make_private
 
 FAILURE_VARIABLE = "SMP_FAILURE_FILE"
 #: Names of files beside; ``smp run`` has the same.
-GIVEN_UP_FILE, TAKEN_FILE = "given_up", "taken"
+GIVEN_UP_FILE, TAKEN_FILE, STOPPABLE_FILE = "given_up", "taken", "stoppable"
 _TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _MAX_FRAMES = 4  # frames of the traceback, two lines each
 _FIRST_LINES, _LAST_LINES = 5, 3  # lines of a message
@@ -277,10 +277,7 @@ def note_given_up(launched: Sequence[int]) -> None:
     Args:
         launched: numbers that the launcher has given to these ranks.
     """
-    path = os.environ.get(FAILURE_VARIABLE)
-    if path:
-        with (Path(path).parent / GIVEN_UP_FILE).open("a", encoding="ascii") as file:
-            file.write("".join(f"{rank}\n" for rank in launched))
+    _note(GIVEN_UP_FILE, launched)
 
 
 def note_taken(number: int) -> None:
@@ -289,10 +286,23 @@ def note_taken(number: int) -> None:
     Args:
         number: number that the launcher has given to it.
     """
+    _note(TAKEN_FILE, [number])
+
+
+def note_stoppable(number: int) -> None:
+    """Notes, for the launcher, that SIGTERM to this process makes all ranks save and stop.
+
+    Args:
+        number: number that the launcher has given to it.
+    """
+    _note(STOPPABLE_FILE, [number])
+
+
+def _note(name: str, numbers: Sequence[int]) -> None:
     path = os.environ.get(FAILURE_VARIABLE)
     if path:
-        with (Path(path).parent / TAKEN_FILE).open("a", encoding="ascii") as file:
-            file.write(f"{number}\n")
+        with (Path(path).parent / name).open("a", encoding="ascii") as file:
+            file.write("".join(f"{number}\n" for number in numbers))
 
 
 def _tell_torchrun(lines: Sequence[str], culprit: Culprit) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 import smp._C as _C
-from smp.world import runtime
+from smp.world import failure, runtime
 from smp.world.log import first_rank_log
 from smp.world.rank import Rank
 
@@ -79,7 +79,7 @@ class _Process:
 
     automatic: _Automatic | None = None
     saver: Saver | None = None
-    has_handler = False
+    has_handler = has_noted = False
     previous_handler: Any = None
 
 
@@ -97,14 +97,18 @@ def requested() -> bool:
     Raises:
         smp.PeerFailure: a stop was requested, but a rank has failed, so nothing can be saved.
     """
-    return _arrive(_run().rank)
+    return _arrive(_run())
 
 
-def _arrive(rank: Rank) -> bool:
+def _arrive(current: runtime.Runtime) -> bool:
+    rank = current.rank
     if rank.skips_call():  # the others have passed this boundary
         return False
     rank.check_process("smp.preemption_requested")
     _install_handler()
+    if _Process.has_handler and not _Process.has_noted:
+        _Process.has_noted = True
+        failure.note_stoppable(current.number)
     return rank.stops.arrive(rank.timeout_s)
 
 
@@ -172,7 +176,7 @@ def before_step(current: runtime.Runtime) -> None:
     model, optimizer = _what_to_save(current)
     if _Process.saver is not None:
         _Process.saver.prepare(current, automatic.path)
-    if _arrive(current.rank):
+    if _arrive(current):
         _save(current, automatic, model, optimizer)
         leave()
 
@@ -248,7 +252,8 @@ def on_signal(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
-    if rank.board is not None and (fault := rank.board.fault_text()) is not None:
+    ends = not rank.may_lose_ranks  # other ranks go on after a failure, and then stop
+    if ends and rank.board is not None and (fault := rank.board.fault_text()) is not None:
         raise _C.PeerFailure(f"{rank.prefix}ended by SIGTERM after a failure: {fault}")
     print(
         f"{rank.prefix}SIGTERM: all ranks will stop at the next boundary between steps",

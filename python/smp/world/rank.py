@@ -74,7 +74,7 @@ class Rank:
         self.meter = _C.DeviceMeter(str(device))
         self.pid = os.getpid()
         self._has_ended = self._is_alone = False
-        self.is_apart = self.gathers_later = False
+        self.is_apart = self.gathers_later = self._is_stop_asked = False
         self.keepers: list[int] = []
         self.between: BetweenSteps | None = None
         self.terms_at: Callable[[str], Any] | None = None
@@ -330,10 +330,16 @@ class Rank:
 
     def request_stop(self) -> None:
         """Asks all ranks to stop at one boundary between steps."""
+        self._is_stop_asked = True
         if self.connections is not None:
             self.connections.request_stop()
         else:
             self.stops.decide(self.stops.freeze())
+
+    def repeat_request(self) -> None:
+        """Asks again for a stop that a rank has asked for before these connections were made."""
+        if self._is_stop_asked:
+            self.request_stop()
 
     def report_raised(self, where: str, error: BaseException) -> None:
         """Reports an error to all other ranks, unless they caused it."""
@@ -411,5 +417,6 @@ class Rank:
 
     def close(self) -> None:
         """Ends threads and connections."""
+        self._is_stop_asked |= self.stops.is_asked
         if self.connections is not None:
             self.connections.close()

@@ -114,7 +114,13 @@ class Runtime:
     @property
     def has_taken_place(self) -> bool:
         """True if this process has come later."""
-        return self.launched[self.rank.global_rank] >= self.rank.launch.first_size
+        return self.number >= self.rank.launch.first_size
+
+    @property
+    def number(self) -> int:
+        """Returns the number that the launcher gave to this process."""
+        waits = self.newcomer
+        return self.launched[self.rank.global_rank] if waits is None else waits.number
 
     def is_first_of_old(self, newcomers: Collection[int]) -> bool:
         """Returns whether this is the first rank that has not just taken a place.
@@ -284,14 +290,13 @@ class Runtime:
         self.process_groups = ProcessGroups(rank)
         if rank.may_lose_ranks:  # before connections: a rank may fail while these are made
             self._watch_for_failures()
-        if len(kept) == 1:
-            self._note_connected()
-            return
-        self._connect(store)
-        self.process_groups.open(store, loopback=met.is_one_machine)
-        rank.wait_for_all("the meeting of the ranks that go on")
+        if len(kept) > 1:
+            self._connect(store)
+            self.process_groups.open(store, loopback=met.is_one_machine)
+            rank.wait_for_all("the meeting of the ranks that go on")
+            self._show_connections()
         self._note_connected()
-        self._show_connections()
+        rank.repeat_request()
 
     def end_groups(self) -> None:
         """Ends connections and groups, and keeps models. Not collective after a failure."""
@@ -417,8 +422,7 @@ def init(config: UserConfig = None) -> None:
         rank = Rank(read, launch, settings, device_of(device_type, 0, num_devices))
         runtime = Runtime(rank)
         _start(runtime, read.notes)
-        if runtime.record.has_events:
-            _install_hooks()  # the end of the process is an event
+        _install_hooks()  # the end of the script waits for saves, and is an event
         runtime.record.started([hello_of(launch, device_type, num_devices)])
         return
     store = _meeting_point.open(launch, env, settings.timeout_s, group)

@@ -16,6 +16,9 @@ it has built its model (``built``), or when it has the state (``taken``), whatev
 ``spare`` is the process that waits and is the first to take a place. It prints ``AT <monotonic
 time>`` before.
 
+``--term RANK:PLACE:STEP`` sends SIGTERM to a rank there. With ``--leave FOLDER`` the script begins
+with the newest checkpoint there, if there is one; ranks that are asked to stop save one.
+
 SIGUSR1 raises an exception wherever the script is.
 """
 
@@ -52,6 +55,10 @@ fast_write = archive.write
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=json.loads, default={})
+    parser.add_argument("--term", action="append", default=[])
+    parser.add_argument("--leave", type=Path, help="folder of checkpoints")
+    parser.add_argument("--saves", default="script", help="who saves there: script or library")
+    parser.add_argument("--layers", type=int, default=0, help="one for each stage by default")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--die", action="append", default=[])
     parser.add_argument("--resume", type=Path, help="folder of the checkpoint to begin with")
@@ -153,13 +160,17 @@ class Job:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.step = args, 0
         Job.present = self  # also while it takes a place
-        self.place, self.fatal_step = "", -1
+        self.place, self.fatal_step, self.signal = "", -1, signal.SIGKILL
         # The number of a process that waits is no rank.
         number = int(os.environ.get("SMP_RANK") or os.environ.get("RANK") or smp.rank())
         for text in args.die:
             rank, place, step = text.split(":")
             if is_first_to_take_a_place(number) if rank == "spare" else int(rank) == number:
                 self.place, self.fatal_step = place, int(step)
+        for text in args.term:
+            rank, place, step = text.split(":")
+            if int(rank) == number:
+                self.place, self.fatal_step, self.signal = place, int(step), signal.SIGTERM
         newcomer, launched = runtime.current().newcomer, runtime.current().launched
         say(f"NUMBER {newcomer.number if newcomer else launched[smp.rank()]}")
         self.at("entered")
@@ -169,9 +180,11 @@ class Job:
         torch.manual_seed(5)
         torch.set_default_dtype(torch.float64 if args.double else torch.float32)
         layers: list[nn.Module] = []
-        for index in range(smp.pp_size()):
-            with smp.partition(index), smp.tensor_parallelism(smp.tp_size() > 1):
-                layers.append(Layer(self, index == smp.pp_rank()))
+        num_layers = args.layers or smp.pp_size()
+        for index in range(num_layers):
+            stage = index * smp.pp_size() // num_layers
+            with smp.partition(stage), smp.tensor_parallelism(smp.tp_size() > 1):
+                layers.append(Layer(self, stage == smp.pp_rank()))
         self.model = smp.DistributedModel(nn.Sequential(*layers))
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), 0.01)
         if args.misuse == "whole":
@@ -183,10 +196,11 @@ class Job:
                 self.optimizer, dynamic_loss_scale=bool(args.scale), dynamic_loss_args=options
             )
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
+        content = None
         if args.resume is not None:
-            content = smp.resume_from_checkpoint(args.resume)
-            self.step = content["step"]
-            self.schedule.load_state_dict(content["schedule"])
+            resumed = smp.resume_from_checkpoint(args.resume)
+            self.step = resumed["step"]
+            self.schedule.load_state_dict(resumed["schedule"])
         self.first_step = self.step
         if smp.state.cfg.on_failure == "spare":
             smp.barrier()  # returns at once in a process that takes a place
@@ -201,6 +215,13 @@ class Job:
                 say(f"TAKEN {smp.rank()} {self.step} {time.monotonic()}")
                 self.find_end()
                 self.at("taken")
+        if args.leave is not None and args.saves == "library":
+            smp.preemption.save_to(args.leave, user_content=self.content)
+        if args.leave is not None and (args.leave / "newest").exists() and content is None:
+            content = smp.resume_from_checkpoint(args.leave)
+            self.step = content["step"]
+            self.schedule.load_state_dict(content["schedule"])
+            say(f"RESUMED {self.step}")
         self.resized: list[dict[str, Any]] = []
         self.save: Any = None  # the save in the background
         if smp.state.cfg.on_failure != "end":
@@ -254,7 +275,7 @@ class Job:
         if place == "raise":
             say(f"AT {time.monotonic()}")
             raise ZeroDivisionError("the layer broke")
-        die(signal.SIGSTOP if place == "stop" else signal.SIGKILL)
+        die(signal.SIGSTOP if place == "stop" else self.signal)
 
     def train(self) -> None:
         generator = torch.Generator().manual_seed(self.step + 100 * self.replica)
@@ -296,14 +317,22 @@ class Job:
             self.train()
             if self.args.save_each is not None:
                 self.save_in_background()
+            by_script = self.args.leave is not None and self.args.saves == "script"
+            if by_script and smp.preemption_requested():
+                self.save_now(self.args.leave, f"step{self.step}")
+                say(f"LEFT {self.step}")
+                smp.preemption.leave()
         if self.args.save is not None:
-            smp.save_checkpoint(
-                self.args.save,
-                tag="saved",
-                model=self.model,
-                optimizer=self.optimizer,
-                user_content=self.content(),
-            )
+            self.save_now(self.args.save, "saved")
+
+    def save_now(self, folder: Path, tag: str) -> None:
+        smp.save_checkpoint(
+            folder,
+            tag=tag,
+            model=self.model,
+            optimizer=self.optimizer,
+            user_content=self.content(),
+        )
 
     def save_in_background(self) -> None:
         try:
